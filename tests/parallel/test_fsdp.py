@@ -22,9 +22,9 @@ from stepgauge.parallel.call_order import CallOrder
 from stepgauge.parallel.data_parallel import BucketedDataParallel
 from stepgauge.parallel.flat_gradients import pack
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
-from stepgauge.parallel.parameter_group import ParameterGroup
-from stepgauge.parallel.traffic import Reductions
-from stepgauge.parallel.unsharded_group import UnshardedGroup
+from stepgauge.parallel.gradient_reductions import GradientReductions
+from stepgauge.parallel.sharded_unit import ShardedUnit
+from stepgauge.parallel.unsharded_unit import UnshardedUnit
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.recompute import RecomputePlan
@@ -232,10 +232,10 @@ def prefetch():
 def noting(late):
     """Notes of each gathering that is waited for whether nothing was computed since its start."""
     start, wait, after, reduce = (
-        UnshardedGroup.unshard,
-        UnshardedGroup.wait,
-        ParameterGroup.after,
-        Reductions.start,
+        UnshardedUnit.unshard,
+        UnshardedUnit.wait,
+        ShardedUnit.after_forward,
+        GradientReductions.reduce,
     )
     computed, started = [0], {}
 
@@ -257,13 +257,13 @@ def noting(late):
         computed[0] += 1
         return reduce(*call)
 
-    UnshardedGroup.unshard, UnshardedGroup.wait = noting_start, noting_wait
-    ParameterGroup.after, Reductions.start = noting_after, noting_reduce
+    UnshardedUnit.unshard, UnshardedUnit.wait = noting_start, noting_wait
+    ShardedUnit.after_forward, GradientReductions.reduce = noting_after, noting_reduce
     try:
         yield
     finally:
-        UnshardedGroup.unshard, UnshardedGroup.wait = start, wait
-        ParameterGroup.after, Reductions.start = after, reduce
+        UnshardedUnit.unshard, UnshardedUnit.wait = start, wait
+        ShardedUnit.after_forward, GradientReductions.reduce = after, reduce
 
 
 def frees():
@@ -281,7 +281,7 @@ def frees_frozen():
 
 def most_alive(parallel):
     """Units that are whole at once, over two steps; raises where one is left whole."""
-    alive, most, start, free = set(), [0], UnshardedGroup.unshard, UnshardedGroup.reshard
+    alive, most, start, free = set(), [0], UnshardedUnit.unshard, UnshardedUnit.reshard
 
     def noting_start(gathered):
         alive.add(gathered)
@@ -292,14 +292,14 @@ def most_alive(parallel):
         alive.discard(gathered)
         free(gathered)
 
-    UnshardedGroup.unshard, UnshardedGroup.reshard = noting_start, noting_free
+    UnshardedUnit.unshard, UnshardedUnit.reshard = noting_start, noting_free
     try:
         for _ in range(2):
             loss = parallel(*batch(0, 0, 0))
             loss.backward()
             assert not alive, [gathered.unit.name for gathered in alive]
     finally:
-        UnshardedGroup.unshard, UnshardedGroup.reshard = start, free
+        UnshardedUnit.unshard, UnshardedUnit.reshard = start, free
     return most[0]
 
 
@@ -412,7 +412,7 @@ def frees_after_part_of_a_backward():
 
 
 def require_none_is_whole(parallel):
-    kept = [unit.name for unit in parallel.residency._groups if unit.unsharded is not None]
+    kept = [unit.name for unit in parallel.residency._units if unit.unsharded is not None]
     assert not kept, kept
 
 

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgauge.models.bert import NOT_MASKED
+from stepgauge.parallel.gradient_reductions import GradientReductions
 from stepgauge.parallel.layout import Network, spread
-from stepgauge.parallel.traffic import Reductions
-from stepgauge.parallel.unsharded_group import UnshardedGroup
+from stepgauge.parallel.unsharded_unit import UnshardedUnit
 from stepgauge.parallel.wrappers import Settings
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.bert import BertSpec
@@ -338,7 +338,7 @@ def gathers_of_sharded_stages():
 @contextlib.contextmanager
 def counting(calls):
     """Counts groups of weights that are gathered, and that are averaged."""
-    gather, average = UnshardedGroup.unshard, Reductions.start
+    gather, average = UnshardedUnit.unshard, GradientReductions.reduce
 
     def gathered(self):
         calls["gathers"] += not self.is_unsharded
@@ -348,11 +348,11 @@ def counting(calls):
         calls["means"] += 1
         average(self, *arguments)
 
-    UnshardedGroup.unshard, Reductions.start = gathered, averaged
+    UnshardedUnit.unshard, GradientReductions.reduce = gathered, averaged
     try:
         yield
     finally:
-        UnshardedGroup.unshard, Reductions.start = gather, average
+        UnshardedUnit.unshard, GradientReductions.reduce = gather, average
 
 
 def rate_after_loading(ranks):

@@ -21,7 +21,7 @@ PRIVATE_TORCH = {
     "measure/memory/autograd_engine.py": "the node that runs, and references of a storage",
     "parallel/bucket_gradients.py": "references of a storage",
     "parallel/present_backward.py": "which weights a backward was asked for",
-    "parallel/unsharded_group.py": "a version for weights that are not there, as torch's fully_shard",
+    "parallel/unsharded_unit.py": "a version for weights that are not there, as torch's fully_shard",
     "parallel/shares.py": "a tensor's class without its __torch_function__",
 }
 # What else is private in torch, the files that need it, and what would make it unnecessary.
@@ -34,7 +34,7 @@ PRIVATE_NAMES = {
         "a public name of the foreach functions",
     ),
     "torch._foreach_copy_": (
-        {"parallel/flat_gradients.py", "parallel/unsharded_group.py"},
+        {"parallel/flat_gradients.py", "parallel/unsharded_unit.py"},
         "a public name of the foreach functions",
     ),
     "torch._foreach_mul_": ({"parallel/whole_norm.py"}, "a public name of the foreach functions"),
@@ -134,7 +134,7 @@ PRIVATE_NAMES = {
             "measure/dtypes.py",
             "measure/memory/storage_tracker.py",
             "measure/operators.py",
-            "parallel/parameter_group.py",
+            "parallel/sharded_unit.py",
             "train/user_model.py",
         },
         "a public name of pytrees",
@@ -155,9 +155,9 @@ PRIVATE_MEMBERS = {
         "a public number of a storage that has no address",
     ),
     "_device_types": ({"parallel/collectives.py"}, "a public list of a group's backends"),
-    "_flat_weights": ({"parallel/parameter_group.py"}, "an RNN that reads its own parameters"),
+    "_flat_weights": ({"parallel/sharded_unit.py"}, "an RNN that reads its own parameters"),
     "_flat_weights_names": (
-        {"parallel/parameter_group.py"},
+        {"parallel/sharded_unit.py"},
         "an RNN that reads its own parameters",
     ),
     "_local_tensor": ({"parallel/sharding.py"}, "a to_local that makes no view"),

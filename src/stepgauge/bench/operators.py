@@ -21,7 +21,7 @@ from stepgauge.measure.memory.fake_device import fake_device
 from stepgauge.measure.memory.missing_rules import NotPredictableError
 from stepgauge.measure.memory.recurrent import layers_that_raise
 from stepgauge.measure.operators import OperatorTrace, record_step
-from stepgauge.parallel.parameter_group import repeated_blocks
+from stepgauge.parallel.sharded_unit import repeated_blocks
 from stepgauge.runtime.load_file import user_line
 from stepgauge.runtime.workers import run_isolated
 from stepgauge.spec.layout_step import LayoutSpec

@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stepgauge.parallel.parameter_group import SHARDED, ParameterGroup, Place, repeated_blocks
+from stepgauge.parallel.gradient_reductions import GradientReductions
+from stepgauge.parallel.prefetcher import Prefetcher
 from stepgauge.parallel.replicas import device_of, prepare_replicas, registrations, require_known
 from stepgauge.parallel.residency import Residency
+from stepgauge.parallel.sharded_unit import SHARDED, Place, ShardedUnit, repeated_blocks
 from stepgauge.parallel.sharding import Sharding
-from stepgauge.parallel.traffic import Prefetcher, Reductions
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -56,27 +57,26 @@ class FullyShardedDataParallel(nn.Module):
         self.compute_dtype = compute_dtype
         self.module = module
         sharding = Sharding(group, device_of(module).type)
-        self._prefetcher, self._reductions = Prefetcher(sharding), Reductions(sharding)
+        self._prefetcher, self._reductions = Prefetcher(sharding), GradientReductions(sharding)
         places = _places_of_parameters(module)
         blocks = [block for block in repeated_blocks(module) if block is not module]
-        units = [*dict.fromkeys(blocks), module]
-        groups: list[ParameterGroup] = []
+        owners = [*dict.fromkeys(blocks), module]
         names = {part: name for name, part in module.named_modules()}
-        for unit, of_unit in zip(units, _by_unit(places, units), strict=True):
-            if of_unit:
-                groups.append(
-                    ParameterGroup(
-                        names[unit],
-                        unit,
-                        of_unit,
-                        sharding,
-                        compute_dtype,
-                        self._prefetcher,
-                        self._reductions,
-                        is_root=unit is module,
-                    )
-                )
-        self.residency = Residency(groups, self._reductions)
+        units = [
+            ShardedUnit(
+                names[owner],
+                owner,
+                of_unit,
+                sharding,
+                compute_dtype,
+                self._prefetcher,
+                self._reductions,
+                is_root=owner is module,
+            )
+            for owner, of_unit in zip(owners, _by_unit(places, owners), strict=True)
+            if of_unit
+        ]
+        self.residency = Residency(units, self._reductions)
         self._registered = registrations()
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -137,15 +137,17 @@ def _places_of_parameters(module: nn.Module) -> dict[str, list[Place]]:
 
 
 def _by_unit(
-    places: Mapping[str, list[Place]], units: Sequence[nn.Module]
+    places: Mapping[str, list[Place]], owners: Sequence[nn.Module]
 ) -> list[list[list[Place]]]:
-    """The places of each unit's weights. What is in several units is the last one's, the whole."""
+    """The places of the weights of each unit, by the module that it is of. What is in several units
+    is the last one's, the whole module's.
+    """
     units_of: dict[nn.Module, set[int]] = {}
-    for index, unit in enumerate(units[:-1]):
-        for module in unit.modules():
-            units_of.setdefault(module, set()).add(index)
-    found: list[list[list[Place]]] = [[] for _ in units]
+    for unit, owner in enumerate(owners[:-1]):
+        for module in owner.modules():
+            units_of.setdefault(module, set()).add(unit)
+    found: list[list[list[Place]]] = [[] for _ in owners]
     for of_weight in places.values():
-        its_units = {unit for owner, _ in of_weight for unit in units_of.get(owner, {-1})}
+        its_units = {unit for module, _ in of_weight for unit in units_of.get(module, {-1})}
         found[its_units.pop() if len(its_units) == 1 else -1].append(of_weight)
     return found

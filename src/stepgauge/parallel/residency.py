@@ -8,32 +8,32 @@ those of any module. They become the mean over ranks, in the shards, once.
 import torch
 from torch import Tensor, nn
 
-from stepgauge.parallel.parameter_group import ParameterGroup
-from stepgauge.parallel.traffic import Reductions
-from stepgauge.parallel.unsharded_group import UnshardedGroup
+from stepgauge.parallel.gradient_reductions import GradientReductions
+from stepgauge.parallel.sharded_unit import ShardedUnit
+from stepgauge.parallel.unsharded_unit import UnshardedUnit
 
 
 class Residency:
-    """The groups of a module, from `unshard` to `reshard`. All ranks of the shards must call both."""
+    """The units of a module, from `unshard` to `reshard`. All ranks of the shards must call both."""
 
-    def __init__(self, groups: list[ParameterGroup], reductions: Reductions):
-        self._groups, self._reductions = groups, reductions
-        self._whole: list[tuple[UnshardedGroup, list[nn.Parameter], list[Tensor]]] = []
+    def __init__(self, units: list[ShardedUnit], reductions: GradientReductions):
+        self._units, self._reductions = units, reductions
+        self._whole: list[tuple[UnshardedUnit, list[nn.Parameter], list[Tensor]]] = []
 
     def unshard(self) -> None:
         """Gathers all weights at once, and leaves them in their places."""
-        found = [UnshardedGroup(each, each.parameters, None) for each in self._groups]
-        for group in found:
-            group.unshard()
-        for each, group in zip(self._groups, found, strict=True):
-            group.wait()
+        found = [UnshardedUnit(unit, unit.parameters, None) for unit in self._units]
+        for unsharded in found:
+            unsharded.unshard()
+        for unit, unsharded in zip(self._units, found, strict=True):
+            unsharded.wait()
             weights = [
                 buffer[: shard.shape[0]].detach().requires_grad_(shard.requires_grad)
-                for buffer, shard in zip(group.buffers, group.parameters, strict=True)
+                for buffer, shard in zip(unsharded.buffers, unsharded.parameters, strict=True)
             ]
-            self._whole.append((group, list(group.parameters), weights))
-            each.in_place = group
-            each.put(weights)
+            self._whole.append((unsharded, list(unsharded.parameters), weights))
+            unit.placed = unsharded
+            unit.place(weights)
 
     def reduce(self) -> None:
         """Averages the whole gradients into the shards' `.grad`."""
@@ -41,14 +41,14 @@ class Residency:
             pairs = zip(shards, weights, strict=True)
             trained = {shard: weight.grad for shard, weight in pairs if shard.requires_grad}
             if trained:
-                self._reductions.queue(trained)
+                self._reductions.reduce_outside_backward(trained)
             for weight in weights:
                 weight.grad = None
-        self._reductions.flush()
+        self._reductions.wait()
 
     @torch.no_grad()
     def reshard(self) -> None:
         """Puts the shards back and frees the whole weights."""
-        for group, _, _ in self._whole:
-            group.reshard()
+        for unsharded, _, _ in self._whole:
+            unsharded.reshard()
         self._whole = []

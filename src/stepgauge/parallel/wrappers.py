@@ -27,8 +27,8 @@ from stepgauge.parallel.data_parallel import (
 )
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
 from stepgauge.parallel.owned_gradients import OwnerDataParallel
-from stepgauge.parallel.parameter_group import repeated_blocks
 from stepgauge.parallel.replicas import prepare_replicas
+from stepgauge.parallel.sharded_unit import repeated_blocks
 from stepgauge.parallel.sharding import Sharding
 from stepgauge.parallel.training import (
     Groups,

@@ -17,10 +17,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stepgauge.parallel.sharding import Sharding, local
-from stepgauge.parallel.unsharded_group import UnshardedGroup
+from stepgauge.parallel.unsharded_unit import UnshardedUnit
 
 if TYPE_CHECKING:
-    from stepgauge.parallel.traffic import Prefetcher, Reductions
+    from stepgauge.parallel.gradient_reductions import GradientReductions
+    from stepgauge.parallel.prefetcher import Prefetcher
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 KEPT = frozenset((Tensor, list, tuple))  # attributes in which a module may keep what it computed
@@ -38,7 +39,7 @@ def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from repeated_blocks(child)
 
 
-class ParameterGroup:
+class ShardedUnit:
     """The weights of a module that are unsharded together.
 
     name    the module's
@@ -55,16 +56,16 @@ class ParameterGroup:
         sharding: Sharding,
         compute_dtype: torch.dtype | None,
         prefetcher: "Prefetcher",
-        reductions: "Reductions",
+        reductions: "GradientReductions",
         *,
         is_root: bool,
     ):
         self.places, self.sharding, self.compute_dtype = places, sharding, compute_dtype
         self.prefetcher, self.reductions, self.is_root = prefetcher, reductions, is_root
         # Weights of each call that goes on, and what computed its inputs; None where they were whole.
-        self._calls: list[tuple[UnshardedGroup, Sequence[Any]] | None] = []
-        self.unsharded: UnshardedGroup | None = None
-        self.in_place: UnshardedGroup | None = None  # whose weights stand in place of the shards
+        self._calls: list[tuple[UnshardedUnit, Sequence[Any]] | None] = []
+        self.unsharded: UnshardedUnit | None = None
+        self.placed: UnshardedUnit | None = None  # whose weights stand in place of the shards
         self.name = name
         self._seen: list[tuple[Any, torch.UntypedStorage]] = []
         # Where a loss may be kept to which backward comes first; the root's weights are whole then.
@@ -75,17 +76,17 @@ class ParameterGroup:
             sharded: Any = nn.Parameter(
                 sharding.shard(whole.detach()), requires_grad=whole.requires_grad
             )
-            _put(of_weight, sharded)
+            _set_weight(of_weight, sharded)
             SHARDED[whole] = None
             self._seen.append(_insides(sharded))
             reductions.parameters.append(sharded)
             for owner, _ in of_weight:
                 owner.register_load_state_dict_pre_hook(functools.partial(_cut, sharding))
-        module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self.after, always_call=True)
+        module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self.after_forward, always_call=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_calls": [], "_seen": [], "unsharded": None, "in_place": None}
+        return {**self.__dict__, "_calls": [], "_seen": [], "unsharded": None, "placed": None}
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -123,43 +124,43 @@ class ParameterGroup:
                 seen[index] = _insides(parameter)
         self._seen = seen
 
-    def unshard(self) -> UnshardedGroup:
-        unsharded = UnshardedGroup(self, self.parameters, self.compute_dtype)
+    def unshard(self) -> UnshardedUnit:
+        unsharded = UnshardedUnit(self, self.parameters, self.compute_dtype)
         unsharded.unshard()
         return unsharded
 
-    def put(self, weights: Sequence[Tensor]) -> None:
+    def place(self, weights: Sequence[Tensor]) -> None:
         """These in the places of the weights."""
         for of_weight, weight in zip(self.places, weights, strict=True):
-            _put(of_weight, weight)
+            _set_weight(of_weight, weight)
 
     @torch.compiler.disable
-    def before(self, module: nn.Module, inputs: Any, named: Any) -> None:
+    def before_forward(self, module: nn.Module, inputs: Any, named: Any) -> None:
         """Puts whole weights in place of the shards."""
         # Checkpointing calls the module again in backward, which has its weights already.
         current = self.unsharded
         if self.reductions.is_running and current is not None and current.is_current():
             current.wait()
-            current.put_again()
-        if self.in_place is not None:
+            current.place_for_backward()
+        if self.placed is not None:
             self._calls.append(None)
             return
         self._require_tied(self.parameters)
-        unsharded = self.prefetcher.take(self)
+        unsharded = self.prefetcher.unshard_for_forward(self)
         unsharded.wait()
         given = [x for x in _tensors_of((inputs, named)) if x.grad_fn is not None]
         self._calls.append((unsharded, [x.grad_fn for x in given]))
-        unsharded.put()
-        unsharded.watch(given)
-        self.prefetcher.entered(self)
+        unsharded.place_for_forward()
+        unsharded.expect_consumers(given)
+        self.prefetcher.prefetch_next(self)
 
     @torch.compiler.disable
-    def after(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Puts the shards back; whole weights are freed until backward needs them."""
         if not self._calls or (call := self._calls.pop()) is None:  # what failed was before us
             return
         unsharded, given = call
-        unsharded.put_back()
+        unsharded.place_shards()
         unsharded.require_unwritten()
         if isinstance(output, Iterator):
             raise RuntimeError(
@@ -176,7 +177,7 @@ class ParameterGroup:
         if not recomputed and not (self.is_root and torch.is_grad_enabled() and reached):
             unsharded.reshard()
         if reached:
-            self.prefetcher.left(unsharded)
+            self.prefetcher.after_forward(unsharded)
 
 
 def _tensors_of(output: Any) -> Iterator[Tensor]:
@@ -209,7 +210,7 @@ def _insides(sharded: DTensor) -> tuple[Any, torch.UntypedStorage]:
     return weakref.ref(local(sharded)), sharded.untyped_storage()
 
 
-def _put(of_weight: Sequence[Place], tensor: Tensor) -> None:
+def _set_weight(of_weight: Sequence[Place], tensor: Tensor) -> None:
     for owner, name in of_weight:
         owner._parameters[name] = tensor  # type: ignore[assignment]
         if isinstance(owner, nn.RNNBase):  # which keeps its weights a second time
@@ -232,11 +233,11 @@ def _cut(
             state[prefix + name] = sharding.shard(given.detach().to(parameter.device))
 
 
-def _before_backward(unsharded: UnshardedGroup, _: Tensor) -> None:
+def _before_backward(unsharded: UnshardedUnit, _: Tensor) -> None:
     unit = unsharded.unit
-    unit.reductions.begin(unsharded.parameters[0].device)
-    unit.prefetcher.entered_backward(unsharded)
+    unit.reductions.begin_backward(unsharded.parameters[0].device)
+    unit.prefetcher.prefetch_previous(unsharded)
     unsharded.unshard()
     unsharded.wait()
-    unit.reductions.uses(unsharded)
-    unsharded.put_again()
+    unit.reductions.free_at_end(unsharded)
+    unsharded.place_for_backward()

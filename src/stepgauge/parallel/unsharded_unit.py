@@ -14,10 +14,10 @@ from stepgauge.parallel.present_backward import goes_on_to
 from stepgauge.parallel.sharding import local, real, release, sent_dtype
 
 if TYPE_CHECKING:
-    from stepgauge.parallel.parameter_group import ParameterGroup
+    from stepgauge.parallel.sharded_unit import ShardedUnit
 
 
-class UnshardedGroup:
+class UnshardedUnit:
     """The whole weights of a unit for one call of its module and the backward of that call.
 
     Their memory comes and goes while the tensors stay: autograd saves tensors that are empty between
@@ -27,7 +27,7 @@ class UnshardedGroup:
 
     def __init__(
         self,
-        unit: "ParameterGroup",
+        unit: "ShardedUnit",
         parameters: Sequence[nn.Parameter],
         compute_dtype: torch.dtype | None,
     ):
@@ -36,13 +36,13 @@ class UnshardedGroup:
         self.buffers: list[Tensor] = []
         self._works: list[Any] = []
         self._copies: list[Tensor] = []  # of parts, in the type or length that is sent
-        self._views: list[tuple[Tensor, int]] = []
-        self._given: list[Tensor] = []  # of each weight and call, one with its version
+        self._placed_views: list[tuple[Tensor, int]] = []
+        self._versioned: list[Tensor] = []  # of each weight and call, one with its version
         self._are_away = False
         self._versions = _versions(parameters)
         self.is_unsharded = False
-        # what backward has to come to before nobody needs the weights, and what it has come to
-        self._ends, self._ended = 1, 0
+        # what needs the weights in backward, and how many of it have run
+        self._num_consumers, self._num_done = 1, 0
 
     def is_current(self) -> bool:
         """Whether the weights are here, and the shards still what was gathered."""
@@ -60,7 +60,7 @@ class UnshardedGroup:
             )
         self.is_unsharded = True
         self.unit.unsharded = self
-        self.unit.reductions.uses(self)
+        self.unit.reductions.free_at_end(self)
         sharding, mine = self.unit.sharding, self._padded()
         self.buffers = self.buffers or [
             part.new_empty(part.shape[0] * sharding.ranks, *part.shape[1:]) for part in mine
@@ -108,9 +108,9 @@ class UnshardedGroup:
         self._mark(away=False)
 
     def reshard(self) -> None:
-        self.put_back()
+        self.place_shards()
         self.wait()
-        self.is_unsharded, self._ended = False, 0
+        self.is_unsharded, self._num_done = False, 0
         if self.unit.unsharded is self:
             self.unit.unsharded = None
         self._mark(away=True)
@@ -121,67 +121,67 @@ class UnshardedGroup:
         """Raises the versions of weights that are not there, and sets them back."""
         if away != self._are_away:
             self._are_away, change = away, 1 if away else -1
-            versions = tuple(each._version + change for each in self._given)
+            versions = tuple(each._version + change for each in self._versioned)
             # As torch's fully_shard does; the way out: a public name of it.
-            torch._C._autograd._unsafe_set_version_counter(tuple(self._given), versions)
+            torch._C._autograd._unsafe_set_version_counter(tuple(self._versioned), versions)
 
-    def give(self) -> tuple[Tensor, ...]:
-        """The weights, each with its own shape."""
+    def views(self) -> tuple[Tensor, ...]:
+        """New tensors of the whole weights, each with its own shape."""
         wholes = [buffer.data for buffer in self.buffers]
         if not torch.is_inference_mode_enabled():
-            self._given += wholes
+            self._versioned += wholes
         return tuple(
             whole[: parameter.shape[0]]
             for whole, parameter in zip(wholes, self.parameters, strict=True)
         )
 
-    def put(self) -> None:
-        """The weights, each with its own shape, in place of the shards for a call of the module."""
+    def place_for_forward(self) -> None:
+        """Puts the whole weights in place of the shards for a call of the module."""
         trained = any(p.requires_grad for p in self.parameters) and torch.is_grad_enabled()
         # Autograd calls hooks of a weight, with nothing, where its gradient is not ours to return.
         unhooked = [p for p in self.parameters if not num_hooks(p)]
         anchor = torch.empty(0, requires_grad=trained)
         wholes = ShardedWeights.apply(self, unhooked, anchor, *unhooked)
         if not torch.is_inference_mode_enabled():
-            self._views = [(whole, whole._version) for whole in wholes]
-        self._put(wholes)
+            self._placed_views = [(whole, whole._version) for whole in wholes]
+        self._place(wholes)
 
     @torch.enable_grad()
-    def put_again(self) -> None:
-        """The same in backward, for what checkpointing computes again of the module's inside."""
-        if self.unit.in_place is not self:
+    def place_for_backward(self) -> None:
+        """Puts them there in backward, for what checkpointing computes again of the module's inside."""
+        if self.unit.placed is not self:
             anchor = torch.empty(0, requires_grad=True)
-            self._put(WeightsAgain.apply(self, (), anchor))
+            self._place(WeightsInBackward.apply(self, (), anchor))
 
-    def _put(self, weights: Sequence[Tensor]) -> None:
-        self.unit.in_place = self
-        self.unit.put(weights)
+    def _place(self, weights: Sequence[Tensor]) -> None:
+        self.unit.placed = self
+        self.unit.place(weights)
 
-    def put_back(self) -> None:
-        """The shards in their places, unless others' weights stand there."""
-        if self.unit.in_place is self:
-            self.unit.in_place = None
-            self.unit.put(self.parameters)
+    def place_shards(self) -> None:
+        """Puts the shards back, unless the weights of another call stand there."""
+        if self.unit.placed is self:
+            self.unit.placed = None
+            self.unit.place(self.parameters)
 
-    def watch(self, inputs: Sequence[Tensor]) -> None:
+    def expect_consumers(self, inputs: Sequence[Tensor]) -> None:
         """Of a module whose weights are all frozen: they are needed until backward has the gradients
         of its inputs.
         """
         if not any(parameter.requires_grad for parameter in self.parameters):
-            self._ends = len(inputs)
+            self._num_consumers = len(inputs)
             for each in inputs:
-                each.register_hook(self.end)
+                each.register_hook(self.count_consumer)
 
-    def end(self, _: Any = None) -> None:
-        """One of those who needed the weights in backward has run."""
-        self._ended += 1
-        if self._ended >= self._ends:
+    def count_consumer(self, _: Any = None) -> None:
+        """What needed the weights in backward has run: after the last they are freed."""
+        self._num_done += 1
+        if self._num_done >= self._num_consumers:
             self.reshard()
 
     def require_unwritten(self) -> None:
         """Raises RuntimeError for a weight that forward itself wrote."""
-        written = any(whole._version != before for whole, before in self._views)
-        self._views = []
+        written = any(whole._version != before for whole, before in self._placed_views)
+        self._placed_views = []
         if written:
             raise RuntimeError(
                 "a module wrote a weight in its forward; sharded weights are written outside of it"
@@ -198,11 +198,11 @@ class ShardedWeights(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, unsharded: UnshardedGroup, given: Sequence[nn.Parameter], *_: Tensor
+        ctx: Any, unsharded: UnshardedUnit, given: Sequence[nn.Parameter], *_: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.unsharded, ctx.given = unsharded, given
         ctx.set_materialize_grads(False)
-        wholes = unsharded.give()
+        wholes = unsharded.views()
         frozen = [
             whole
             for whole, parameter in zip(wholes, unsharded.parameters, strict=True)
@@ -224,7 +224,7 @@ class ShardedWeights(torch.autograd.Function):
                 "before forward"
             )
         unsharded = ctx.unsharded
-        unsharded.end()
+        unsharded.count_consumer()
         (anchor, _), *nodes = ctx.next_functions
         node_of = {p: node for p, (node, _) in zip(ctx.given, nodes, strict=True)}
         wanted = {
@@ -233,7 +233,7 @@ class ShardedWeights(torch.autograd.Function):
             if parameter.requires_grad and _is_wanted(node_of.get(parameter, anchor))
         }
         if wanted:
-            unsharded.unit.reductions.start(wanted, unsharded.unit.compute_dtype)
+            unsharded.unit.reductions.reduce(wanted, unsharded.unit.compute_dtype)
         return None, None, None, *(None for _ in nodes)
 
 
@@ -248,7 +248,7 @@ def _is_wanted(node: Any) -> bool:
         ) from error
 
 
-class WeightsAgain(ShardedWeights):
+class WeightsInBackward(ShardedWeights):
     """Weights of a forward in backward, whose graph nobody needs."""
 
     @staticmethod

@@ -1,106 +1,23 @@
-"""What the units of one sharded module have in common: which weights come next, and gradients on
-their way to the shards.
-"""
+"""The whole gradients of a sharded module's units, on their way to the shards."""
 
-import contextlib
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stepgauge.parallel.call_order import CallOrder
 from stepgauge.parallel.collectives import launch_together
 from stepgauge.parallel.flat_gradients import FlatGradients
-from stepgauge.parallel.parameter_group import ParameterGroup
 from stepgauge.parallel.parameter_hooks import hooks_after, hooks_before
 from stepgauge.parallel.present_backward import at_end_of_backward
 from stepgauge.parallel.sharding import Sharding, sent_dtype
-from stepgauge.parallel.unsharded_group import UnshardedGroup
+from stepgauge.parallel.unsharded_unit import UnshardedUnit
 from stepgauge.parallel.usage import Usage
-from stepgauge.spec.plan.shards import MOST_IN_FLIGHT, PREFETCHED
+from stepgauge.spec.plan.shards import MOST_IN_FLIGHT
 
 
-class Prefetcher:
-    """Starts gathering the next unit's weights, as long as a step uses units as the last one did."""
-
-    def __init__(self, sharding: Sharding):
-        self._sharding = sharding
-        self._order: CallOrder | None = None
-        self._is_active = False
-        self._expected: list[ParameterGroup] = []
-        self._calls: list[ParameterGroup] = []
-        self._coming: dict[ParameterGroup, UnshardedGroup] = {}
-        # calls of the last forward, which backward takes in reverse
-        self._forward: list[weakref.ref[UnshardedGroup]] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"sharding": self._sharding}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["sharding"])  # type: ignore[misc]
-
-    @contextlib.contextmanager
-    def of_one_forward(self) -> Iterator[None]:
-        if self._is_active:  # a module that is called within itself
-            yield
-            return
-        self._is_active, self._calls, self._forward = True, [], []
-        try:
-            yield
-            self._require_order(None)
-        finally:
-            self._is_active, self._expected = False, self._calls
-            for unsharded in self._coming.values():
-                unsharded.reshard()
-            self._coming = {}
-
-    def _require_order(self, unit: ParameterGroup | None) -> None:
-        """Raises RuntimeError where ranks would gather different weights together, or (None) where
-        they have not called as many.
-        """
-        place = len(self._calls)
-        expected = self._expected[place : place + 1] == [unit]
-        if not (expected if unit else place == len(self._expected)):
-            self._order = self._order or CallOrder(self._sharding.group)
-            called = [each.name or "the module" for each in self._calls]
-            self._order.require_same(called, (unit.name or "the module") if unit else "nothing")
-
-    def take(self, unit: ParameterGroup) -> UnshardedGroup:
-        if self._is_active:
-            self._require_order(unit)
-        unsharded = self._coming.pop(unit, None)
-        if unsharded is None or not unsharded.is_current():
-            unsharded = unit.unshard()
-        return unsharded
-
-    def entered(self, unit: ParameterGroup) -> None:
-        if not self._is_active:
-            return
-        place = len(self._calls)
-        self._calls.append(unit)
-        if self._expected[place : place + 1] != [unit]:
-            return
-        for following in self._expected[place + 1 : place + 1 + PREFETCHED]:
-            if following not in self._coming and following.unsharded is None:
-                self._coming[following] = following.unshard()
-
-    def left(self, unsharded: UnshardedGroup) -> None:
-        if self._is_active:
-            self._forward.append(weakref.ref(unsharded))
-
-    def entered_backward(self, unsharded: UnshardedGroup) -> None:
-        calls = [call() for call in self._forward]
-        if unsharded in calls:
-            place = calls.index(unsharded)
-            for before in calls[max(0, place - PREFETCHED) : place]:
-                if before is not None:
-                    before.unshard()
-
-
-class Reductions:
+class GradientReductions:
     """Averages whole gradients into the shards while backward goes on; `.grad` has the means when
     backward returns.
     """
@@ -126,21 +43,22 @@ class Reductions:
         # gradients, by their versions, when a backward failed
         self._incomplete: list[tuple[Tensor, int]] = []
         # what this backward used, and frees at its end where it has not come to the weights
-        self._whole: list[UnshardedGroup] = []
-        self._keeps_whole = False
+        self._unsharded: list[UnshardedUnit] = []
+        self._keeps_unsharded = False
 
-    def begin(self, device: torch.device) -> None:
+    def begin_backward(self, device: torch.device) -> None:
         """To be called in a backward, before anything of it."""
         if not self.is_running:
             self._require_zeroed()
             self.is_running = True
             # the graph that create_graph makes reads them
-            self._keeps_whole = torch.is_grad_enabled()
-            at_end_of_backward(self._finish, device)
+            self._keeps_unsharded = torch.is_grad_enabled()
+            at_end_of_backward(self._end_backward, device)
 
-    def uses(self, unsharded: UnshardedGroup) -> None:
+    def free_at_end(self, unsharded: UnshardedUnit) -> None:
+        """In a backward: frees whole weights when it ends, where it has not come to them."""
         if self.is_running:
-            self._whole.append(unsharded)
+            self._unsharded.append(unsharded)
 
     def _require_zeroed(self) -> None:
         """Raises RuntimeError for gradients of a backward that failed: those of the unit in which
@@ -155,27 +73,27 @@ class Reductions:
                         "incomplete: zero them before the next"
                     )
 
-    def queue(self, gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
-        """As `start`, outside of a backward, in the parameters' own type; until `flush`."""
+    def reduce_outside_backward(self, gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
+        """As `reduce`, outside of a backward, in the parameters' own type; until `wait`."""
         if not self.is_running:
             self._require_zeroed()
             self.is_running = True
-        self.start(gradients, None)
+        self.reduce(gradients, None)
 
-    def flush(self) -> None:
-        """Waits for all that was queued; the shards then have their gradients."""
-        self._finish(failed=False)
+    def wait(self) -> None:
+        """Waits for all that was sent; the shards then have their gradients."""
+        self._end_backward(failed=False)
 
-    def start(
+    def reduce(
         self,
         gradients: Mapping[nn.Parameter, Tensor | None],
         compute_dtype: torch.dtype | None,
     ) -> None:
         """Sends the whole gradients of a unit's weights; None counts as zero."""
         device = next(iter(gradients)).device
-        self.begin(device)
+        self.begin_backward(device)
         while len(self._in_flight) >= MOST_IN_FLIGHT:
-            self._collect()
+            self._receive_oldest()
         alike: dict[torch.dtype, dict[nn.Parameter, Tensor | None]] = {}
         for parameter, gradient in gradients.items():
             alike.setdefault(parameter.dtype, {})[parameter] = gradient
@@ -190,7 +108,7 @@ class Reductions:
         self._in_flight.append(flats)
 
     @torch.no_grad()
-    def _collect(self) -> None:
+    def _receive_oldest(self) -> None:
         for flat in self._in_flight.pop(0):
             for parameter, part, used in flat.receive():
                 if used:
@@ -212,13 +130,13 @@ class Reductions:
             hook(parameter)
 
     @torch.no_grad()
-    def _finish(self, failed: bool) -> None:
+    def _end_backward(self, failed: bool) -> None:
         try:
             while self._in_flight:
-                self._collect()
-            for unsharded in self._whole:
-                unsharded.put_back()
-                if unsharded.is_unsharded and not self._keeps_whole:
+                self._receive_oldest()
+            for unsharded in self._unsharded:
+                unsharded.place_shards()
+                if unsharded.is_unsharded and not self._keeps_unsharded:
                     unsharded.reshard()
             if failed:  # elsewhere it may not have: ranks cannot ask each other
                 given = [p.grad for p in self.parameters if p.grad is not None]
