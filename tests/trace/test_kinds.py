@@ -82,7 +82,8 @@ REAL = {
     ],
     "elementwise": [
         ("aten::add", "unrolled_elementwise_kernel<CUDAFunctor_add<float>>"),
-        ("stepgauge::swiglu_backward", "backward_kernel"),
+        ("stepgauge::swiglu_backward", "triton_kernel"),
+        ("stepgauge::rotary_backward", "triton_kernel"),
         ("sgl_kernel::silu_and_mul", "_ZN7sgl_hip10activation18act_and_mul_kernel"),
         ("RopeLoraFlashAttnVarlenFuncBackward", "rotary_kernel"),
         ("", "triton_poi_fused_mul_silu_4"),

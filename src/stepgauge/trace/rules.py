@@ -49,7 +49,7 @@ OPERATORS = _table(
      r"roll|arange|triu|tril|lt|gt|le|ge|eq|ne|bitwise|logical|dropout|native_dropout|bernoulli|normal|uniform|rand|"
      r"foreach|maximum|minimum|softplus|pad|threshold|amp_|round|floor|ceil|trunc|remainder|flip|repeat|"
      r"constant_pad|mse_loss|upsample|isnan|isinf|nan_to_num|hardtanh|leaky|elu|glu|grid_sampler|exponential|"
-     r"random|select_scatter|slice_scatter|masked_s)|rotary_embedding|silu_and_mul|gelu_and_mul|_and_mul$|::swiglu"),
+     r"random|select_scatter|slice_scatter|masked_s)|rotary_embedding|silu_and_mul|gelu_and_mul|_and_mul$|^stepgauge::(swiglu|rotary)_"),
 )  # fmt: skip
 
 # A kernel fused from several parts carries all their names: the most telling comes first.
