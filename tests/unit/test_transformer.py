@@ -12,7 +12,7 @@ from stepgauge.models import parts
 from stepgauge.models.bert import BertForMaskedLM
 from stepgauge.models.feed_forward import ACTIVATIONS
 from stepgauge.models.rotary import rotary_tables
-from stepgauge.models.transformer import TransformerLM
+from stepgauge.models.transformer import Attention, TransformerLM
 from stepgauge.spec import model_fields
 from stepgauge.spec import step as spec_step
 from stepgauge.spec.bert import BertSpec
@@ -108,6 +108,18 @@ def test_queries_and_keys_rotated_together_or_apart_are_the_same(changes, monkey
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     for one, other in zip(together, gradients(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_compiling", [False, True])
+def test_all_tokens_are_rotated_where_the_input_product_gathers_them(is_compiling, monkeypatch):
+    """As tensor parallel's does, which is given a piece of the sequence."""
+    spec = ModelSpec(d_model=16, d_ff=32, num_layers=1, num_heads=2, context_length=8)
+    attention = Attention(spec, 0, torch.device("cpu"))
+    x, rotation = torch.randn(1, 8, 16), rotary_tables(spec, None)
+    expected = attention(x, rotation)
+    attention.input.register_forward_pre_hook(lambda *_: (x,))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: is_compiling)
+    torch.testing.assert_close(attention(x[:, :4], rotation), expected)
 
 
 @pytest.mark.parametrize("name", [name for name in parts.NORMS if name.startswith("rmsnorm")])

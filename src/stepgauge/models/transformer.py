@@ -193,7 +193,7 @@ class Attention(nn.Module):
         heads_BTHW = self.input(x_BTD).unflatten(-1, (-1, self.head_width))
         sizes = [n // self.head_width for n in self.input.sections]
         if self.qk_norms is None and rotation is not None and torch.compiler.is_compiling():
-            tables_TR = [table_TR[: x_BTD.shape[1]] for table_TR in rotation]
+            tables_TR = [table_TR[: heads_BTHW.shape[1]] for table_TR in rotation]
             q_BTHW, k_BTKW, v_BTKW = rotated_heads(heads_BTHW, sizes, *tables_TR)
         elif self.qk_norms is None:
             # Query and key heads stay one tensor until they are rotated: half the launches.
