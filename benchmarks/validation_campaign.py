@@ -30,9 +30,9 @@ import sys
 from pathlib import Path
 
 from stepgauge import cli
+from stepgauge.report.prediction_errors import errors, groups, sentence
+from stepgauge.report.prediction_tables import error_table
 from stepgauge.spec.store import RunStore
-from stepgauge.validate.errors import errors, groups, sentence
-from stepgauge.validate.views import error_table
 
 HERE = Path(__file__).parent
 USUAL = {"four_gpus": 4, "two_gpus": 2, "one_gpu": 1}  # in their order; how many GPUs each needs

@@ -9,11 +9,11 @@ from stepgauge.bench import layout as bench
 from stepgauge.bench.ranks import require_ranks
 from stepgauge.bench.sweep import Job, sweep
 from stepgauge.report.layout import layout_answer
+from stepgauge.report.run_page import run_page
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.store import RunStore
-from stepgauge.study.pages import run_page
 
 LAYOUTS = ("dp2 bucketed", "tp2", "pp2 1f1b m2", "dp2 zero3")
 

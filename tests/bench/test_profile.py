@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from stepgauge.bench.profile import folder_of, read, run
+from stepgauge.bench.profile import run
+from stepgauge.report.profile_page import folder_of, read
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.profile import ProfileSpec
 from stepgauge.spec.record import Record

@@ -3,6 +3,7 @@ status.
 """
 
 import errno
+import importlib.resources
 import json
 import os
 import subprocess
@@ -362,6 +363,19 @@ sys.exit("torch" in sys.modules)
     assert done.returncode == 0, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert done.stdout.count("Usage") == 6
+
+
+def test_the_page_of_a_run_needs_no_torch(tmp_path):
+    shipped = importlib.resources.files("stepgauge.study") / "shipped" / "data-parallel.jsonl"
+    (tmp_path / "records.jsonl").write_text(shipped.read_text())
+    code = f"""
+import sys
+from stepgauge import cli
+assert cli.run(["report", {str(tmp_path)!r}]) == 0
+sys.exit("torch" in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert "<svg" in (tmp_path / "report.html").read_text()
 
 
 def test_a_run_is_measured_by_one_process_at_a_time(stepgauge, tmp_path):

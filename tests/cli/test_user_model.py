@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from stepgauge.report.run_page import run_page
 from stepgauge.spec.store import RunStore
-from stepgauge.study.pages import run_page
 
 MODEL = """
 import argparse, os, sys, torch

@@ -15,6 +15,7 @@ from stepgauge.cost.operations import StepOperations
 from stepgauge.cost.prices import Prices
 from stepgauge.cost.share import NetworkPart
 from stepgauge.cost.step import predict
+from stepgauge.report.prediction_tables import error_table
 from stepgauge.spec.calibration import Contention, OperationTable
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
@@ -24,7 +25,6 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.predictions import steps_beside
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
-from stepgauge.validate.views import error_table
 
 ROOT = Path(__file__).parents[2]
 H100, H200, DGX = (

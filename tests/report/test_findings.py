@@ -6,11 +6,11 @@ import pytest
 
 from stepgauge.report.answers import answer, choice_answer
 from stepgauge.report.findings import command, findings, pairs
+from stepgauge.report.run_page import run_page
 from stepgauge.report.views import NOT_MEASURABLE, record_table
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample
-from stepgauge.study.pages import run_page
 
 
 def test_findings_are_ranked_by_the_milliseconds_that_they_save(record):

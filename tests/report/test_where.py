@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from stepgauge.study.pages import measured_where
+from stepgauge.report.facts import measured_where
 
 MACHINE = {
     "device": "Test GPU", "device_bytes": 80 * 2**30, "cpu": "Test CPU", "cores": 8, "os": "Linux 6",

@@ -2,8 +2,9 @@
 
 import pytest
 
+from stepgauge.report.data_parallel import USUAL_BUCKET_MB, Overhead
 from stepgauge.spec.record import Record, Sample
-from stepgauge.study.data_parallel import USUAL_BUCKET_MB, Overhead, blocks
+from stepgauge.study.data_parallel import blocks
 
 
 def test_the_fit_finds_what_the_sweep_was_made_of():

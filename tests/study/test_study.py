@@ -8,6 +8,7 @@ import pytest
 from stepgauge.report.memory import SAME_COUNT, memory_blocks
 from stepgauge.report.names import labels
 from stepgauge.report.page import Text
+from stepgauge.report.run_page import reservations, write
 from stepgauge.report.table import objects
 from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.experiments import EXPERIMENTS as NAMES
@@ -19,7 +20,6 @@ from stepgauge.spec.step import StepSpec
 from stepgauge.spec.store import RunStore
 from stepgauge.study import (
     EXPERIMENTS,
-    pages,
     profile,
     published,
     sharded_state,
@@ -27,7 +27,7 @@ from stepgauge.study import (
     warm_up,
 )
 from stepgauge.study.experiment import Machine, shipped
-from stepgauge.study.pages import page_of, write
+from stepgauge.study.pages import page_of
 from stepgauge.study.run import plan, remember, select
 from stepgauge.study.sizes import sizes
 
@@ -144,6 +144,20 @@ def test_the_report_has_a_section_an_experiment(machine, tmp_path):
     assert ("Not this machine: NVIDIA" in text) is (machine is CPU)
 
 
+def test_a_section_that_cannot_be_drawn_is_named_and_its_traceback_logged(
+    tmp_path, monkeypatch, caplog
+):
+    def broken(records):
+        raise KeyError("no such column")
+
+    records = study_run(tmp_path, CPU).read().latest()
+    first, *rest = EXPERIMENTS
+    shown = [dataclasses.replace(first, blocks=broken), *rest]
+    monkeypatch.setattr("stepgauge.study.pages.EXPERIMENTS", shown)
+    assert "its section cannot be drawn: KeyError" in page_of(tmp_path, records).html()
+    assert first.name in caplog.text and "in broken" in caplog.text
+
+
 def test_what_was_not_run_is_named_with_the_reason(tmp_path):
     remember(dataclasses.replace(CPU, has_compiler=False), tmp_path)
     text = page_of(tmp_path, []).html()
@@ -229,8 +243,8 @@ def test_a_section_begins_with_what_is_to_be_known_of_its_figures(record):
     ours = dataclasses.replace(
         quiet, environment={**quiet.environment, "native": {"norm triton": "plain PyTorch: so"}}
     )
-    assert pages.reservations([quiet]) == []
-    said = [block.text for block in pages.reservations([ours, ours, busy])]
+    assert reservations([quiet]) == []
+    said = [block.text for block in reservations([ours, ours, busy])]
     assert said == [
         "No measure of our kernels here: norm triton ran in plain PyTorch: so.",
         f"Disturbed, marked † in plots: p90 is over 1.5 × p10 of {labels([quiet, busy])[1]}.",

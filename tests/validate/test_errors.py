@@ -4,14 +4,14 @@ import dataclasses
 
 import pytest
 
+from stepgauge.report.prediction_errors import errors, groups, ranks_of, sentence
+from stepgauge.report.prediction_tables import error_table, group_table
+from stepgauge.report.run_page import run_page
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec
-from stepgauge.study.pages import run_page
-from stepgauge.validate.errors import errors, groups, ranks_of, sentence
-from stepgauge.validate.views import error_table, group_table
 
 NANO = ModelSpec.preset("nano")
 STEP = StepSpec(model=NANO, size="nano", batch=4)

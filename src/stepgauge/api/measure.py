@@ -26,6 +26,8 @@ from stepgauge.bench.sweep import stamped
 from stepgauge.measure.devices import resolve
 from stepgauge.report.memory import memory_tables
 from stepgauge.report.profile import tables as profile_tables
+from stepgauge.report.profile_page import folder_of
+from stepgauge.report.profile_page import read as read_profile
 from stepgauge.runtime.workers import run_isolated
 from stepgauge.spec.memory import PREDICTIONS, MemorySpec
 from stepgauge.spec.profile import ProfileSpec
@@ -89,10 +91,10 @@ def profile_step(
     asked = {"precision": precision, "compile": compile, "active": active}
     with _asked(ProfileSpec, module, batch, loss, optimizer, device, asked) as spec:
         record = stamped(profile.run(spec, folder=run))
-    found = profile.read(record, run)
+    found = read_profile(record, run)
     assert found is not None, "the analysis was just written"
     shown = [table for table in profile_tables(found) if table.rows]
-    return Result(record, folder=profile.folder_of(record, run), details=shown)
+    return Result(record, folder=folder_of(record, run), details=shown)
 
 
 def profile_memory(

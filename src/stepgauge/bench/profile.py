@@ -4,7 +4,6 @@ folder beside it.
 
 import contextlib
 import dataclasses
-import hashlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,22 +17,13 @@ from stepgauge.measure.environment import environment
 from stepgauge.measure.profiler import ProfilerSchedule, profile_phases
 from stepgauge.measure.ranges import module_ranges
 from stepgauge.measure.timing import time_phases
-from stepgauge.report.profile_page import ANALYSIS, write
+from stepgauge.report.profile_page import folder_of, write
 from stepgauge.spec.analysis import Analysis
 from stepgauge.spec.profile import ProfileSpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.trace.analysis import analyse
 from stepgauge.train.precision import PRECISIONS
 from stepgauge.train.step import TrainingStep
-
-
-def folder_of(record: Record, run: Path) -> Path:
-    """Where the run keeps the profile's trace and analysis."""
-    digest = hashlib.sha256(record.key.encode()).hexdigest()[:8]
-    spec = record.spec
-    length = spec["model"].get("context_length")  # a user's model has none
-    named = [spec["size"], *([str(length)] if length else []), spec["precision"], digest]
-    return run / "profiles" / "-".join(named)
 
 
 def run(spec: ProfileSpec, *, folder: Path) -> Record:
@@ -130,13 +120,3 @@ def metrics(found: Analysis, stopwatch: dict[str, Sample]) -> dict[str, Sample]:
         result["overlap_ratio"] = Sample.exact(found.overlap.ratio, "")
         result["exposed_ms"] = Sample.exact(found.overlap.exposed_us / 1e3 / found.steps, "ms")
     return result
-
-
-def read(record: Record, run: Path) -> Analysis | None:
-    """The analysis beside the record; None for a row that has none."""
-    path = folder_of(record, run) / ANALYSIS
-    return (
-        Analysis.from_json(path.read_text(encoding="utf-8"))
-        if record.status == "ok" and path.exists()
-        else None
-    )

@@ -72,7 +72,7 @@ def hardware_of(device: str) -> Path | None:
 
 def print_beside(predictions: Sequence[Record], measured: Sequence[Record], format: Format) -> None:
     """The rows with their predictions, and what the errors come to."""
-    from stepgauge.validate.errors import sentence
+    from stepgauge.report.prediction_errors import sentence
 
     print_records([*predictions, *measured], format)
     if predictions:

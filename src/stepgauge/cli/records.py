@@ -11,6 +11,7 @@ from stepgauge.report.compare import closest_differ_in, difference_table
 from stepgauge.report.compare import compare as compare_records
 from stepgauge.report.over import over as together
 from stepgauge.report.views import STATISTICS
+from stepgauge.spec.experiments import MACHINE_FILE
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 
@@ -118,17 +119,25 @@ def report(
     """
     records = read(run)
 
-    from stepgauge.study import pages
-
-    print(pages.write(pages.page_of(run, records), out or run / "report.html"))
+    print(_write_page(run, records, out or run / "report.html"))
 
 
 def write_page(run: Path) -> None:
     """Writes the page of all of a run's records, and tells where it is."""
-    from stepgauge.study import pages
+    page = _write_page(run, RunStore(run).read().latest(), run / "report.html")
+    tell(f"report: {page}")
 
-    page = pages.page_of(run, RunStore(run).read().latest())
-    tell(f"report: {pages.write(page, run / 'report.html')}")
+
+def _write_page(run: Path, records: Sequence[Record], path: Path) -> Path:
+    """A study's page asks its experiments, which load torch; that of any other run does not."""
+    from stepgauge.report.run_page import run_page, write
+
+    if not (run / MACHINE_FILE).exists():
+        return write(run_page(records, run), path)
+
+    from stepgauge.study.pages import page_of
+
+    return write(page_of(run, records), path)
 
 
 def read(run: Path) -> list[Record]:

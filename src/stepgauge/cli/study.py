@@ -34,6 +34,7 @@ def study(
         if name not in EXPERIMENTS:
             raise ValueError(f"experiment is {name!r}; choose from {', '.join(EXPERIMENTS)}")
 
+    from stepgauge.report.run_page import write
     from stepgauge.study import pages, run
 
     machine = run.this_machine(device)
@@ -47,5 +48,5 @@ def study(
             tell(f"{experiment.name} is left out: {reason}")
     records = run_jobs(run.plan(machine, out, experiments), out, fresh=fresh)
     page = pages.page_of(out, store.read().latest())
-    print(f"report: {pages.write(page, out / 'report.html')}")
+    print(f"report: {write(page, out / 'report.html')}")
     require_success(records)

@@ -136,7 +136,7 @@ def compare(
     Raises RunFailedError if a step fails.
     """
     from stepgauge.bench.jobs import checked_jobs
-    from stepgauge.validate.views import error_table, group_table
+    from stepgauge.report.prediction_tables import error_table, group_table
 
     specs = [row.spec for row in asked]
     jobs = checked_jobs(specs, out)

@@ -1,5 +1,6 @@
 """What a profile leaves on disk: the analysis, and one page of all traces."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from stepgauge.report.profile import answer, blocks, collectives_table
 from stepgauge.report.profile_ranks import overlap_table, ranks_table, sentences, shared_table
 from stepgauge.report.table import Table
 from stepgauge.spec.analysis import AcrossRanks, Analysis
+from stepgauge.spec.record import Record
 from stepgauge.trace.ranks import numbers
 
 ANALYSIS = "analysis.json"
@@ -19,10 +21,29 @@ METHOD = (
 )
 
 
+def folder_of(record: Record, run: Path) -> Path:
+    """Where the run keeps the profile's trace and analysis."""
+    digest = hashlib.sha256(record.key.encode()).hexdigest()[:8]
+    spec = record.spec
+    length = spec["model"].get("context_length")  # a user's model has none
+    named = [spec["size"], *([str(length)] if length else []), spec["precision"], digest]
+    return run / "profiles" / "-".join(named)
+
+
 def write(found: Analysis, place: Path) -> None:
     """The analysis."""
     place.mkdir(parents=True, exist_ok=True)
     (place / ANALYSIS).write_text(found.to_json(), encoding="utf-8")
+
+
+def read(record: Record, run: Path) -> Analysis | None:
+    """The analysis beside the record; None for a row that has none."""
+    path = folder_of(record, run) / ANALYSIS
+    return (
+        Analysis.from_json(path.read_text(encoding="utf-8"))
+        if record.status == "ok" and path.exists()
+        else None
+    )
 
 
 def trace_names(files: Sequence[Path]) -> list[str]:

@@ -19,3 +19,4 @@ EXPERIMENTS = (
     "broadcast",
     "validation",
 )
+MACHINE_FILE = "machine.json"  # beside the records of a study: what experiments decided by

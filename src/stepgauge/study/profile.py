@@ -5,13 +5,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepgauge.bench import profile
 from stepgauge.bench.jobs import jobs_of
 from stepgauge.bench.sweep import Job
 from stepgauge.report.names import describe
 from stepgauge.report.page import Block
 from stepgauge.report.profile import blocks as profile_blocks
-from stepgauge.report.profile_page import METHOD
+from stepgauge.report.profile_page import METHOD, read
 from stepgauge.report.table import Table
 from stepgauge.report.views import record_table
 from stepgauge.spec.analysis import Analysis, Cell
@@ -69,7 +68,7 @@ def _timings(record: Record) -> Record:
 def pictures(records: Sequence[Record], folder: Path) -> Sequence[Block]:
     shown: list[Block] = []
     for record in records:
-        found = profile.read(record, folder / "profile")
+        found = read(record, folder / "profile")
         if found is None:
             continue
         name = describe(record).removeprefix("profile ")

@@ -13,11 +13,10 @@ from stepgauge.bench.sweep import Job
 from stepgauge.measure.devices import resolve
 from stepgauge.measure.environment import environment
 from stepgauge.runtime.workers import run_isolated
+from stepgauge.spec.experiments import MACHINE_FILE
 from stepgauge.spec.store import StoreError
 from stepgauge.study import EXPERIMENTS
 from stepgauge.study.experiment import Experiment, Machine
-
-MACHINE_FILE = "machine.json"
 
 
 def this_machine(device: str) -> Machine:

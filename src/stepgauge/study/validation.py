@@ -14,7 +14,9 @@ from stepgauge.calibrate.machine import hardware_file
 from stepgauge.cost.operations import StepOperations
 from stepgauge.cost.terms import TRAFFIC
 from stepgauge.measure.environment import environment
+from stepgauge.report import prediction_tables
 from stepgauge.report.page import Block, Text
+from stepgauge.report.prediction_errors import sentence
 from stepgauge.spec.calibration import CalibrationSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
@@ -26,8 +28,6 @@ from stepgauge.spec.store import RunStore
 from stepgauge.study import collectives
 from stepgauge.study.experiment import Experiment, Machine
 from stepgauge.study.sizes import step_spec
-from stepgauge.validate import views
-from stepgauge.validate.errors import sentence
 from stepgauge.validate.predicted import predicted
 
 ON_CPU = (
@@ -105,14 +105,14 @@ def predict_row(spec: Any, folder: Path) -> Record:
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
-    return views.blocks(records) or [Text("No step was both predicted and measured.")]
+    return prediction_tables.blocks(records) or [Text("No step was both predicted and measured.")]
 
 
 EXPERIMENT = Experiment(
     name="validation",
     title="Predicted and measured",
-    question=views.QUESTION,
-    method=f"{views.METHOD} {ON_CPU}",
+    question=prediction_tables.QUESTION,
+    method=f"{prediction_tables.METHOD} {ON_CPU}",
     specs=specs,
     blocks=blocks,
     answer=sentence,

@@ -39,11 +39,11 @@ def step(
     specs = list(dict.fromkeys(specs))
     records = rows.run_jobs(rows.checked_jobs(specs, out), out, fresh=fresh)
 
-    from stepgauge.bench import profile
+    from stepgauge.report import profile_page
 
     if format == "table":
         write_page(out)
-        found = [(record, profile.read(record, out)) for record in records]
+        found = [(record, profile_page.read(record, out)) for record in records]
         path = hardware or hardware_of(specs[0].device)
         for name, spec, (record, analysis) in zip(labels(records), specs, found, strict=True):
             _print(name, record, analysis, brief=len(found) > 1)

@@ -7,11 +7,11 @@ from typing import Any
 from stepgauge.report.figure import Curve, lines, short
 from stepgauge.report.names import labels
 from stepgauge.report.page import Block, Plot, Section
+from stepgauge.report.prediction_errors import TERMS, Errors, errors, groups, ranks_of, sentence
 from stepgauge.report.table import Table
 from stepgauge.report.views import remark_beside
 from stepgauge.spec.predictions import STEP
 from stepgauge.spec.record import Record
-from stepgauge.validate.errors import TERMS, Errors, errors, groups, ranks_of, sentence
 
 QUESTION = "How far is what was predicted from what was measured?"
 METHOD = (

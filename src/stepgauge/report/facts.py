@@ -1,0 +1,69 @@
+"""Where and on what records were measured, and how many held: the facts that head a page."""
+
+from collections.abc import Sequence
+
+from stepgauge.spec.disturbance import DISTURBED, is_disturbed
+from stepgauge.spec.hardware import peaks
+from stepgauge.spec.model import FLOP_CONVENTION
+from stepgauge.spec.record import Record
+
+
+def page_facts(records: Sequence[Record]) -> dict[str, str]:
+    """`measured_where`, peaks and conventions that figures need, and how many rows there are."""
+    facts = measured_where(records)
+    devices = {str(r.environment["device"]) for r in records if r.environment.get("device")}
+    known = peaks(devices.pop()) if len(devices) == 1 else None
+    if known:
+        rates = ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in known.flops.items())
+        facts["Dense peak"] = f"{rates} TFLOP/s ({known.source})"
+    if any("tflop_per_s" in record.metrics for record in records):
+        facts["FLOPs"] = FLOP_CONVENTION
+    disturbed = sum(map(is_disturbed, records))
+    if disturbed:
+        facts["Spread"] = (
+            f"{disturbed} of {len(records)} rows are disturbed (p90 over {DISTURBED} × p10): the "
+            "machine was not idle. No finding rests on them."
+        )
+    ok = [record for record in records if record.status == "ok"]
+    measured = sum(record.provenance == "measured" for record in ok)
+    counts = {
+        "measured": measured,
+        "predicted": len(ok) - measured,
+        "did not fit or failed": len(records) - len(ok),
+    }
+    told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    return {**facts, "Rows": told or "none"}
+
+
+def measured_where(records: Sequence[Record]) -> dict[str, str]:
+    """Device, host, software, commit and times of the records; what they do not know is left out."""
+    known = [record for record in records if record.environment]
+    if not known:
+        return {}
+    where = known[-1].environment
+    software = {"Python": "python", "torch": "torch", "Triton": "triton", "stepgauge": "stepgauge"}
+    cores = f"{where['cores']} cores" if where.get("cores") else ""
+    size = f"{where['device_bytes'] / 2**30:.0f} GiB" if where.get("device_bytes") else ""
+    times = sorted(record.created for record in known if record.created)
+    hosts = list(dict.fromkeys(where.get("hosts", [])))
+    facts = {
+        "Device": _listed(where.get("device"), size),
+        "Host": _listed(where.get("cpu"), cores, where.get("os")),
+        "Software": _listed(
+            *(f"{name} {where[key]}" for name, key in software.items() if where.get(key))
+        ),
+        "Library": _listed(where.get("library")),
+        "Hosts": _listed(*hosts) if len(hosts) > 1 else "",
+        "Commit": _listed(where.get("commit")),
+        "Measured": " to ".join(dict.fromkeys(map(_minute, [*times[:1], *times[-1:]]))),
+    }
+    return {name: told for name, told in facts.items() if told}
+
+
+def _minute(created: str) -> str:
+    """Of an ISO 8601 time in UTC."""
+    return f"{created[:16].replace('T', ' ')} UTC"
+
+
+def _listed(*parts: str | None) -> str:
+    return ", ".join(part for part in parts if part)
