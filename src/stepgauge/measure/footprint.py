@@ -4,15 +4,15 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from stepgauge.parallel.sharding import local_part
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Of the storages on this rank, each once; storage that is shared or padded counts whole."""
     storages = {}
     for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storage = local.untyped_storage()
+        storage = local_part(tensor).untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 

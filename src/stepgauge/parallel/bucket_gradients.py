@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stepgauge.parallel.reducer import GradientReducer
+from stepgauge.parallel.reducer import GradientReducer, require_dense
 
 
 class BucketGradients:
@@ -74,9 +74,8 @@ class BucketGradients:
         averaged in place, or a copy.
         """
         gradient = parameter.grad
-        if gradient is not None and gradient.is_sparse:
-            shape = tuple(parameter.shape)
-            raise ValueError(f"a gradient of shape {shape} is sparse; only dense ones are averaged")
+        if gradient is not None:
+            require_dense(gradient)
         if gradient is not None and not (
             parameter in self.own and gradient.dtype == self._dtype and is_alone(gradient)
         ):

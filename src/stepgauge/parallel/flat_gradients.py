@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from stepgauge.parallel.reducer import require_dense
 from stepgauge.parallel.sharding import Sharding, like, local, real, release
 
 
@@ -73,8 +74,5 @@ def _dense(gradient: Tensor | None, parameter: nn.Parameter, message: Tensor) ->
     """The gradient, or zero for None."""
     if gradient is None:
         return message.new_zeros(()).expand(parameter.shape)
-    if gradient.is_sparse:
-        raise ValueError(
-            f"a gradient of shape {tuple(gradient.shape)} is sparse; only dense ones are averaged"
-        )
+    require_dense(gradient)
     return gradient

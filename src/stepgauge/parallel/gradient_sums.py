@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from stepgauge.parallel.parameter_hooks import num_hooks, taking_hooks
-from stepgauge.parallel.present_backward import at_end_of_backward, goes_on_to
+from stepgauge.parallel.present_backward import adds_to, at_end_of_backward
 from stepgauge.parallel.residual_stream import ResidualStream
 
 
@@ -77,7 +76,4 @@ class SumsTogether:
 def _is_seen_by_others(parameter: nn.Parameter, gradient: Tensor) -> bool:
     if num_hooks(parameter) > 1 or torch.is_grad_enabled() or gradient.is_sparse:
         return True
-    try:
-        return not goes_on_to(get_gradient_edge(parameter).node)
-    except RuntimeError:  # autograd.grad
-        return True
+    return not adds_to(parameter)

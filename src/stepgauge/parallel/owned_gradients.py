@@ -10,13 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from stepgauge.parallel.bucket_gradients import BucketGradients, is_alone
 from stepgauge.parallel.collectives import is_only_group, launch_together
 from stepgauge.parallel.data_parallel import BucketedDataParallel
 from stepgauge.parallel.parameter_hooks import Weakly
-from stepgauge.parallel.present_backward import goes_on_to
+from stepgauge.parallel.present_backward import adds_to
 from stepgauge.parallel.replicas import reduced_dtype
 from stepgauge.parallel.shares import as_plain, as_share
 from stepgauge.spec.layout import WRAPPERS
@@ -71,7 +70,7 @@ class OwnerDataParallel(BucketedDataParallel):
         gradient, name = parameter.grad, self._names[parameter]
         if gradient is None or parameter in self._local or not self._averages(parameter):
             return
-        if not _adds_to(parameter):
+        if not adds_to(parameter):
             return
         if not self._synchronises:
             raise RuntimeError(
@@ -181,11 +180,3 @@ class Launch:
             for bucket in self._buckets
             for p in bucket.parameters
         )
-
-
-def _adds_to(parameter: nn.Parameter) -> bool:
-    """Whether the present backward adds to `.grad`: autograd.grad calls hooks too."""
-    try:
-        return parameter.requires_grad and goes_on_to(get_gradient_edge(parameter).node)
-    except RuntimeError:  # autograd.grad
-        return False

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 
 
 def at_end_of_backward(call: Callable[[bool], None], device: torch.device) -> None:
@@ -28,6 +30,16 @@ def goes_on_to(node: Any) -> bool:
     """
     # The way out: a public name of it, which register_multi_grad_hook needs too.
     return torch._C._will_engine_execute_node(node)
+
+
+def adds_to(parameter: nn.Parameter) -> bool:
+    """Whether the present backward adds to a parameter's `.grad`: autograd.grad, which does not,
+    calls the parameter's hooks too.
+    """
+    try:
+        return parameter.requires_grad and goes_on_to(get_gradient_edge(parameter).node)
+    except RuntimeError:  # autograd.grad
+        return False
 
 
 class _End:

@@ -61,3 +61,10 @@ class GradientReducer:
         for tensor in tensors:
             tensor.div_(self.ranks)
         return dist.ReduceOp.SUM
+
+
+def require_dense(gradient: Tensor) -> None:
+    """Raises ValueError for a sparse gradient."""
+    if gradient.is_sparse:
+        shape = tuple(gradient.shape)
+        raise ValueError(f"a gradient of shape {shape} is sparse; only dense ones are averaged")

@@ -51,6 +51,11 @@ class Sharding(GradientReducer):
         return -(-whole // self.ranks)
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor: all, or its part of a sharded one."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def local(parameter: Tensor) -> Tensor:
     """This rank's part of a sharded tensor."""
     assert isinstance(parameter, DTensor), "it is sharded"

@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
+
+from stepgauge.parallel.sharding import local_part
 
 # Splits a module's parameters into an optimizer's groups; builds the optimizer of groups.
 Groups = Callable[[nn.Module], Iterable[Any]]
@@ -149,8 +150,7 @@ def copy_shared(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> N
 
 
 def _storage(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage().data_ptr()
+    return local_part(tensor).untyped_storage().data_ptr()
 
 
 @contextlib.contextmanager

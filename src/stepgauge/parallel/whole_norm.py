@@ -6,8 +6,8 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from stepgauge.parallel.sharding import local_part
 from stepgauge.parallel.shares import as_plain
 
 
@@ -27,7 +27,7 @@ def clip_whole_norm(
     """
     alike = collections.defaultdict(list)
     for ranks, piece in counted:
-        plain = as_plain(_local(piece))
+        plain = as_plain(local_part(piece))
         if plain.numel():
             alike[ranks, plain.dtype].append(plain)
     # in float64: the squares of all ranks add up
@@ -40,11 +40,7 @@ def clip_whole_norm(
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     scaled = collections.defaultdict(list)
     for gradient in gradients:
-        scaled[gradient.dtype].append(as_plain(_local(gradient)))
+        scaled[gradient.dtype].append(as_plain(local_part(gradient)))
     for dtype, same in scaled.items():
         torch._foreach_mul_(same, factor.to(dtype))
     return norm
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from stepgauge.parallel.parameter_hooks import hooks_before
+from stepgauge.parallel.sharding import local_part
 
 Shape = tuple[torch.Size, torch.dtype]
 
@@ -237,5 +237,5 @@ def _add_all(
 
 
 def _memory(tensor: Tensor) -> int:
-    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    own = local_part(tensor)
     return own.untyped_storage().data_ptr() if own.layout is torch.strided else id(tensor)

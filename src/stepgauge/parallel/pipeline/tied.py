@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from stepgauge.parallel.pipeline.groups import members, new_groups
+from stepgauge.parallel.sharding import local_part
 from stepgauge.spec.plan.pipeline import Schedule
 
 # The copies of one weight: stage and name of the parameter in its module.
@@ -75,7 +75,7 @@ class TiedWeights:
                 if parameter.grad is not None:
                     total += parameter.grad
             if tied.group is not None:
-                dist.all_reduce(_own(total), group=tied.group)
+                dist.all_reduce(local_part(total), group=tied.group)
             for number, (parameter, earlier) in enumerate(
                 zip(tied.parameters, tied.earlier, strict=True)
             ):
@@ -110,11 +110,6 @@ def with_shared(ties: Sequence[Tie], modules: Sequence[nn.Module]) -> list[Tie]:
     return [*found, *(copies for copies in places.values() if len(copies) > 1)]
 
 
-def _own(tensor: Tensor) -> Tensor:
-    """What this rank has of it: all, or a shard."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _parameter(module: nn.Module, name: str) -> nn.Parameter:
     try:
         return module.get_parameter(name)
@@ -127,6 +122,6 @@ def _same_value(
     parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None, source: int
 ) -> None:
     if group is not None:
-        dist.broadcast(_own(parameters[0]), source, group)
+        dist.broadcast(local_part(parameters[0]), source, group)
     for parameter in parameters[1:]:
         parameter.copy_(parameters[0])
