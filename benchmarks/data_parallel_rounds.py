@@ -25,9 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stepgauge.bench.build import LEARNING_RATE
 from stepgauge.bench.data_parallel import Figures, record
 from stepgauge.bench.rank_figures import kept_bytes, time_steps
-from stepgauge.bench.step import LEARNING_RATE
 from stepgauge.measure import devices
 from stepgauge.measure.timing import Phases
 from stepgauge.parallel.wrappers import Settings, parallelise

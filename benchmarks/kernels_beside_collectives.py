@@ -22,8 +22,8 @@ from pathlib import Path
 
 from layout_rows import PARTS, Rows
 
+from stepgauge.bench.build import LEARNING_RATE
 from stepgauge.bench.layout import phases_of
-from stepgauge.bench.step import LEARNING_RATE
 from stepgauge.bench.traced import _align_hosts
 from stepgauge.measure.profiler import ProfilerSchedule, profile_phases
 from stepgauge.measure.timing import Phases, time_phases

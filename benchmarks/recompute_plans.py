@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from stepgauge.bench.step import LEARNING_RATE, rates
+from stepgauge.bench.build import LEARNING_RATE
+from stepgauge.bench.rates import rates
 from stepgauge.bench.sweep import stamped
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment

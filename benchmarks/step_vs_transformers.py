@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stepgauge.bench.step import LEARNING_RATE, make_batch
+from stepgauge.bench.build import LEARNING_RATE, make_batch
 from stepgauge.bench.sweep import stamped
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from stepgauge.bench.step import build
+from stepgauge.bench.build import build
 from stepgauge.measure.devices import free_unused_memory, synchronize
 from stepgauge.measure.environment import environment
 from stepgauge.spec.model import ModelSpec

@@ -181,11 +181,11 @@ def test_a_model_of_ones_own(tmp_path):
 
 def test_profiling_leaves_the_step_as_it_was():
     """The ranges must not stay on the model, nor change what it computes."""
-    from stepgauge.bench import step as bench_step
+    from stepgauge.bench.build import build
     from stepgauge.bench.profile import _ranges
 
     spec = nano()
-    step, _ = bench_step.build(spec, torch.device("cpu"))
+    step, _ = build(spec, torch.device("cpu"))
     tokens = torch.randint(300, (2, 32))
     before = step.forward(tokens, tokens)
     with _ranges(spec, step, torch.device("cpu")):

@@ -6,7 +6,9 @@ import shutil
 import pytest
 import torch
 
-from stepgauge.bench.step import check, least_bytes, model_flops, run
+from stepgauge.bench.build import check, least_bytes
+from stepgauge.bench.rates import model_flops
+from stepgauge.bench.step import run
 from stepgauge.measure.timing import time_phases
 from stepgauge.spec.hardware import MATMUL_TYPE
 from stepgauge.spec.model import ModelSpec
@@ -108,10 +110,10 @@ def test_compiled_rows_give_their_compile_time_apart(mode):
 
 
 def test_utilisation_is_against_the_peak_of_the_precision(monkeypatch):
-    from stepgauge.bench import step as bench_step
+    from stepgauge.bench import rates
     from stepgauge.spec.hardware import ACCELERATORS
 
-    monkeypatch.setattr(bench_step, "device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(rates, "device_name", lambda device: "NVIDIA H200")
     for precision, peak in (("fp32", 67e12), ("bf16", 989.4e12), ("bf16-pure", 989.4e12)):
         record = run(nano(precision=precision, steps=1))
         assert record.median("mfu") == pytest.approx(record.median("tflop_per_s") * 1e12 / peak)

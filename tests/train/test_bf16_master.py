@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from stepgauge.bench.step import least_bytes
+from stepgauge.bench.build import least_bytes
 from stepgauge.kernels.adamw import FusedAdamW
 from stepgauge.parallel.training import load_state, state_of
 from stepgauge.spec.model import ModelSpec

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stepgauge.bench.step import make_batch
+from stepgauge.bench.build import make_batch
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.recompute import RecomputePlan
 from stepgauge.spec.step import CHECKPOINTING, StepSpec

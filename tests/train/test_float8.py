@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from stepgauge.bench import step as bench_step
+from stepgauge.bench.build import build
 from stepgauge.cost.priced import require_priced
 from stepgauge.models.fused_linear import FusedLinear
 from stepgauge.spec.data_parallel import DataParallelSpec
@@ -70,8 +71,8 @@ def test_without_such_a_gpu_it_is_said(torchao, monkeypatch):
 
 def test_layers_of_the_blocks_are_swapped(torchao, monkeypatch):
     monkeypatch.setattr(float8, "why_not", lambda device: None)
-    step, batch = bench_step.build(StepSpec(model=SHAPE, precision="float8"), torch.device("cpu"))
-    plain, _ = bench_step.build(StepSpec(model=SHAPE, precision="bf16"), torch.device("cpu"))
+    step, batch = build(StepSpec(model=SHAPE, precision="float8"), torch.device("cpu"))
+    plain, _ = build(StepSpec(model=SHAPE, precision="bf16"), torch.device("cpu"))
     classes = {
         name: type(part)
         for name, part in step.module.named_modules()
@@ -104,7 +105,7 @@ def test_gpu_losses_are_near_those_of_bf16(mode):
     device, losses = torch.device("cuda"), {}
     for precision in ("bf16", "float8"):
         spec = StepSpec(model=SHAPE, precision=precision, compile=mode, device="cuda")
-        step, batch = bench_step.build(spec, device)
+        step, batch = build(spec, device)
         losses[precision] = []
         for _ in range(5):
             loss = step.forward(*batch)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from stepgauge.bench.build import LEARNING_RATE
 from stepgauge.bench.rank_figures import (
     RankFigures,
     kept_bytes,
@@ -16,7 +17,6 @@ from stepgauge.bench.rank_figures import (
     time_steps,
 )
 from stepgauge.bench.ranks import OnRanks, slowest
-from stepgauge.bench.step import LEARNING_RATE
 from stepgauge.bench.traced import STEPS, Traced, trace_steps
 from stepgauge.measure import devices
 from stepgauge.measure.timing import Phases, time_phases

@@ -4,7 +4,7 @@ records.
 
 import torch
 
-from stepgauge.bench import step as bench_step
+from stepgauge.bench.build import build, check
 from stepgauge.measure.dtypes import Found, accumulation, probe, told
 from stepgauge.measure.environment import environment
 from stepgauge.spec.dtypes import AccumulationSpec, DtypesSpec
@@ -16,7 +16,7 @@ def run(spec: DtypesSpec) -> Record:
     """Table "dtypes": [what, where, module, type] of every parameter, module output, logit, loss
     and gradient.
     """
-    bench_step.check(spec)
+    check(spec)
     rows = [[found.what, found.path, found.module, found.dtype] for found in _probed(spec)]
     return Record.of(
         spec,
@@ -27,7 +27,7 @@ def run(spec: DtypesSpec) -> Record:
 
 def _probed(spec: DtypesSpec) -> list[Found]:
     device = torch.device(spec.device)
-    step, batch = bench_step.build(spec, device)
+    step, batch = build(spec, device)
     with step.precision.matmul_mode():
         found = probe(step.module, lambda: step.forward(*batch), step.backward)
         if isinstance(spec.model, UserModel):

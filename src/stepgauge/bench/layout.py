@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from stepgauge.bench.build import LEARNING_RATE
 from stepgauge.bench.checkpoint_budget import Solution, solve
 from stepgauge.bench.rank_figures import (
     RankFigures,
@@ -22,7 +23,7 @@ from stepgauge.bench.rank_figures import (
     time_steps,
 )
 from stepgauge.bench.ranks import OnRanks, slowest
-from stepgauge.bench.step import LEARNING_RATE, rates
+from stepgauge.bench.rates import rates
 from stepgauge.measure import devices
 from stepgauge.measure.timing import Phases, time_phases
 from stepgauge.runtime.progress import tell

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from stepgauge.bench import step as bench_step
+from stepgauge.bench.build import check as check_step
+from stepgauge.bench.build import least_bytes
 from stepgauge.bench.checkpoint_budget import Solution, solve
 from stepgauge.bench.storage_tracking import (
     FORWARD_ONLY,
@@ -40,7 +41,7 @@ AT_THE_PEAK = "at_the_peak"
 def check(spec: MemorySpec) -> None:
     """Raises ValueError for what the spec asks together but cannot have, before anything is built."""
     if spec.predict == "no":
-        bench_step.check(spec)
+        check_step(spec)
         if spec.compile != "off" and not spec.kept_is_told and not spec.device.startswith("cuda"):
             raise ValueError(
                 f"checkpointing is {spec.checkpointing!r} around blocks that are compiled one by "
@@ -91,7 +92,7 @@ def measure(spec: MemorySpec, *, folder: Path | None = None) -> Record:
         found, figures = _measured_by_allocator(spec, device, folder, plan)
         return _record(asked, found, figures)
     if device.type == "cpu" and not isinstance(spec.model, UserModel):
-        devices.require_host_memory(bench_step.least_bytes(spec))
+        devices.require_host_memory(least_bytes(spec))
     tracker = StorageTracker(device)
     with tracker if spec.compile == "off" else contextlib.nullcontext():
         track_step(spec, device, tracker, plan=plan)

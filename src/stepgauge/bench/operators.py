@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from stepgauge.bench import step as bench_step
+from stepgauge.bench.build import build
 from stepgauge.bench.storage_tracking import predict as predict_memory
 from stepgauge.cost.data_axis import SHARDED
 from stepgauge.cost.terms import TRAFFIC, Term
@@ -150,7 +150,7 @@ def _counted(spec: WorkSpec, architecture: str, weights: torch.dtype | None = No
         layers_that_raise(untimed, () if architecture == "cpu" else RECURRENT),
     ):
         eager = dataclasses.replace(spec, device=str(device), compile="off")
-        step, batch = bench_step.build(eager, device, weights=weights)
+        step, batch = build(eager, device, weights=weights)
         units = _units(step.module)
         trace = OperatorTrace(fp32="tf32" if spec.precision == "tf32" else "fp32")
         with step.precision.matmul_mode():

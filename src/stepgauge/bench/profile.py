@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from stepgauge.bench import step as bench_step
+from stepgauge.bench.build import build, check, least_bytes
 from stepgauge.measure import devices
 from stepgauge.measure.ceilings import ceilings
 from stepgauge.measure.environment import environment
@@ -30,10 +30,10 @@ def run(spec: ProfileSpec, *, folder: Path) -> Record:
     """Times the step, profiles it, analyses the trace. Raises what torch raises: out of memory,
     mostly.
     """
-    bench_step.check(spec)
+    check(spec)
     device = torch.device(spec.device)
     if device.type == "cpu":
-        devices.require_host_memory(bench_step.least_bytes(spec))
+        devices.require_host_memory(least_bytes(spec))
     asked = Record.of(spec)
     place = folder_of(asked, folder)
     precision = PRECISIONS[spec.precision]
@@ -56,7 +56,7 @@ def _profiled(
     """The analysis, the phases by the stopwatch, what profiling costs, and the optimizer's name;
     traces go to the place.
     """
-    step, batch = bench_step.build(spec, device)
+    step, batch = build(spec, device)
     phases = step.phases(batch, until=spec.phases)
     with step.precision.matmul_mode():
         watch = time_phases(

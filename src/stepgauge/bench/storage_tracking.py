@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from stepgauge.bench import step as bench_step
+from stepgauge.bench.build import build
 from stepgauge.kernels.attention import libraries
 from stepgauge.kernels.linear_cross_entropy.chunked import transient_bytes
 from stepgauge.measure.memory.fake_device import fake_device
@@ -98,7 +98,7 @@ def track_step(
     what backward keeps.
     """
     with tracker.phase("build"):
-        step, batch = bench_step.build(spec, device, recompute=plan, weights=weights)
+        step, batch = build(spec, device, recompute=plan, weights=weights)
     phases = step.phases(batch, until=spec.phases)
 
     def one_step(around: Around) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from stepgauge.bench import memory
-from stepgauge.bench import step as bench_step
+from stepgauge.bench.build import least_bytes
 from stepgauge.bench.checkpoint_budget import solve
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
@@ -74,7 +74,7 @@ def require_memory(spec: TrainSpec) -> None:
     if spec.device != "cpu" or isinstance(spec.model, UserModel):
         return
     whole = 1 if WRAPPERS[spec.parsed_layout.wrapper].stage else spec.parsed_layout.num_replicas
-    least = bench_step.least_bytes(spec) * whole
+    least = least_bytes(spec) * whole
     devices.require_host_memory(least)
     free = devices.available_host_bytes()
     if free is None or least * NEAR < free or spec.compile != "off":

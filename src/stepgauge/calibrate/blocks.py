@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from stepgauge.bench.build import LEARNING_RATE
 from stepgauge.bench.ranks import OnRanks
-from stepgauge.bench.step import LEARNING_RATE
 from stepgauge.bench.sweep import Job
 from stepgauge.calibrate.host import host_times
 from stepgauge.measure.devices import free_unused_memory

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 
-from stepgauge.bench.step import LEARNING_RATE
+from stepgauge.bench.build import LEARNING_RATE
 from stepgauge.measure.timing import Phases, time_phases
 from stepgauge.spec.calibration import CalibrationSpec, OperationTable
 from stepgauge.spec.layout import Layout

@@ -5,7 +5,7 @@ that end soon.
 from collections.abc import Iterable
 from typing import Any
 
-from stepgauge.bench.step import least_bytes
+from stepgauge.bench.build import least_bytes
 from stepgauge.spec.grids import Point
 from stepgauge.spec.kernel import KERNELS, KernelSpec
 from stepgauge.spec.model import ModelSpec
