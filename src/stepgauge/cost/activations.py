@@ -60,7 +60,8 @@ def stream_bytes(operations: StepOperations) -> float:
 
 def of_block(operations: StepOperations) -> Parts:
     """All that autograd keeps of a block without checkpointing. Compiled, the gate's activation is
-    computed again (seen in the peaks of five compiled rows: docs/log/2026-11-22-predictions.md).
+    computed again (seen in the peaks of five compiled rows: docs/log/2026-11-22-predictions.md), and
+    rotated queries and keys stand in place of their product, unless a checkpoint keeps it.
     """
     model, how, n = operations.model, operations.how, operations.share.tensor
     m, a, d = operations.tokens, how.activation, model.d_model
@@ -77,7 +78,8 @@ def of_block(operations: StepOperations) -> Parts:
         "feed-forward up": (2 if model.is_gated else 1) * m * f * a,
         "feed-forward activation": (2 if model.is_gated and not how.is_compiled else 1) * m * f * a,
     }
-    if model.positions == "rope":
+    keeps_product = operations.spec.checkpointing in ("selective", "feed-forward")
+    if model.positions == "rope" and (keeps_product or model.qk_norm or not how.is_compiled):
         found["rotated queries and keys"] = m * operations.rotated_width * a
     if how.casts:
         found["narrow copies of weights"] = narrow_copies(operations)
