@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from stepgauge.bench.storage_tracking import predict
 from stepgauge.cost.memory import step_memory
@@ -26,6 +25,7 @@ from stepgauge.cost.share import NetworkPart
 from stepgauge.measure import devices
 from stepgauge.measure.environment import device_name
 from stepgauge.measure.memory.timeline import by_block
+from stepgauge.runtime.world import gathered_objects
 from stepgauge.spec.hardware import ACCELERATORS, Peaks, peaks
 from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.layout_step import LayoutSpec
@@ -134,9 +134,7 @@ def _budget_bytes(spec: MemorySpec, ranks: int) -> int:
             raise ValueError(f"memory_gib is 0, and what {spec.device} has free is not known")
         free = host // ranks
     if ranks > 1:  # that all have one plan
-        every = [0] * ranks
-        dist.all_gather_object(every, free)
-        free = min(every)
+        free = min(gathered_objects(free))
     return free
 
 

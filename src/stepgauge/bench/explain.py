@@ -8,6 +8,7 @@ import torch.distributed as dist
 from stepgauge.measure.collectives import Collective
 from stepgauge.parallel.ring import Ring
 from stepgauge.runtime.launch import launch
+from stepgauge.runtime.world import gathered_objects
 from stepgauge.spec.comm import OPS, ROOT, CommSpec
 from stepgauge.spec.explain import (
     RING,
@@ -37,9 +38,7 @@ def _see(names: list[str]) -> list[tuple[str, list[tuple[Seen, list[tuple[str, l
     found = []
     for name in names:
         mine = _see_ring() if name == RING else (_see_one(name), [])
-        everyone = [mine] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        found.append((name, everyone))
+        found.append((name, gathered_objects(mine)))
     return found
 
 

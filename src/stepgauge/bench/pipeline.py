@@ -23,7 +23,7 @@ from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
 from stepgauge.parallel.pipeline import Pipeline
 from stepgauge.runtime.recording import CudaGraphs
-from stepgauge.runtime.world import joined_world
+from stepgauge.runtime.world import gathered_objects, joined_world
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.plan.pipeline import Schedule, lower
@@ -80,8 +80,7 @@ def plan_of(spec: PipelineSpec) -> Schedule:
     if not spec.fill:
         return spec.plan()
     if spec not in FILLED:
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, probe(dataclasses.replace(spec, fill=False)))
+        told = gathered_objects(probe(dataclasses.replace(spec, fill=False)))
         FILLED[spec] = fill_bubbles(spec.plan(), durations(told, spec.num_stages))
     return FILLED[spec]
 

@@ -20,7 +20,7 @@ from stepgauge.kernels.attention import libraries
 from stepgauge.measure.devices import free_unused_memory, limit_host_memory, out_of_memory_reason
 from stepgauge.measure.environment import device_name
 from stepgauge.runtime.torchrun import torchrun_numbers
-from stepgauge.runtime.world import KEPT_GROUP, TIMEOUT_S, World, joined_world
+from stepgauge.runtime.world import KEPT_GROUP, TIMEOUT_S, World, gathered_objects, joined_world
 from stepgauge.spec.fallbacks import NATIVE
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import Contents, RunStore, StoreError
@@ -77,8 +77,7 @@ def slowest(times: Sequence[Sequence[float]]) -> list[float]:
 
 def _measure_on_this_rank(run: OnRanks, spec: Any) -> Record:
     value = _value(run.measure, spec)
-    given: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(given, (value, platform.node(), _device_name(spec.device)))
+    given = gathered_objects((value, platform.node(), _device_name(spec.device)))
     values, hosts, devices = (list(part) for part in zip(*given, strict=True))
     found = [with_launchers(run.record(spec, values)) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)

@@ -23,7 +23,7 @@ from stepgauge.calibrate.operations import PASSES, PRODUCTS, Call, operations, o
 from stepgauge.calibrate.timing import METRICS, Turn, clock_and_power, loop
 from stepgauge.measure.collectives import Collective
 from stepgauge.measure.environment import environment
-from stepgauge.runtime.world import joined_world
+from stepgauge.runtime.world import gathered_objects, joined_world
 from stepgauge.spec.calibration import Contention, ContentionSpec
 from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.record import Record, Sample
@@ -99,9 +99,7 @@ def _count(call: Call, device: torch.device, milliseconds: float) -> int:
     """How many calls last so long: the least of all ranks', which then call as often."""
     loop(call, device, 2)
     count = max(2, math.ceil(milliseconds * 1e3 / loop(call, device, 2)))
-    said = [count] * dist.get_world_size()
-    dist.all_gather_object(said, count)
-    return min(said)
+    return min(gathered_objects(count))
 
 
 def _rounds_on_gpu(

@@ -10,7 +10,6 @@ import functools
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from stepgauge.calibrate.timing import METRICS, Timing, clock_and_power, time_of
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
 from stepgauge.measure.others import Span, missed_cores, reading
-from stepgauge.runtime.world import joined_world
+from stepgauge.runtime.world import gathered_objects, joined_world
 from stepgauge.spec.calibration import ASKED, CalibrationSpec, OperationTable
 from stepgauge.spec.disturbance import MISSED_CORES, is_disturbed
 from stepgauge.spec.hardware import HardwareFile
@@ -169,9 +168,7 @@ def _all_agree(here: bool) -> bool:
     """Whether it is so on every rank, which all come to the next shape together."""
     if not dist.is_initialized():
         return here
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, here)
-    return all(said)
+    return all(gathered_objects(here))
 
 
 def _time_of(

@@ -13,6 +13,7 @@ from stepgauge.measure.timing import clock_of
 from stepgauge.parallel.collectives import all_gather_flat, group_of, reduce_scatter_flat
 from stepgauge.parallel.ring import Ring
 from stepgauge.runtime.recording import record
+from stepgauge.runtime.world import gathered_objects
 from stepgauge.spec.comm import IN_PLACE, ROOT, CommSpec
 from stepgauge.trace.collector import without_collector
 
@@ -99,9 +100,7 @@ class Collective:
         _tile(self.given, self._pattern(self.rank), offset)
         self.run()
         synchronize(self.device)
-        found = [self._wrong_here()] * self.size
-        dist.all_gather_object(found, found[0])
-        return sum(found)
+        return sum(gathered_objects(self._wrong_here()))
 
     def _pattern(self, rank: int) -> Tensor:
         """What `rank` gives, over one period: small whole numbers, exact in every type."""
@@ -193,9 +192,7 @@ def time_collective(collective: Collective) -> tuple[list[float], int]:
 
 def _agreed(milliseconds: float) -> float:
     """The largest of all ranks, which therefore decide alike."""
-    found = [milliseconds] * dist.get_world_size()
-    dist.all_gather_object(found, milliseconds)
-    return max(*found, 1e-3)
+    return max(*gathered_objects(milliseconds), 1e-3)
 
 
 def _batch(run: Callable[[], object], operations: int, device: torch.device) -> float:

@@ -26,6 +26,7 @@ from stepgauge.parallel.vocabulary_loss import PartialLoss
 from stepgauge.parallel.whole_norm import clip_whole_norm
 from stepgauge.parallel.wrappers import Settings
 from stepgauge.runtime.recording import Recorder
+from stepgauge.runtime.world import gathered_objects
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.plan.pipeline import Schedule
 from stepgauge.spec.plan.tensor import Table
@@ -277,8 +278,7 @@ def require_one_layout(layout: Layout) -> None:
     """Raises DifferentLayoutsError, on every rank, where the ranks' layouts differ or are for
     another number of ranks.
     """
-    given: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(given, str(layout))
+    given = gathered_objects(str(layout))
     for rank, theirs in enumerate(given):
         if theirs != given[0]:
             raise DifferentLayoutsError(

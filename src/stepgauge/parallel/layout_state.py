@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from stepgauge.parallel.data_axis import DataAxis, gathered
 from stepgauge.parallel.pipeline import Tie
 from stepgauge.parallel.tensor_parallel import TensorParallel
+from stepgauge.runtime.world import gathered_objects
 from stepgauge.spec.plan.pipeline import ScheduleError
 
 State = dict[str, Any]
@@ -78,8 +79,7 @@ class LayoutState:
                 sorted(states), lambda name: self._whole_state(name, states[name])
             )
         if self.pipeline is not None:
-            stages: list[Groups] = [[] for _ in range(self.pipeline.size())]
-            dist.all_gather_object(stages, optimizer["param_groups"], group=self.pipeline)
+            stages: list[Groups] = gathered_objects(optimizer["param_groups"], self.pipeline)
             optimizer["param_groups"] = _merged_groups(stages)
         return {"model": model, "optimizer": optimizer}
 
@@ -214,10 +214,7 @@ def require_own_names(
     name that are not tied: they would not be told apart in a checkpoint.
     """
     mine = [(stage, name) for stage, each in modules.items() for name, _ in each.named_parameters()]
-    every = [mine]
-    if pipeline is not None:
-        every = [[] for _ in range(pipeline.size())]
-        dist.all_gather_object(every, mine, group=pipeline)
+    every = [mine] if pipeline is None else gathered_objects(mine, pipeline)
     seen: dict[str, int] = {}
     for stage, name in sorted(itertools.chain(*every)):
         other = seen.setdefault(name, stage)

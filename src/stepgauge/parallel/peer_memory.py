@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stepgauge.runtime.world import gathered_objects
+
 SHARED_MEMORY = Path("/dev/shm")
 VALUES = 1024  # a flag takes the same value again after so many messages; more than there are boxes
 ALIGNMENT = 512
@@ -56,9 +58,7 @@ def peer_memory(
 
 def on_one_machine(group: dist.ProcessGroup | None) -> bool:
     """All ranks must call it."""
-    hosts: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(hosts, platform.node(), group=group)
-    return len(set(hosts)) == 1
+    return len(set(gathered_objects(platform.node(), group))) == 1
 
 
 class GpuMemory:
@@ -149,8 +149,7 @@ class SharedMemory:
         try:
             os.ftruncate(handle, size)
             os.close(handle)
-            paths: list[str] = [""] * group.size()
-            dist.all_gather_object(paths, path, group=group)
+            paths = gathered_objects(path, group)
             whole = [
                 torch.from_file(there, shared=True, size=size, dtype=torch.uint8) for there in paths
             ]

@@ -15,6 +15,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from stepgauge.runtime.world import gathered_objects
 from stepgauge.spec.plan.buckets import Parameter
 
 
@@ -124,8 +125,7 @@ def require_same(
     """Raises DifferentModelsError, on every rank, unless all ranks gave the same names and texts in
     the same order.
     """
-    everyones: list[dict[str, str]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(everyones, ours, group=group)
+    everyones = gathered_objects(ours, group)
     first = everyones[0]
     for rank, theirs in enumerate(everyones):
         if list(theirs.items()) == list(first.items()):

@@ -29,6 +29,7 @@ from stepgauge.runtime.world import (
     World,
     check_interfaces,
     default_backend,
+    gathered_objects,
     joined_world,
     process_group,
 )
@@ -119,9 +120,7 @@ def run_joined(
 ) -> list[Any]:
     """As `launch`, in a process that is a rank already. Raises what the function raises here."""
     KEPT_GROUP.use(world, backend=backend, device=world.device(device), timeout_s=timeout_s)
-    values: list[Any] = [None] * world.size
-    dist.all_gather_object(values, function(*arguments))
-    return values
+    return gathered_objects(function(*arguments))
 
 
 class Ranks:

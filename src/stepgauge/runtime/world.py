@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from stepgauge.runtime.torchrun import torchrun_numbers
 
 # of a collective: longer than any that is measured, short enough to notice a rank that hangs
 TIMEOUT_S = 120.0
+Object = TypeVar("Object")
 _generations = itertools.count()
 _ABORTING = threading.Lock()
 
@@ -62,6 +64,13 @@ def joined_world() -> World | None:
         return None
     rank, size, local_rank, local_size = numbers
     return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size)
+
+
+def gathered_objects(value: Object, group: dist.ProcessGroup | None = None) -> list[Object]:
+    """What each rank of the group gives, by rank. All of them must call it."""
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def default_backend(device: str) -> str:

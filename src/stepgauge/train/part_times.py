@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from stepgauge.runtime.world import gathered_objects
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.stages import PartTimes, num_parts
@@ -73,8 +73,7 @@ def forward_and_backward(
 
 def agreed(times: PartTimes) -> PartTimes:
     """The mean over all ranks, the same on each."""
-    given: list[PartTimes] = [times] * dist.get_world_size()
-    dist.all_gather_object(given, times)
+    given = gathered_objects(times)
     return PartTimes(*map(statistics.fmean, zip(*given, strict=True)))
 
 

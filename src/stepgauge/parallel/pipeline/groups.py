@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from stepgauge.runtime.world import gathered_objects
+
 
 def members(group: dist.ProcessGroup | None) -> list[int]:
     """The ranks of a group in the world's numbers; None: all."""
@@ -19,9 +21,8 @@ def new_groups(
     All ranks of the world must call it at the same time: torch numbers groups as they are made, so
     that each rank takes part in making the groups of the other pipelines too.
     """
-    asked: list[list[list[int]]] = [list(map(list, wanted))] * dist.get_world_size()
-    if group is not None:
-        dist.all_gather_object(asked, list(map(list, wanted)))
+    own = list(map(list, wanted))
+    asked = [own] * dist.get_world_size() if group is None else gathered_objects(own)
     first = members(group)[0]
     leaders = _leaders(group)
     made = {}
@@ -32,7 +33,4 @@ def new_groups(
 
 def _leaders(group: dist.ProcessGroup | None) -> list[int]:
     """Of each rank of the world, the first rank of its pipeline."""
-    found = [0] * dist.get_world_size()
-    if group is not None:
-        dist.all_gather_object(found, members(group)[0])
-    return found
+    return [0] * dist.get_world_size() if group is None else gathered_objects(members(group)[0])

@@ -21,6 +21,7 @@ from stepgauge.parallel.pipeline.step import Batch, PipelineStep, ShardedWeights
 from stepgauge.parallel.pipeline.tied import Tie, TiedWeights, with_shared
 from stepgauge.parallel.pipeline.transfers import Transfers, handed, shared_metas
 from stepgauge.runtime.recording import Recorder
+from stepgauge.runtime.world import gathered_objects
 from stepgauge.spec.plan.pipeline import (
     Action,
     Channel,
@@ -338,8 +339,7 @@ def _agreed(schedule: Schedule, group: dist.ProcessGroup | None) -> Schedule:
     """
     ranks = dist.get_world_size(group)
     checked = check(schedule, ranks=ranks).schedule
-    told = [""] * ranks
-    dist.all_gather_object(told, hashlib.sha256(to_text(checked).encode()).hexdigest(), group)
+    told = gathered_objects(hashlib.sha256(to_text(checked).encode()).hexdigest(), group)
     for rank, other in enumerate(told):
         if other != told[0]:
             raise ScheduleError(f"the schedule of rank {rank} is another one than that of rank 0")
