@@ -60,7 +60,9 @@ def test_bytes_are_drawn_where_the_prediction_and_the_measurement_have_them():
     assert max(level for _, level in both["measured"].levels[0]) == 5.0
     svg = tracks(both)
     assert svg.index("predicted: ") < svg.index("measured: ")
-    assert "held, GiB" in svg
+    assert "held, GiB" in svg and "predicted peak" in svg
+    alone = tracks(steps_of(measured, [measured]))
+    assert "measured peak" in alone and "predicted" not in alone
     # An old record has no bytes: both are counted.
     old = record()
     counted = steps_of(old, [modelled, old])

@@ -44,7 +44,7 @@ class Step:
     """When every action of a step ran, and what each rank held: as predicted or as measured.
 
     levels  of each rank (ms, what it held from then on)
-    peaks   of each rank, as it was predicted
+    peaks   of each rank, as it was predicted where it was
     unit    of both
     """
 
@@ -122,7 +122,7 @@ def step_blocks(records: Sequence[Record], run: Sequence[Record]) -> list[Block]
 
 def tracks(steps: Mapping[str, Step]) -> str:
     """An SVG of steps by name above each other on one time axis: of each rank its computations, and
-    below them what it holds, with its predicted peak: temporaries within an action count in that alone.
+    below them what it holds, with its peak: temporaries within an action count in that alone.
     """
     ranks = sum(len(step.levels) for step in steps.values())
     longest = max(step.timeline.step_ms for step in steps.values())
@@ -192,5 +192,6 @@ def _legend(axes: "Axes", steps: Mapping[str, Step], unit: str) -> None:
     for kind in (kind for kind in KINDS if kind in there):
         axes.broken_barh([], (0, 0), facecolors=COLOURS[kind], label=KINDS[kind])
     axes.fill_between([], [], color=HELD_COLOUR, linewidth=0, alpha=0.7, label=f"held, {unit}")
-    axes.plot([], [], color=INK, linewidth=0.8, linestyle=DASHED, label="predicted peak")
+    peak = "measured peak" if list(steps) == ["measured"] else "predicted peak"
+    axes.plot([], [], color=INK, linewidth=0.8, linestyle=DASHED, label=peak)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, borderaxespad=0)
