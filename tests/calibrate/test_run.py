@@ -14,7 +14,7 @@ from stepgauge.calibrate.operations import operations
 from stepgauge.calibrate.run import job, names, run, table_of
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.step import modelled
-from stepgauge.measure.others import Reading
+from stepgauge.measure.cpu_contention import Reading
 from stepgauge.report.views import remark
 from stepgauge.spec.calibration import CalibrationSpec, ContentionSpec
 from stepgauge.spec.disturbance import TRIES, is_disturbed

@@ -10,7 +10,7 @@ from stepgauge.cost.data_parallel import predict_data_parallel
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.memory import pipeline_memory, step_memory
 from stepgauge.cost.operations import StepOperations
-from stepgauge.cost.share import NetworkPart
+from stepgauge.cost.rank_sizes import NetworkPart
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout import WRAPPERS, Layout

@@ -13,7 +13,7 @@ from stepgauge.cost.estimate import CALIBRATED, EXTRAPOLATED, INTERPOLATED
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.operations import StepOperations
 from stepgauge.cost.prices import Prices
-from stepgauge.cost.share import NetworkPart
+from stepgauge.cost.rank_sizes import NetworkPart
 from stepgauge.cost.step import predict
 from stepgauge.report.prediction_tables import error_table
 from stepgauge.spec.calibration import Contention, OperationTable

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stepgauge.measure import ceilings
-from stepgauge.measure.others import Reading
+from stepgauge.measure.cpu_contention import Reading
 from stepgauge.report.profile import operations_table, phases_table
 from stepgauge.spec.analysis import Analysis
 

@@ -9,8 +9,8 @@ from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec
 from stepgauge.tune import search
 from stepgauge.tune.choices import ON_GPUS, Space, space
+from stepgauge.tune.output import gain_table, sentence
 from stepgauge.tune.search import tune
-from stepgauge.tune.told import gain_table, sentence
 
 # How many times as fast each value makes a step.
 FASTER = {"bf16": 4.0, "on": 1.5, "triton": 0.9, "blocks": 0.75, 16: 1.2, 8: 1.1}

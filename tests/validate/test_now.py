@@ -7,9 +7,8 @@ import pytest
 import torch
 from tests.cpu_machine import made_up
 
-from stepgauge.calibrate import asked as asked_module
-from stepgauge.calibrate import host, run
-from stepgauge.calibrate.asked import host_job, shape_jobs, usual_host
+from stepgauge.calibrate import host, run, step_shapes
+from stepgauge.calibrate.step_shapes import host_job, shape_jobs, usual_host
 from stepgauge.cli import validate as command
 from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.machine import Machine
@@ -21,7 +20,7 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.store import RunStore
-from stepgauge.validate.asked import shapes_of
+from stepgauge.validate.lookups import shapes_of
 from stepgauge.validate.predicted import predicted
 from stepgauge.validate.rows import Asked
 
@@ -120,7 +119,7 @@ def test_each_row_is_predicted_after_its_host_and_before_it_is_run(tmp_path, mon
         asked = CalibrationSpec(operation="host eager fp32", turn=turn, device="cpu")
         return run.job(asked)
 
-    monkeypatch.setattr(asked_module, "host_job", timed)
+    monkeypatch.setattr(step_shapes, "host_job", timed)
     monkeypatch.setattr(host, "STEPS", 2)
     path, out = tmp_path / "cpu.json", tmp_path / "run"
     dataclasses.replace(made_up(), threads=1).write(path)

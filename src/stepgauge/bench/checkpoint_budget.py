@@ -21,7 +21,7 @@ import torch
 from stepgauge.bench.storage_tracking import predict
 from stepgauge.cost.memory import step_memory
 from stepgauge.cost.operations import StepOperations
-from stepgauge.cost.share import NetworkPart
+from stepgauge.cost.rank_sizes import NetworkPart
 from stepgauge.measure import devices
 from stepgauge.measure.environment import device_name
 from stepgauge.measure.memory.timeline import by_block
@@ -57,7 +57,7 @@ class Solution:
     def note(self) -> str:
         return f"computed again: {self.plan}" if self.plan else ""
 
-    def told(self) -> dict[str, Any]:
+    def environment(self) -> dict[str, Any]:
         """For a record's environment."""
         if self.plan is None:
             return {}

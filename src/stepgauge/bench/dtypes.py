@@ -5,7 +5,7 @@ records.
 import torch
 
 from stepgauge.bench.build import build, check
-from stepgauge.measure.dtypes import Found, accumulation, probe, told
+from stepgauge.measure.dtypes import Found, accumulation, dtype_of, probe
 from stepgauge.measure.environment import environment
 from stepgauge.spec.dtypes import AccumulationSpec, DtypesSpec
 from stepgauge.spec.record import Record
@@ -36,7 +36,7 @@ def _probed(spec: DtypesSpec) -> list[Found]:
         with torch.no_grad(), step.precision.autocasting(device):
             logits = step.module(batch[0])
     here = [f.what for f in found].index("loss")
-    return [*found[:here], told("logits", "head", logits, "Linear"), *found[here:]]
+    return [*found[:here], dtype_of("logits", "head", logits, "Linear"), *found[here:]]
 
 
 def run_accumulation(spec: AccumulationSpec) -> Record:

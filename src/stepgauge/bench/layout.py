@@ -30,7 +30,7 @@ from stepgauge.runtime.progress import tell
 from stepgauge.runtime.world import joined_world
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.plan.recompute import RecomputePlan
-from stepgauge.spec.plan.stages import said
+from stepgauge.spec.plan.stages import describe_cuts
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import batch_for
@@ -155,7 +155,7 @@ def record(spec: LayoutSpec, ranks: list[Figures]) -> Record:
         tables=spans_table([rank.spans for rank in ranks]),
         note=_note(spec, ranks[0]),
     )
-    told = ranks[0].solution.told()
+    told = ranks[0].solution.environment()
     return dataclasses.replace(found, environment={**found.environment, **told})
 
 
@@ -184,7 +184,7 @@ def _note(spec: LayoutSpec, rank: Figures) -> str:
     """How the network is cut, where that was found out by measuring, what a budget came to, and why
     the data axis has no exposed time.
     """
-    told = [f"{said(rank.stages, 'blocks')}, by measured time"] if spec.needs_times else []
+    told = [f"{describe_cuts(rank.stages, 'blocks')}, by measured time"] if spec.needs_times else []
     told += filter(None, [rank.solution.note])
     if spec.parsed_layout.num_replicas > 1 and "data" not in rank.without_axis:
         wrapper = spec.parsed_layout.wrapper

@@ -105,7 +105,7 @@ def measure(spec: MemorySpec, *, folder: Path | None = None) -> Record:
 
 def _with_solution(asked: Record, solution: Solution) -> Record:
     """The record with what was chosen for its budget."""
-    environment = {**asked.environment, **solution.told()}
+    environment = {**asked.environment, **solution.environment()}
     return dataclasses.replace(asked, environment=environment, note=solution.note)
 
 

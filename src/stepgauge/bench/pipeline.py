@@ -28,7 +28,7 @@ from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.plan.pipeline import Schedule, lower
 from stepgauge.spec.plan.pipeline import check as require_runnable
-from stepgauge.spec.plan.stages import TIME, PartTimes, said
+from stepgauge.spec.plan.stages import TIME, PartTimes, describe_cuts
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.throughput import throughput
 from stepgauge.train.build import batch_for
@@ -270,7 +270,9 @@ def _asked(spec: PipelineSpec, parts: list[range], provenance: str = "measured")
     return {
         "environment": environment(torch.device(spec.device)),
         "provenance": provenance,
-        "note": f"{said(parts, 'parts')}, by measured time" if spec.balance == TIME else "",
+        "note": f"{describe_cuts(parts, 'parts')}, by measured time"
+        if spec.balance == TIME
+        else "",
     }
 
 

@@ -33,7 +33,7 @@ def run(spec: StepSpec) -> Record:
         times = time_phases(
             phases, device, warmup=spec.warmup, steps=spec.steps, seconds=spec.seconds
         )
-    where = {**environment(device), "optimizer": step.optimizer_name, **solution.told()}
+    where = {**environment(device), "optimizer": step.optimizer_name, **solution.environment()}
     metrics = _metrics(spec, times, device, compile_s)
     return Record.of(spec, metrics=metrics, environment=where, note=solution.note)
 

@@ -153,4 +153,6 @@ def _text_task(spec: TrainSpec, place: RankShare, build: Callable[..., TrainingS
         return build(full, recompute=solutions[-1].plan, **settings)
 
     task = text_task(spec, place=place, build=build_solved)
-    return dataclasses.replace(task, environment={**task.environment, **solutions[-1].told()})
+    return dataclasses.replace(
+        task, environment={**task.environment, **solutions[-1].environment()}
+    )

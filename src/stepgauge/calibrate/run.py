@@ -21,8 +21,8 @@ from stepgauge.calibrate.grids import grid_of
 from stepgauge.calibrate.operations import TimedOperation, operations, other_work
 from stepgauge.calibrate.timing import METRICS, Timing, clock_and_power, time_of
 from stepgauge.measure import devices
+from stepgauge.measure.cpu_contention import Span, missed_cores, reading
 from stepgauge.measure.environment import environment
-from stepgauge.measure.others import Span, missed_cores, reading
 from stepgauge.runtime.world import gathered_objects, joined_world
 from stepgauge.spec.calibration import ASKED, CalibrationSpec, OperationTable
 from stepgauge.spec.disturbance import MISSED_CORES, is_disturbed

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from stepgauge.cli.beside import Hardware, hardware_of, predict_rows, print_beside
 from stepgauge.cli.console import print_table, tell
 from stepgauge.cli.options import Values, spec_options
+from stepgauge.cli.predictions import Hardware, hardware_of, predict_rows, print_beside
 from stepgauge.cli.rows import Device, Fresh, Out, checked_jobs, resolve_devices, run_jobs
 from stepgauge.cost.planner import device_bytes
 from stepgauge.cost.traced import has_formulas
@@ -24,7 +24,7 @@ from stepgauge.spec.store import RunStore
 from stepgauge.spec.user_model import UserModel
 from stepgauge.tune import search
 from stepgauge.tune.choices import Space, space
-from stepgauge.tune.told import command_line, gain_table, sentence, write_config
+from stepgauge.tune.output import command_line, gain_table, sentence, write_config
 
 CONFIG = "tuned.toml"
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from stepgauge.cli.beside import Hardware, hardware_of, predict_rows, tell_of_other_devices
 from stepgauge.cli.console import Format, print_tables, tell
 from stepgauge.cli.options import Values, spec_options
+from stepgauge.cli.predictions import Hardware, hardware_of, predict_rows, tell_of_other_devices
 from stepgauge.cli.records import write_page
 from stepgauge.cli.rows import (
     Fresh,
@@ -106,9 +106,9 @@ def with_asked_shapes(asked: Sequence[Asked], hardware: Path, out: Path, *, fres
     """
     import torch
 
-    from stepgauge.calibrate.asked import shape_jobs
     from stepgauge.calibrate.run import with_operations
-    from stepgauge.validate.asked import shapes_of
+    from stepgauge.calibrate.step_shapes import shape_jobs
+    from stepgauge.validate.lookups import shapes_of
 
     file = HardwareFile.read(hardware)
     specs = [row.spec for row in asked]
@@ -161,9 +161,9 @@ def _row_by_row(
     what was measured.
     """
     from stepgauge.bench.ranks import store_for
-    from stepgauge.calibrate.asked import host_job, usual_host
     from stepgauge.calibrate.run import with_operations
-    from stepgauge.validate.before import predict_held
+    from stepgauge.calibrate.step_shapes import host_job, usual_host
+    from stepgauge.validate.predict_first import predict_held
 
     file, store = HardwareFile.read(hardware), store_for(out)
     probes = [host_job(row.spec, turn) for turn, row in enumerate(asked, 1)]

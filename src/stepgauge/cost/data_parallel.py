@@ -16,7 +16,7 @@ from stepgauge.cost.operations import StepOperations
 from stepgauge.cost.outcome import exposed_ms, outcome, without_communication_ms
 from stepgauge.cost.prices import GLOO, NCCL, Prices
 from stepgauge.cost.program import DATA, RankStep
-from stepgauge.cost.share import NetworkPart
+from stepgauge.cost.rank_sizes import NetworkPart
 from stepgauge.cost.step import modelled, rates
 from stepgauge.cost.timed_blocks import as_timed
 from stepgauge.cost.wrapper_host import unknown_host

@@ -4,8 +4,8 @@ from stepgauge.cost import overlap_ratios
 from stepgauge.cost.layout import LayoutParts
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.operations import StepOperations
-from stepgauge.cost.priced import require_priced
 from stepgauge.cost.prices import Prices
+from stepgauge.cost.supported import require_priced
 from stepgauge.spec.layout_step import LayoutSpec
 
 

@@ -20,7 +20,7 @@ from stepgauge.cost.outcome import Outcome, exposed_ms, outcome
 from stepgauge.cost.pipeline import span_rows
 from stepgauge.cost.prices import GLOO, NCCL, Prices
 from stepgauge.cost.program import Launching, Program, RankStep
-from stepgauge.cost.share import NetworkPart
+from stepgauge.cost.rank_sizes import NetworkPart
 from stepgauge.cost.stages import Halves, durations
 from stepgauge.cost.step import modelled, rates
 from stepgauge.cost.timed_blocks import as_timed
@@ -30,7 +30,7 @@ from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.layout_rules import schedule_of
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.plan.pipeline import Schedule, lower
-from stepgauge.spec.plan.stages import said
+from stepgauge.spec.plan.stages import describe_cuts
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import WorkSpec
 from stepgauge.spec.throughput import throughput
@@ -83,7 +83,7 @@ def predict_layout(spec: LayoutSpec, machine: Machine, *, shortened: bool = Fals
     if found.timeline is None:
         return record
     tables = {**record.tables, "spans": span_rows(found.timeline)}
-    cut = said([stage.blocks for stage in parts.stages], "blocks")
+    cut = describe_cuts([stage.blocks for stage in parts.stages], "blocks")
     cut = f"{cut}, by predicted time" if spec.needs_times else ""
     return dataclasses.replace(
         record, tables=tables, note="; ".join(filter(None, (cut, record.note)))

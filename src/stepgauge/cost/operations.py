@@ -14,14 +14,14 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
-from stepgauge.cost.beside import beside_products
 from stepgauge.cost.elementwise import Elementwise
 from stepgauge.cost.fused_loss import fused_backward, fused_forward
 from stepgauge.cost.head_exchange import HeadExchanges
-from stepgauge.cost.priced import RECOMPUTED, require_priced
 from stepgauge.cost.program import LaunchGroup, Launching
+from stepgauge.cost.rank_sizes import NetworkPart, ShareSizes
 from stepgauge.cost.ring import RING, Ring
-from stepgauge.cost.share import NetworkPart, ShareSizes
+from stepgauge.cost.supported import RECOMPUTED, require_priced
+from stepgauge.cost.tensor_overlap import beside_products
 from stepgauge.cost.terms import TRAFFIC, Arithmetic, Term, strided_copy
 from stepgauge.spec.fused_loss import torch_computes
 from stepgauge.spec.plan.tensor import KINDS, Rule, overlaps

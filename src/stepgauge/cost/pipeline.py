@@ -9,7 +9,7 @@ from stepgauge.cost.host import launching
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.operations import StepOperations
 from stepgauge.cost.prices import Prices
-from stepgauge.cost.share import NetworkPart
+from stepgauge.cost.rank_sizes import NetworkPart
 from stepgauge.cost.stages import Halves
 from stepgauge.cost.step import modelled, term_rows
 from stepgauge.cost.timeline import Durations, Timeline, simulate
@@ -17,7 +17,7 @@ from stepgauge.spec.layout import Layout
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.plan.pipeline import lower
-from stepgauge.spec.plan.stages import TIME, said
+from stepgauge.spec.plan.stages import TIME, describe_cuts
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.throughput import throughput
@@ -46,7 +46,7 @@ def predict_pipeline(spec: PipelineSpec, machine: Machine) -> Record:
     rows.append(bubble_row(timeline))
     record = modelled(spec, machine, metrics, rows, None)
     tables = {**record.tables, "spans": span_rows(timeline)}
-    note = f"{said(parts, 'parts')}, by predicted time" if spec.balance == TIME else ""
+    note = f"{describe_cuts(parts, 'parts')}, by predicted time" if spec.balance == TIME else ""
     return dataclasses.replace(record, tables=tables, note=note)
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from stepgauge.cost.estimate import spread
 from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.machine import Machine
-from stepgauge.cost.priced import require_priced
 from stepgauge.cost.screen import Candidate, Screen, Screened, candidates
+from stepgauge.cost.supported import require_priced
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.planning import PlanSpec

@@ -16,7 +16,7 @@ from stepgauge.cost.machine import Machine
 from stepgauge.cost.memory import Memory, stage_memory, step_memory
 from stepgauge.cost.operations import StepOperations
 from stepgauge.cost.prices import GLOO, NCCL, Prices
-from stepgauge.cost.share import NetworkPart
+from stepgauge.cost.rank_sizes import NetworkPart
 from stepgauge.cost.terms import Arithmetic
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import WRAPPERS, Layout

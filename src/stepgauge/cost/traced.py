@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from stepgauge.cost.data_axis import SHARDED
-from stepgauge.cost.priced import PRICED
 from stepgauge.cost.program import LaunchGroup, Launching
+from stepgauge.cost.supported import PRICED
 from stepgauge.cost.terms import Arithmetic, Term
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout_step import LayoutSpec

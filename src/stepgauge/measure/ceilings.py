@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stepgauge.measure.others import missed_cores, reading
+from stepgauge.measure.cpu_contention import missed_cores, reading
 from stepgauge.measure.timing import time_phases
 from stepgauge.spec.analysis import Ceilings
 

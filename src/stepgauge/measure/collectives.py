@@ -172,7 +172,7 @@ def time_collective(collective: Collective) -> tuple[list[float], int]:
     spec = collective.spec
     for _ in range(max(1, spec.warmup)):
         collective.run()
-    estimate = _agreed(
+    estimate = _largest_of_ranks(
         statistics.median(_batch(collective.run, 1, collective.device) for _ in range(2))
     )
     budget = spec.seconds * 1e3
@@ -190,7 +190,7 @@ def time_collective(collective: Collective) -> tuple[list[float], int]:
     return times, operations
 
 
-def _agreed(milliseconds: float) -> float:
+def _largest_of_ranks(milliseconds: float) -> float:
     """The largest of all ranks, which therefore decide alike."""
     return max(*gathered_objects(milliseconds), 1e-3)
 

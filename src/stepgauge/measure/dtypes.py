@@ -28,13 +28,13 @@ def probe(
 
     Compiled parts show no outputs: probe the module uncompiled.
     """
-    found = [told("parameter", path, p, owner) for path, p, owner in _parameters(module)]
+    found = [dtype_of("parameter", path, p, owner) for path, p, owner in _parameters(module)]
     paths = {part: path for path, part in module.named_modules()}
 
     def note(part: nn.Module, arguments: Any, output: Any) -> None:
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor):
-                found.append(told("output", paths[part], tensor, type(part).__name__))
+                found.append(dtype_of("output", paths[part], tensor, type(part).__name__))
 
     watched = [
         part
@@ -47,10 +47,10 @@ def probe(
     finally:
         for handle in handles:
             handle.remove()
-    found.append(told("loss", "", loss, type(module).__name__))
+    found.append(dtype_of("loss", "", loss, type(module).__name__))
     backward(loss)
     found += [
-        told("gradient", path, p.grad, owner)
+        dtype_of("gradient", path, p.grad, owner)
         for path, p, owner in _parameters(module)
         if p.grad is not None
     ]
@@ -63,7 +63,7 @@ def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, str]]:
             yield f"{path}.{name}".lstrip("."), parameter, type(part).__name__
 
 
-def told(what: str, path: str, tensor: Tensor, module: str) -> Found:
+def dtype_of(what: str, path: str, tensor: Tensor, module: str) -> Found:
     return Found(what, path, module, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 

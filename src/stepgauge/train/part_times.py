@@ -46,7 +46,7 @@ def part_times(
         output, ms = forward_and_backward(stage, inputs, device=device, context=context)
         inputs = (output.detach().requires_grad_(),)
         found += [ms / len(part)] * len(part)
-    return agreed(PartTimes(*found))
+    return mean_over_ranks(PartTimes(*found))
 
 
 def forward_and_backward(
@@ -71,7 +71,7 @@ def forward_and_backward(
     return output, statistics.median(times[WARMUP:])
 
 
-def agreed(times: PartTimes) -> PartTimes:
+def mean_over_ranks(times: PartTimes) -> PartTimes:
     """The mean over all ranks, the same on each."""
     given = gathered_objects(times)
     return PartTimes(*map(statistics.fmean, zip(*given, strict=True)))

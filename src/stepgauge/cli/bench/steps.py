@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stepgauge.cli import beside, rows
+from stepgauge.cli import predictions, rows
 from stepgauge.cli.options import Networks, Values, expand, spec_options
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout_step import LayoutSpec
@@ -25,17 +25,17 @@ def _command(
         out: rows.Out = Path(f"runs/bench-{spec.kind}"),  # type: ignore[attr-defined]
         fresh: rows.Fresh = False,
         format: rows.RowFormat = "table",
-        hardware: beside.Hardware = None,
-        no_predict: beside.NoPredict = False,
+        hardware: predictions.Hardware = None,
+        no_predict: predictions.NoPredict = False,
     ) -> None:
         specs = rows.resolve_devices(rows.distinct(expand(spec, values, network=network)))
         jobs = rows.checked_jobs(specs, out)
-        path = None if no_predict else hardware or beside.hardware_of(specs[0].device)
-        predictions = beside.predict_rows(
+        path = None if no_predict else hardware or predictions.hardware_of(specs[0].device)
+        predicted = predictions.predict_rows(
             specs, out, path, fresh=fresh, is_asked=hardware is not None
         )
         records = rows.run_jobs(jobs, out, fresh=fresh)
-        beside.print_beside(predictions, records, format)
+        predictions.print_beside(predicted, records, format)
         rows.require_success(records)
 
     command.__doc__ = help

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from stepgauge.cli import rows
-from stepgauge.cli.beside import Hardware, hardware_of
 from stepgauge.cli.console import print_records, print_table, tell
 from stepgauge.cli.options import Values, expand, spec_options
+from stepgauge.cli.predictions import Hardware, hardware_of
 from stepgauge.cli.records import write_page
 from stepgauge.report.names import labels
 from stepgauge.report.profile import phases_table, tables

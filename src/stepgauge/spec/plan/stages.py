@@ -86,7 +86,7 @@ def _cut(weights: Sequence[float], schedule: Schedule, more: int = 0) -> list[ra
     return [range(first, end) for first, end in itertools.pairwise(borders)]
 
 
-def said(cuts: Sequence[range], unit: str) -> str:
+def describe_cuts(cuts: Sequence[range], unit: str) -> str:
     """How a row names its stages, such as "stages of 5, 3 blocks"."""
     return f"stages of {', '.join(str(len(cut)) for cut in cuts)} {unit}"
 

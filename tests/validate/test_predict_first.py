@@ -11,7 +11,7 @@ from stepgauge.spec.predictions import AFTER, BEFORE
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.store import RunStore
-from stepgauge.validate.before import predict_before
+from stepgauge.validate.predict_first import predict_before
 
 BOX = HardwareFile(name="box")
 
@@ -37,7 +37,7 @@ def takes(monkeypatch):
                 raise ValueError("tiny is not modelled")
             return row(asked, milliseconds, "modelled")
 
-        monkeypatch.setattr("stepgauge.validate.before.predicted", predicted)
+        monkeypatch.setattr("stepgauge.validate.predict_first.predicted", predicted)
 
     set_to(7.0)
     return set_to
@@ -84,7 +84,7 @@ def test_what_a_prediction_says_of_itself_stands_beside_the_row(tmp_path, monkey
     """A file calibrated beside other work is off by a multiple: without it the predictor would be."""
     busy = "the hardware file box was calibrated beside other work"
     made = dataclasses.replace(row(spec(), 7.0, "modelled"), note=busy)
-    monkeypatch.setattr("stepgauge.validate.before.predicted", lambda asked, hardware: made)
+    monkeypatch.setattr("stepgauge.validate.predict_first.predicted", lambda asked, hardware: made)
     (kept,) = predict_before([spec()], BOX, RunStore(tmp_path)).records
     assert kept.note == f"{BEFORE}; {busy}"
     late = dataclasses.replace(row(spec(), 5.0, "measured"), note="its own")

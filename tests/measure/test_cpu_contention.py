@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from stepgauge.measure import others
-from stepgauge.measure.others import Reading, missed_cores, reading
+from stepgauge.measure import cpu_contention
+from stepgauge.measure.cpu_contention import Reading, missed_cores, reading
 
 
 def span(*, wall, busy, own, cores):
@@ -37,7 +37,7 @@ def test_the_cores_that_this_process_may_use_are_read(tmp_path, monkeypatch):
     """Idle and waiting for a disk is not busy; a guest's time is in the user's."""
     lines = ["cpu 9 9 9 9 9 9 9 9 9 9", "cpu0 100 10 20 999 999 3 2 1 77 0",
              "cpu1 900 0 0 0 0 0 0 0 0 0", "intr 5"]  # fmt: skip
-    monkeypatch.setattr(others, "STAT", tmp_path / "stat")
+    monkeypatch.setattr(cpu_contention, "STAT", tmp_path / "stat")
     assert reading() is None
     (tmp_path / "stat").write_text("\n".join(lines))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})

@@ -38,7 +38,7 @@ def predict_rows(
     rows' notes on what their predictions may miss.
     """
     from stepgauge.bench.ranks import store_for
-    from stepgauge.validate.before import predict_before
+    from stepgauge.validate.predict_first import predict_before
 
     if hardware is None:
         return []
