@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stepgauge.models.transformer import TransformerLM
-from stepgauge.parallel.training import alone
+from stepgauge.parallel.training import single_process
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.model import ModelSpec
 from stepgauge.train.build import decay_groups
@@ -21,7 +21,7 @@ def built(seed, compile):
     torch.manual_seed(seed)
     module = TransformerLM(SPEC)
     groups = functools.partial(decay_groups, weight_decay=0.1)
-    return module, alone(compile(module), groups, torch.optim.AdamW)
+    return module, single_process(compile(module), groups, torch.optim.AdamW)
 
 
 @pytest.mark.parametrize("compile", [torch.compile, lambda module: module])

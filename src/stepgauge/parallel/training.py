@@ -77,7 +77,7 @@ class Parallel:
 Parallelise = Callable[[nn.Module, Groups, OptimizerClass], Parallel]
 
 
-def alone(module: nn.Module, groups: Groups, optimizer: OptimizerClass) -> Parallel:
+def single_process(module: nn.Module, groups: Groups, optimizer: OptimizerClass) -> Parallel:
     """One process with a whole model."""
     stepping = optimizer(groups(module))
     return Parallel(

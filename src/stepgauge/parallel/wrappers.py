@@ -34,12 +34,12 @@ from stepgauge.parallel.training import (
     Groups,
     OptimizerClass,
     Parallel,
-    alone,
     by_index,
     by_name,
     copy_shared,
     load_state,
     names_of,
+    single_process,
     state_of,
 )
 from stepgauge.parallel.zero import ShardedOptimizer
@@ -262,7 +262,7 @@ def _torch_fsdp(
 
 
 WRAPPERS: Mapping[str, Callable[[nn.Module, Groups, OptimizerClass, Settings], Parallel]] = {
-    "none": lambda module, groups, optimizer, _: alone(module, groups, optimizer),
+    "none": lambda module, groups, optimizer, _: single_process(module, groups, optimizer),
     **{name: _ours(wrap) for name, wrap in REPLICATING.items()},
     "zero1": _zero(1),
     "zero2": _zero(2),

@@ -13,7 +13,7 @@ from stepgauge.models.bert import BertForMaskedLM
 from stepgauge.models.checkpointing import by_plan, through_blocks
 from stepgauge.models.parts import build_optimizer
 from stepgauge.models.transformer import TransformerLM, compiled
-from stepgauge.parallel.training import Parallelise, alone
+from stepgauge.parallel.training import Parallelise, single_process
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout_step import LayoutSpec
@@ -43,12 +43,11 @@ def build_step(
     spec: WorkSpec | TrainSpec | DataParallelSpec | LayoutSpec,
     *,
     max_gradient_norm: float | None = None,
-    parallelise: Parallelise = alone,
+    parallelise: Parallelise = single_process,
     recompute: RecomputePlan | None = None,
-    **settings: Any,
+    **optimizer_settings: Any,
 ) -> TrainingStep:
-    """The step that the spec names, on its device, weights drawn from its seed; `settings` go to
-    the optimizer.
+    """The step that the spec names, on its device, weights drawn from its seed.
 
     parallelise  spreads the model and its optimizer over ranks
     recompute    what backward computes again, in place of the spec's checkpointing
@@ -60,15 +59,20 @@ def build_step(
     torch.manual_seed(spec.seed)
     network, _ = NETWORKS[type(spec.model)]
     model = precision.of(network(spec.model, device=device))
-    alone = spec.compile == "blocks"
+    by_block = spec.compile == "blocks"
     model.through_blocks = (
-        functools.partial(by_plan, plan=recompute, alone=alone)
+        functools.partial(by_plan, plan=recompute, alone=by_block)
         if recompute
-        else through_blocks(spec.checkpointing, spec.checkpoint_blocks, alone=alone)
+        else through_blocks(spec.checkpointing, spec.checkpoint_blocks, alone=by_block)
     )
-    groups = functools.partial(decay_groups, weight_decay=settings.pop("weight_decay", 0.01))
+    groups = functools.partial(
+        decay_groups, weight_decay=optimizer_settings.pop("weight_decay", 0.01)
+    )
     optimizer = functools.partial(
-        build_optimizer, spec.optimizer, master_weights=precision.master_weights, **settings
+        build_optimizer,
+        spec.optimizer,
+        master_weights=precision.master_weights,
+        **optimizer_settings,
     )
     parallel = parallelise(compiled(model, spec.compile), groups, optimizer)
     return TrainingStep(

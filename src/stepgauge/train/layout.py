@@ -63,9 +63,9 @@ def build_layout_step(
     recording: bool = False,
     stages: Sequence[range] | None = None,
     recompute: RecomputePlan | None = None,
-    **settings: Any,
+    **optimizer_settings: Any,
 ) -> TrainingStep:
-    """This rank's part of the step; `settings` go to the optimizer. All ranks must call it.
+    """This rank's part of the step. All ranks must call it.
 
     stages     the blocks of each, as `stages_of` gives them, which is asked where they are not given
     recompute  of a data axis, what backward computes again in place of the spec's checkpointing
@@ -80,11 +80,11 @@ def build_layout_step(
             max_gradient_norm=max_gradient_norm,
             parallelise=on_data_axis(spec, layout),
             recompute=recompute,
-            **settings,
+            **optimizer_settings,
         )
     precision = precision_on(spec.precision, device)
     parallel = _spread(
-        spec, layout, device, precision, recording=recording, stages=stages, **settings
+        spec, layout, device, precision, recording=recording, stages=stages, **optimizer_settings
     )
     return TrainingStep(
         parallel.module,
@@ -97,18 +97,22 @@ def build_layout_step(
 
 
 def _by_torch(
-    spec: Spec, layout: Layout, device: torch.device, precision: Precision, **settings: Any
+    spec: Spec,
+    layout: Layout,
+    device: torch.device,
+    precision: Precision,
+    **optimizer_settings: Any,
 ) -> Parallel:
     """The network under torch's own tensor parallel, and its optimizer."""
     model = spec.network
     module = _build(spec, layout, device, model, range(model.num_layers))
     parallelize_by_torch(module, table_of(model), mesh_of(layout, device.type)["tensor"])
-    weight_decay = settings.pop("weight_decay", 0.01)
+    weight_decay = optimizer_settings.pop("weight_decay", 0.01)
     optimizer = build_optimizer(
         spec.optimizer,
         decay_groups(module, weight_decay=weight_decay),
         master_weights=precision.master_weights,
-        **settings,
+        **optimizer_settings,
     )
     return Parallel(module=module, optimizer=optimizer)
 
@@ -121,20 +125,25 @@ def _spread(
     *,
     recording: bool,
     stages: Sequence[range] | None,
-    **settings: Any,
+    **optimizer_settings: Any,
 ) -> Parallel:
     """This rank's part of the network, and its optimizer."""
     if layout.torch_tensor:
-        return _by_torch(spec, layout, device, precision, **settings)
-    groups = functools.partial(decay_groups, weight_decay=settings.pop("weight_decay", 0.01))
+        return _by_torch(spec, layout, device, precision, **optimizer_settings)
+    groups = functools.partial(
+        decay_groups, weight_decay=optimizer_settings.pop("weight_decay", 0.01)
+    )
     return spread(
         layout,
         network_of(spec, layout, device, stages or stages_of(spec, layout, device)),
         groups,
         functools.partial(
-            build_optimizer, spec.optimizer, master_weights=precision.master_weights, **settings
+            build_optimizer,
+            spec.optimizer,
+            master_weights=precision.master_weights,
+            **optimizer_settings,
         ),
-        settings=_settings(spec, layout),
+        settings=_wrapper_settings(spec, layout),
         device=device,
         recording=recording,
     )
@@ -154,16 +163,16 @@ def build_user_layout_step(
 
 def on_data_axis(spec: Spec, layout: Layout) -> Parallelise:
     """The wrapper of a layout that has a data axis alone."""
-    spread = functools.partial(parallelise, layout.wrapper, settings=_settings(spec, layout))
+    wrap = functools.partial(parallelise, layout.wrapper, settings=_wrapper_settings(spec, layout))
     if layout.data == 1 or isinstance(spec.model, UserModel):
-        return spread
+        return wrap
     mean = CountedMean(num_counted, dist.group.WORLD)
 
     def weight(batch: Sequence[Any]) -> Tensor:
         return mean.weights([batch[1:2]], batch[1].device)[0]
 
     def counted(module: nn.Module, *others: Any) -> Parallel:
-        found = dataclasses.replace(spread(module, *others), weight=weight)
+        found = dataclasses.replace(wrap(module, *others), weight=weight)
         if WRAPPERS[layout.wrapper].is_torch:
             return found
         load = layout_state_of(module, found, layout).load
@@ -185,7 +194,7 @@ def layout_state_of(module: nn.Module, parallel: Parallel, layout: Layout) -> La
     )
 
 
-def _settings(spec: Spec, layout: Layout) -> Settings:
+def _wrapper_settings(spec: Spec, layout: Layout) -> Settings:
     sharded = WRAPPERS[layout.wrapper].shards("weights")
     return Settings(
         bucket_mb=spec.bucket_mb,

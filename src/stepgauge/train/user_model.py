@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stepgauge.models.parts import build_optimizer
 from stepgauge.models.transformer import compiled
-from stepgauge.parallel.training import Groups, Parallelise, alone
+from stepgauge.parallel.training import Groups, Parallelise, single_process
 from stepgauge.runtime.load_file import load_file
 from stepgauge.spec.user_model import UserModel
 from stepgauge.train.precision import Precision, precision_on
@@ -147,7 +147,7 @@ def build_parts(spec: Any, device: torch.device) -> UserParts:
 
 
 def build_user_step(
-    spec: Any, device: torch.device, *, parallelise: Parallelise = alone, lr: float
+    spec: Any, device: torch.device, *, parallelise: Parallelise = single_process, lr: float
 ) -> UserStep:
     """The step of a spec whose model is a UserModel.
 
@@ -204,7 +204,7 @@ def step_of_parts(
     precision: str = "fp32",
     optimizer: str = "adamw",
     compile: str = "off",
-    parallelise: Parallelise = alone,
+    parallelise: Parallelise = single_process,
     max_gradient_norm: float | None = None,
     groups: Groups | None = None,
     **settings: Any,

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from stepgauge.parallel.training import Parallelise, alone
+from stepgauge.parallel.training import Parallelise, single_process
 from stepgauge.spec.train import OF_OPTIMIZER, TrainSpec
 from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import decay_groups
@@ -15,7 +15,7 @@ from stepgauge.train.user_model import UserStep, build_parts, step_of_parts
 
 
 def user_task(
-    spec: TrainSpec, *, place: RankShare = SINGLE_PROCESS, parallelise: Parallelise = alone
+    spec: TrainSpec, *, place: RankShare = SINGLE_PROCESS, parallelise: Parallelise = single_process
 ) -> Task:
     """The spec's UserModel. Its `batches` is asked for every micro-batch of every rank by a number
     of its own; a single batch is trained on again and again.

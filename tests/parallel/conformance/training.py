@@ -12,7 +12,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from stepgauge.parallel.training import Parallel, alone, load_state, state_of
+from stepgauge.parallel.training import Parallel, load_state, single_process, state_of
 from stepgauge.parallel.wrappers import Settings, parallelise
 
 ROWS, WIDTH = 3, 6
@@ -102,7 +102,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def _wrap(setup: Setup, module: nn.Module, groups, optimizer) -> Parallel:
     if setup.wrapper == "none":
-        return alone(module, groups, optimizer)
+        return single_process(module, groups, optimizer)
     if setup.wrapper in ("torch-ddp", "torch-zero1"):
         return _torch_ddp(setup, module, groups, optimizer)
     settings = Settings(bucket_mb=0.0005, group=setup.group)
