@@ -106,6 +106,8 @@ def test_whether_each_axis_hides_is_told_by_closed_formula(stepgauge):
         "activations over 2 tensor ranks, against a block", "between stages of 16 blocks",
     ):  # fmt: skip
         assert said in out, said
+    status, out, err = stepgauge(*asked, "--batch", "16", "--layout", "dp4 torch-fsdp")
+    assert status == 0 and "weights gathered over 4 ranks, against forward" in out, err
     status, _, err = stepgauge(
         *asked, "--layout", "pp2 1f1b m4", "--phases", "backward", "--precision", "bf16-pure"
     )

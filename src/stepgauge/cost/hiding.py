@@ -6,6 +6,7 @@ from stepgauge.cost.machine import Machine
 from stepgauge.cost.operations import StepOperations
 from stepgauge.cost.prices import Prices
 from stepgauge.cost.supported import require_priced
+from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.layout_step import LayoutSpec
 
 
@@ -64,7 +65,7 @@ def _data(
 ) -> list[overlap_ratios.OverlapRatio]:
     """Of ZeRO 3 both directions, else gradients in buckets."""
     ranks = spec.parsed_layout.data
-    if spec.parsed_layout.wrapper == "zero3":
+    if WRAPPERS[spec.parsed_layout.wrapper].shards("weights"):
         itemsize = stage.how.activation
         unit = stage.model.block_matrix_parameters / stage.share.tensor * itemsize
         return list(overlap_ratios.sharded(

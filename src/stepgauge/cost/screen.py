@@ -172,11 +172,12 @@ class Screen:
             nbytes = numel * itemsize / parts
             return parts * prices.collective(operation, nbytes, "data").us
 
-        if layout.wrapper == "zero3" and layout.pipeline > 1:
+        wrapper = WRAPPERS[layout.wrapper]
+        if wrapper.shards("weights") and layout.pipeline > 1:
             units = len(stage.blocks)
             whole = [sent(op, how.weight, units) for op in ("all_gather", "reduce_scatter")]
             return passes / layout.microbatches * sum(whole), 0.0
-        if layout.wrapper == "zero3":
+        if wrapper.shards("weights"):
             units = len(stage.blocks)
             gather = sent("all_gather", how.activation, units)
             reduce = sent("reduce_scatter", how.activation, units)
@@ -184,11 +185,11 @@ class Screen:
             beside = min(gather, forward) + min(gather + reduce, backward)
             return passes * over, passes * beside * (1 - 1 / USUAL.kernel)
         buckets = max(1, round(numel * how.weight / (DataParallelSpec.bucket_mb * 1e6)))
-        operation = "reduce_scatter" if layout.wrapper == "zero2" else "all_reduce"
+        operation = "reduce_scatter" if wrapper.shards("gradients") else "all_reduce"
         gradients = sent(operation, how.weight, buckets)
         hidden = backward * (buckets - 1) / buckets if layout.pipeline == 1 else 0.0
         over, beside = max(0.0, gradients - hidden), min(gradients, hidden)
-        if WRAPPERS[layout.wrapper].shards("optimizer state"):
+        if wrapper.shards("optimizer state"):
             over += sent("all_gather", how.weight, 4)
         return over, beside * (1 - 1 / USUAL.kernel)
 
