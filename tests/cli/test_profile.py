@@ -234,7 +234,7 @@ def test_blocks_without_checkpointing_are_no_rows_of_their_own(stepgauge, tmp_pa
     )
 
 
-def test_a_row_of_an_own_model_has_its_functions_name(stepgauge, tmp_path):
+def test_a_row_of_an_own_model_has_its_file_and_function_for_a_name(stepgauge, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "import torch\n\ndef perceptron():\n    return torch.nn.Linear(8, 8), (torch.randn(4, 8),)\n"
@@ -246,7 +246,7 @@ def test_a_row_of_an_own_model_has_its_functions_name(stepgauge, tmp_path):
     assert status == 0, err
     status, out, _ = stepgauge("show", run, "--format", "csv")
     assert status == 0
-    assert out.splitlines()[1].startswith("perceptron,fp32,")
+    assert out.splitlines()[1].startswith("mine.py:perceptron,fp32,")
 
 
 def test_of_several_ranks_the_first_table_has_one_line_each(stepgauge, tmp_path, gpu_trace_text):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stepgauge.models.bert import BertForMaskedLM
-from stepgauge.models.checkpointing import by_plan, through_blocks
+from stepgauge.models.checkpointing import Through, by_plan, through_blocks
 from stepgauge.models.parts import build_optimizer
 from stepgauge.models.transformer import TransformerLM, compiled
 from stepgauge.parallel.training import Parallelise, single_process
@@ -59,12 +59,7 @@ def build_step(
     torch.manual_seed(spec.seed)
     network, _ = NETWORKS[type(spec.model)]
     model = precision.of(network(spec.model, device=device))
-    by_block = spec.compile == "blocks"
-    model.through_blocks = (
-        functools.partial(by_plan, plan=recompute, alone=by_block)
-        if recompute
-        else through_blocks(spec.checkpointing, spec.checkpoint_blocks, alone=by_block)
-    )
+    model.through_blocks = blocks_runner(spec, recompute)
     groups = functools.partial(
         decay_groups, weight_decay=optimizer_settings.pop("weight_decay", 0.01)
     )
@@ -83,6 +78,16 @@ def build_step(
         max_gradient_norm=max_gradient_norm,
         parallel=parallel,
     )
+
+
+def blocks_runner(
+    spec: WorkSpec | TrainSpec | DataParallelSpec | LayoutSpec, recompute: RecomputePlan | None
+) -> Through:
+    """What runs a model's blocks and keeps for backward what the plan or the spec says."""
+    by_block = spec.compile == "blocks"
+    if recompute:
+        return functools.partial(by_plan, plan=recompute, alone=by_block)
+    return through_blocks(spec.checkpointing, spec.checkpoint_blocks, alone=by_block)
 
 
 def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
