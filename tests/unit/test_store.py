@@ -1,5 +1,6 @@
 """Nothing that was measured is lost: full disks, torn lines, folders that cannot be written."""
 
+import dataclasses
 import fcntl
 import resource
 import shutil
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stepgauge.spec.record import Record
+from stepgauge.spec.record import Record, now
 from stepgauge.spec.store import RunStore, StoreError
 
 
@@ -24,6 +25,17 @@ def test_appends_and_reads(tmp_path):
     contents = store.read()
     assert [record.spec["number"] for record in contents.records] == [0, 1, 2]
     assert contents.problems == []
+
+
+def test_a_record_without_a_date_gets_that_of_its_writing(tmp_path):
+    store = RunStore(tmp_path / "run")
+    store.prepare()
+    store.append(dataclasses.replace(numbered(0), created="2020-01-01T00:00:00+00:00"))
+    before = now()
+    store.append(numbered(1))
+    dated, undated = store.read().records
+    assert dated.created == "2020-01-01T00:00:00+00:00"
+    assert before <= undated.created <= now()
 
 
 def test_a_new_folder_into_which_nothing_was_written_goes_again(tmp_path):

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any
@@ -23,7 +22,7 @@ from stepgauge.runtime.progress import Hear
 from stepgauge.runtime.workers import Workers, run_isolated
 from stepgauge.spec.disturbance import MISSED_CORES, is_disturbed, with_tries
 from stepgauge.spec.fallbacks import with_fallbacks
-from stepgauge.spec.record import Record
+from stepgauge.spec.record import Record, now
 from stepgauge.spec.store import RunStore
 
 preload(*(f"{bench.__name__}.{module.name}" for module in pkgutil.iter_modules(bench.__path__)))
@@ -144,9 +143,7 @@ def _is_worth_another(record: Record) -> bool:
 
 def stamped(record: Record) -> Record:
     """The record with the time of now, and with what ran in place of kernels that could not."""
-    return dataclasses.replace(
-        with_fallbacks(record), created=datetime.now(UTC).isoformat("T", "seconds")
-    )
+    return dataclasses.replace(with_fallbacks(record), created=now())
 
 
 def _measure(

@@ -7,11 +7,10 @@ from typing import Any
 
 from stepgauge.spec.fields import naming_fields
 from stepgauge.spec.kinds import declarations
-from stepgauge.spec.options import written
+from stepgauge.spec.options import SHAPE, written
 from stepgauge.spec.record import Record
 from stepgauge.spec.user_model import UserModel
 
-SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
 # Spec fields that are columns even where all rows share them.
 ALWAYS = ("size", "wrapper", "layout", "precision", "compile")
 

@@ -7,6 +7,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 from typing import Any, Self
 
 from stepgauge.spec.kinds import RENAMED_METRICS, completed
@@ -55,6 +56,11 @@ def _percentile(ordered: list[float], fraction: float) -> float:
     return low + (high - low) * (position - math.floor(position))
 
 
+def now() -> str:
+    """ISO 8601, UTC, to the second: the date of a record."""
+    return datetime.now(UTC).isoformat("T", "seconds")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
     """What was run, where, and what came out.
@@ -67,7 +73,7 @@ class Record:
     environment  machine, versions, commit
     provenance   one of PROVENANCES; published records name their `source`
     status       "ok", "oom" (did not fit) or "failed"; `note` then says why in one sentence
-    created      ISO 8601, UTC
+    created      as `now` gives it
     """
 
     kind: str

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from stepgauge.spec.predictions import without_predicted_metrics
-from stepgauge.spec.record import Record
+from stepgauge.spec.record import Record, now
 
 FILE_NAME = "records.jsonl"
 LOCK_NAME = "lock"
@@ -96,12 +96,12 @@ class RunStore:
                 self.folder.rmdir()
 
     def append(self, record: Record) -> None:
-        """Writes the record and waits until the disk has it. A line that does not fit is taken back
-        whole.
+        """Writes the record, dated now where it has no date, and waits until the disk has it. A line
+        that does not fit is taken back whole.
 
         Raises StoreError with the record's JSON in `args[1]`, so that the caller can still show it.
         """
-        line = record.to_json()
+        line = dataclasses.replace(record, created=record.created or now()).to_json()
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             try:
