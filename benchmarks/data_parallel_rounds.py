@@ -28,6 +28,7 @@ import torch.distributed as dist
 from stepgauge.bench.build import LEARNING_RATE
 from stepgauge.bench.data_parallel import Figures, record
 from stepgauge.bench.rank_figures import kept_bytes, time_steps
+from stepgauge.bench.sweep import stamped
 from stepgauge.measure import devices
 from stepgauge.measure.timing import Phases
 from stepgauge.parallel.wrappers import Settings, parallelise
@@ -166,7 +167,7 @@ def campaign(arguments: argparse.Namespace, started: float) -> None:
             how = {"round": number, "way": way, "seconds": round(time.time() - begun, 1)}
             found = dataclasses.replace(found, environment={**found.environment, **how})
             with open(arguments.out / "records.jsonl", "a") as file:
-                file.write(found.to_json() + "\n")
+                file.write(stamped(found).to_json() + "\n")
 
 
 def table(out: Path) -> str:
