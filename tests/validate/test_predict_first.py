@@ -43,8 +43,14 @@ def takes(monkeypatch):
     return set_to
 
 
-def test_what_cannot_be_predicted_is_counted_and_the_rest_written(tmp_path, takes):
-    store = RunStore(tmp_path)
+@pytest.fixture
+def store(tmp_path):
+    run = RunStore(tmp_path)
+    run.prepare()
+    return run
+
+
+def test_what_cannot_be_predicted_is_counted_and_the_rest_written(store, takes):
     found = predict_before([spec(), spec("tiny"), spec("tiny", batch=2)], BOX, store)
     assert found.refused == {"tiny is not modelled": 2}
     assert (
@@ -54,8 +60,7 @@ def test_what_cannot_be_predicted_is_counted_and_the_rest_written(tmp_path, take
     )
 
 
-def test_a_row_that_was_measured_keeps_the_prediction_that_was_made_before(tmp_path, takes):
-    store = RunStore(tmp_path)
+def test_a_row_that_was_measured_keeps_the_prediction_that_was_made_before(store, takes):
     predict_before([spec()], BOX, store)
     store.append(row(spec(), 5.0, "measured"))
     takes(5.0)  # calibrated again, knowing more
@@ -69,9 +74,7 @@ def test_a_row_that_was_measured_keeps_the_prediction_that_was_made_before(tmp_p
     assert again.median("step_ms") == 5.0  # the row is to be measured again
 
 
-def test_a_prediction_that_came_late_says_so(tmp_path, takes):
-    store = RunStore(tmp_path)
-    store.prepare()
+def test_a_prediction_that_came_late_says_so(store, takes):
     store.append(row(spec(), 5.0, "measured"))
     (late,) = predict_before([spec()], BOX, store).records
     assert late.note == AFTER
@@ -80,12 +83,12 @@ def test_a_prediction_that_came_late_says_so(tmp_path, takes):
     assert predict_before([spec(batch=2)], BOX, store).records[0].note == BEFORE
 
 
-def test_what_a_prediction_says_of_itself_stands_beside_the_row(tmp_path, monkeypatch):
+def test_what_a_prediction_says_of_itself_stands_beside_the_row(store, monkeypatch):
     """A file calibrated beside other work is off by a multiple: without it the predictor would be."""
     busy = "the hardware file box was calibrated beside other work"
     made = dataclasses.replace(row(spec(), 7.0, "modelled"), note=busy)
     monkeypatch.setattr("stepgauge.validate.predict_first.predicted", lambda asked, hardware: made)
-    (kept,) = predict_before([spec()], BOX, RunStore(tmp_path)).records
+    (kept,) = predict_before([spec()], BOX, store).records
     assert kept.note == f"{BEFORE}; {busy}"
     late = dataclasses.replace(row(spec(), 5.0, "measured"), note="its own")
     table = record_table([kept, late])

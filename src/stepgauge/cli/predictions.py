@@ -42,9 +42,12 @@ def predict_rows(
 
     if hardware is None:
         return []
-    found, refused, outdated = predict_before(
-        specs, HardwareFile.read(hardware), store_for(out), fresh=fresh, expected=expected
-    )
+    file, store = HardwareFile.read(hardware), store_for(out)
+    store.prepare()
+    with store.held():
+        found, refused, outdated = predict_before(
+            specs, file, store, fresh=fresh, expected=expected
+        )
     if found or is_asked:
         tell(f"{len(found)} of {len(specs)} rows predicted from {hardware}")
         for reason, count in refused.items():

@@ -163,7 +163,7 @@ def _row_by_row(
     from stepgauge.bench.ranks import store_for
     from stepgauge.calibrate.run import with_operations
     from stepgauge.calibrate.step_shapes import host_job, usual_host
-    from stepgauge.validate.predict_first import predict_held
+    from stepgauge.validate.predict_first import predict_before
 
     file, store = HardwareFile.read(hardware), store_for(out)
     probes = [host_job(row.spec, turn) for turn, row in enumerate(asked, 1)]
@@ -184,7 +184,7 @@ def _row_by_row(
             hosts.append(record)
         now = with_operations(file, [usual_host(hosts)] if record.status == "ok" else [])
         expected = "; ".join(filter(None, (HOST_NOW, row.expect)))
-        made = predict_held([row.spec], now, store, fresh=fresh, expected=[expected])
+        made = predict_before([row.spec], now, store, fresh=fresh, expected=[expected])
         predictions.extend(made.records)
         for reason in made.refused:
             tell(f"not predicted: {reason}")

@@ -31,24 +31,10 @@ def predict_before(
     fresh: bool = False,
     expected: Sequence[str] = (),
 ) -> Predictions:
-    """Writes what is predicted of each row into the run, with what it is expected to miss. A row
-    that the run has measured already keeps the prediction that was made before; the prediction of
-    one that had none says so.
+    """Writes what is predicted of each row into the run, which the caller holds, with what it is
+    expected to miss. A row that the run has measured already keeps the prediction that was made
+    before; the prediction of one that had none says so.
     """
-    store.prepare()
-    with store.held():
-        return predict_held(specs, hardware, store, fresh=fresh, expected=expected)
-
-
-def predict_held(
-    specs: Sequence[Any],
-    hardware: HardwareFile,
-    store: RunStore,
-    *,
-    fresh: bool = False,
-    expected: Sequence[str] = (),
-) -> Predictions:
-    """The same into a run that is held already."""
     found, num_outdated = Predictions([], {}), 0
     known = store.read().records
     for spec, miss in itertools.zip_longest(specs, expected, fillvalue=""):
