@@ -23,6 +23,7 @@ lint: $(VENV)/.ready-dev
 
 types: $(VENV)/.ready-dev
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file benchmarks/mypy.ini
 
 contracts: $(VENV)/.ready-dev
 	$(BIN)/lint-imports

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stepgauge.measure.environment import environment
@@ -63,7 +63,7 @@ class Answering(dist.ProcessGroup):
     """
 
     def __init__(self) -> None:
-        super().__init__(0, RANKS)
+        super().__init__(0, RANKS)  # type: ignore[call-arg]
         self.messages = 0
 
     def allreduce(self, tensors: list[torch.Tensor], _: Any) -> dist.Work:

@@ -67,13 +67,13 @@ def plain_ms(call, calls, device):
     torch.cuda.synchronize()
     dist.barrier()
     call()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
     for _ in range(calls):
         call()
     end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end) / calls
+    return begin.elapsed_time(end) / calls
 
 
 def compare(device_name, sizes, seconds):

@@ -121,7 +121,7 @@ def measure(spec: DataParallelSpec, way: str, trace: Path | None) -> Figures:
         spread = functools.partial(parallelise, spec.wrapper, settings=settings)
         step = build_step(on_device, parallelise=spread, lr=LEARNING_RATE)
         given = batch_for(spec.model, spec.batch, spec.seed + 1 + world.rank)
-        phases = step.phases([part.to(device) for part in given], synchronize=True)
+        phases = step.phases([part.to(device) for part in given])
         initial = devices.allocated_memory(device)
         with step.precision.matmul_mode():
             times = time_steps(spec, phases, device)

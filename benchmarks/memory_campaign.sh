@@ -56,36 +56,13 @@ keep() { # what is worth keeping of a part: its rows, what failed, its report, o
   fi
 }
 
-merge() { # all rows that are there, one report of them, and the errors of every prediction
+merge() { # all rows that are there as one run: its records, its tables with what was predicted, its report
   cat "$out"/memory/time-*.jsonl >"$out/checkpointing-time.jsonl" 2>/dev/null
-  cat $(ls "$out"/memory/*.jsonl | grep -v /time-) >"$out/memory.jsonl"
-  python3 - "$out" <<'PYTHON' | tee "$out/errors.txt"
-import sys
-from pathlib import Path
-from stepgauge.report.memory import memory_page
-from stepgauge.report.views import names
-from stepgauge.spec.record import Record
-
-out = Path(sys.argv[1])
-records = [Record.from_json(line) for line in (out / "memory.jsonl").read_text().splitlines()]
-records = list({record.key: record for record in records}.values())
-(out / "memory.jsonl").write_text("".join(f"{record.to_json()}\n" for record in records))
-(out / "memory.html").write_text(memory_page(records), encoding="utf-8")
-worst = {"predicted_error": 0.0, "unexplained": 0.0}
-for name, record in zip(names(records), records, strict=True):
-    peak, predicted = record.median("peak_bytes"), record.median("predicted_peak_bytes")
-    error, rest = record.median("predicted_error"), record.median("unexplained_bytes")
-    measured = peak if record.provenance == "measured" else None
-    gib = ["-" if value is None else f"{value / 2**30:.3f}" for value in (measured, predicted)]
-    print(f"{name:60} {record.status:6} peak {gib[0]:>8} predicted {gib[1]:>8}"
-          + (f" error {100 * error:+.2f} %" if error is not None else "")
-          + (f" unexplained {100 * rest / peak:+.2f} %" if rest is not None and peak else "") + f" {record.note[:60]}")
-    if error is not None:
-        worst["predicted_error"] = max(worst["predicted_error"], abs(error))
-    if rest is not None and peak:
-        worst["unexplained"] = max(worst["unexplained"], abs(rest / peak))
-print("worst:", ", ".join(f"{name} {100 * value:.2f} %" for name, value in worst.items()))
-PYTHON
+  rm -rf "$work/all" && mkdir -p "$work/all"
+  cat $(ls "$out"/memory/*.jsonl | grep -v /time-) >"$work/all/records.jsonl"
+  cp "$work/all/records.jsonl" "$out/memory.jsonl"
+  python3 -m stepgauge show "$work/all" | tee "$out/tables.txt"
+  python3 -m stepgauge report "$work/all" --out "$out/memory.html"
 }
 
 for part in ${PARTS:-$usual}; do

@@ -51,16 +51,17 @@ merge() { # one run of all parts: records, report, analyses, and the tables as t
   python3 - "$work/all" "$out" <<'PYTHON' >"$out/profile-tables.txt"
 import sys
 from pathlib import Path
-from stepgauge.bench.profile import read, write_report
 from stepgauge.cli.console import print_table
+from stepgauge.report.names import labels
 from stepgauge.report.profile import sentences, tables
-from stepgauge.report.views import names
+from stepgauge.report.profile_page import read
+from stepgauge.report.run_page import run_page, write
 from stepgauge.spec.store import RunStore
 
 run, out = map(Path, sys.argv[1:])
 found = [(record, read(record, run)) for record in RunStore(run).read().latest()]
-write_report(found, out).rename(out / "profile-report.html")
-for name, (record, analysis) in zip(names([record for record, _ in found]), found, strict=True):
+write(run_page([record for record, _ in found], run), out / "profile-report.html")
+for name, (record, analysis) in zip(labels([record for record, _ in found]), found, strict=True):
     print(f"==== {name}" + ("" if analysis else f": {record.status}, {record.note}"))
     for table in tables(analysis) if analysis else []:
         print_table(table)

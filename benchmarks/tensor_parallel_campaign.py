@@ -55,6 +55,7 @@ from stepgauge.parallel.tensor_parallel import TensorParallel, parallelize_tenso
 from stepgauge.runtime.launch import RankError, launch
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan import tensor as plan
+from stepgauge.spec.plan.stages import parts_of
 from stepgauge.spec.plan.tensor_tables import table_of
 
 HANG_S = 40
@@ -308,7 +309,9 @@ class Watched(threading.Thread):
 
 
 def whole_blocks(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> TransformerLM:
-    ours = TransformerLM(spec, device=device, blocks=blocks_of(spec), seed=SEED)
+    ours = TransformerLM(
+        spec, device=device, parts=parts_of(blocks_of(spec), spec.num_layers), seed=SEED
+    )
     for parameter in ours.parameters():
         if parameter.ndim == 1:  # gains of one would hide a wrong sum of their gradients
             parameter.data.uniform_(0.5, 1.5, generator=torch.Generator(device).manual_seed(1))
@@ -390,8 +393,8 @@ def measure(ways: list[str], how: How, folder: str) -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-def slowest(rows: list[dict[str, object]]) -> dict[str, object]:
-    found: dict[str, object] = {name: rows[0][name] for name in ("way", "length", "attention")}
+def slowest(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {name: rows[0][name] for name in ("way", "length", "attention")}
     found |= {key: max(row[key] for row in rows) for key in rows[0] if "error" in key}
     for name, median in (("steps_ms", "step_ms"), ("ahead_ms", "step_ahead_ms")):
         of_all = [max(step) for step in zip(*(row[name] for row in rows), strict=True)]

@@ -146,8 +146,7 @@ def main():
         names = sorted(
             {c.name for c in other}, key=lambda n: -sum(c.us for c in other if c.name == n)
         )
-        print(lines[-1], f"OFF {off}" if off else "ok", f"model {100 * found.path_error:+.2f} %",
-              names[:3] if share > 2 else "")  # fmt: skip
+        print(lines[-1], f"OFF {off}" if off else "ok", names[:3] if share > 2 else "")  # fmt: skip
     if asked.markdown:
         asked.markdown.write_text("\n".join(lines) + "\n")
     print(f"{len(lines)} traces, {wrong} off")

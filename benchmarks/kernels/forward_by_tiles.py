@@ -16,6 +16,7 @@ import random
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -89,7 +90,7 @@ def main():
     for width, length, heads, is_causal in shapes:
         if time.monotonic() > until:
             break
-        row = {
+        row: dict[str, Any] = {
             "kind": "forward_by_tiles",
             "width": width,
             "sequence": length,

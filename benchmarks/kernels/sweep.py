@@ -110,7 +110,7 @@ def backward_shapes(width, itemsize):
 
 
 # (query rows, key rows, warps, stages[, order]) of one kernel, the others as they are.
-ATTENTION_TILES = {
+ATTENTION_TILES: dict[str, list[tuple[Any, ...]]] = {
     "forward": [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 3), (64, 32, 4, 4), (64, 128, 4, 3)],
     "dq": [(64, 128, 4, 3), (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 3), (64, 32, 4, 4)],
     "dkdv": [(128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2, "early"), (64, 64, 4, 3, "early"),
@@ -132,7 +132,7 @@ def attention_tiles(spec):
 # kernel and width: of 264 that were compiled ahead of time, large tiles that spill nothing or
 # little. At width 128 every dkdv spills, since k and v lie in registers in parts: these spill least
 # (184 to 552 bytes of stack).
-FP32_TILES = {
+FP32_TILES: dict[Any, list[tuple[Any, ...]]] = {
     ("forward", 128): [
         (128, 32, 8, 1, "bf16x6", 1), (128, 32, 8, 2, "bf16x6", 1), (128, 64, 8, 1, "bf16x6", 1),
         (64, 32, 4, 1, "bf16x6", 2), (64, 64, 4, 1, "bf16x6", 2), (128, 16, 8, 1, "bf16x6", 1),

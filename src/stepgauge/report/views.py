@@ -32,16 +32,16 @@ def record_table(
     pairs = steps_beside(records)
     records = [row.record for row in pairs]
     alike = shared(records)
-    fields = list(dict.fromkeys([*first, *varying(records), *alike.fields]))
+    differs = len({record.provenance for record in records}) > 1
+    provenance = ["provenance"] if differs else []
+    fields = list(dict.fromkeys([*first, *varying(records), *provenance, *alike.fields]))
     figures = _figures(records, statistics)
     remarks = [remark_beside(row) for row in pairs]
-    provenances = [record.provenance for record in records]
     predictions = _predictions(pairs)
-    extra = {"provenance": provenances} if len(set(provenances)) > 1 else {}
-    extra |= {"remark": remarks} if any(remarks) else {}
+    extra = {"remark": remarks} if any(remarks) else {}
     rows = []
     for place, record in enumerate(records):
-        spec = flatten(record.spec)
+        spec = {**flatten(record.spec), "provenance": record.provenance}
         cells = [spec.get(name) for name in fields]
         cells += [values[place] for values in predictions.values()]
         cells += [_cell(record, name, statistic) for name, statistic, _ in figures]
