@@ -11,14 +11,16 @@ from stepgauge.spec.store import RunStore
 NETWORK = ModelSpec(d_model=16, d_ff=32, num_layers=1, num_heads=2)
 
 
-def run_of(folder, *rows):
-    """(seed, ms of each step, status) of each row."""
+def run_of(folder, *rows, device=""):
+    """(seed, ms of each step, status) of each row, added to the run."""
     store = RunStore(folder)
     store.prepare()
     for seed, ms, status in rows:
         metrics = {"step_ms": Sample.of(ms, "ms")} if ms else {}
         spec = StepSpec(model=NETWORK, seed=seed)
-        store.append(Record.of(spec, status=status, environment={}, metrics=metrics))
+        store.append(
+            Record.of(spec, status=status, environment={"device": device}, metrics=metrics)
+        )
     return folder
 
 
@@ -35,3 +37,13 @@ def test_figures_are_of_each_rows_mean_and_failed_rows_are_told(tmp_path, capsys
 def test_rows_of_which_none_has_figures_are_a_sentence(tmp_path):
     with pytest.raises(ValueError, match="none of the 2 rows has figures"):
         show(run_of(tmp_path, (1, [], "failed"), (2, [], "oom")), over="seed")
+
+
+def test_rows_of_two_devices_are_not_averaged(tmp_path, capsys):
+    run_of(tmp_path, (1, [1.0], "ok"), (2, [3.0], "ok"), device="one GPU")
+    run_of(tmp_path, (1, [10.0], "ok"), (2, [30.0], "ok"), device="another")
+    show(tmp_path, over="seed", format="csv")
+    head, *rows = capsys.readouterr().out.splitlines()
+    found = [dict(zip(head.split(","), row.split(","), strict=True)) for row in rows]
+    means = {row["measured on"]: float(row["step ms mean"]) for row in found}
+    assert means == {"one GPU": 2.0, "another": 20.0}

@@ -135,6 +135,7 @@ def update(parameters):
 def mistakes():
     """Each is one sentence, on all ranks and before anything is sent."""
     schedule = build("1f1b", ranks=2, micro_batches=4)
+    endless = from_text("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1")
     modules, _, _ = network("list", 2)
     for make, sentence in (
         (lambda: Pipeline(modules[:1], schedule), "there are 1 modules; the schedule has 2 stages"),
@@ -143,7 +144,7 @@ def mistakes():
             "schedule is for 3 ranks; there are 2",
         ),
         (
-            lambda: Pipeline(modules, from_text("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1")),
+            lambda: Pipeline(modules, endless),
             "the schedule cannot end",
         ),
         (
@@ -152,6 +153,10 @@ def mistakes():
         ),
         (
             lambda: Pipeline(modules, build("1f1b", ranks=2, micro_batches=2 + dist.get_rank())),
+            "the schedule of rank 1 is another one than that of rank 0",
+        ),
+        (  # which rank 1 alone would refuse
+            lambda: Pipeline(modules, endless if dist.get_rank() else schedule),
             "the schedule of rank 1 is another one than that of rank 0",
         ),
     ):

@@ -1,7 +1,7 @@
-"""Rotary positions (Su et al. 2021): pairs of a head's features turned by an angle that grows with
-the position.
+"""Tables of rotary positions (Su et al. 2021, arXiv 2104.09864): cosines and sines of angles that grow
+with the position. kernels/rotary turns pairs of a head's features by them.
 
-Legend: B batch, H heads, T sequence, W width of a head, R features of it that are rotated.
+Legend: T sequence, R features of a head that are rotated.
 """
 
 import torch

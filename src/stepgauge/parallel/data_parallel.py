@@ -145,7 +145,7 @@ class DataParallel(nn.Module):
         return [parameter.register_post_accumulate_grad_hook(self._hook)]
 
     def _averages(self, parameter: nn.Parameter) -> bool:
-        """Whether no later wrapper does, around this one or of a module with the same parameter."""
+        """Whether this wrapper averages it: of several with the same parameter, the one made last."""
         hooks = hooks_after(parameter)
         return len(hooks) < 2 or [h for h in hooks if isinstance(h, Weakly)][-1:] == [self._hook]
 
@@ -187,7 +187,7 @@ class DataParallel(nn.Module):
                 "backward(create_graph=True) into `.grad` is not averaged; take the gradients that "
                 "are differentiated again with torch.autograd.grad"
             )
-        # frozen since forward: autograd has added nothing
+        # frozen since forward (autograd has added nothing), or another wrapper's to average
         if not parameter.requires_grad or not self._averages(parameter):
             return
         self._local.add(parameter)

@@ -43,7 +43,7 @@ class GradientReductions:
         # gradients, by their versions, when a backward failed
         self._incomplete: list[tuple[Tensor, int]] = []
         # what this backward used, and frees at its end where it has not come to the weights
-        self._unsharded: list[UnshardedUnit] = []
+        self._unsharded: dict[UnshardedUnit, None] = {}  # each once, in order
         self._keeps_unsharded = False
 
     def begin_backward(self, device: torch.device) -> None:
@@ -58,7 +58,7 @@ class GradientReductions:
     def free_at_end(self, unsharded: UnshardedUnit) -> None:
         """In a backward: frees whole weights when it ends, where it has not come to them."""
         if self.is_running:
-            self._unsharded.append(unsharded)
+            self._unsharded[unsharded] = None
 
     def _require_zeroed(self) -> None:
         """Raises RuntimeError for gradients of a backward that failed: those of the unit in which

@@ -57,7 +57,8 @@ def require_whole(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
             raise ValueError(
-                f"{name} is sharded already; a module that is sharded in part is sharded whole, by zero3"
+                f"{name} is sharded already, and what sharded it averages its gradient; wrap the module "
+                "before any of it is sharded, or shard all of it with zero3"
             )
 
 

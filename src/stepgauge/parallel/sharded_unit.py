@@ -239,5 +239,5 @@ def _before_backward(unsharded: UnshardedUnit, _: Tensor) -> None:
     unit.prefetcher.prefetch_previous(unsharded)
     unsharded.unshard()
     unsharded.wait()
-    unit.reductions.free_at_end(unsharded)
+    unit.reductions.free_at_end(unsharded)  # unshard does not where weights are whole already
     unsharded.place_for_backward()

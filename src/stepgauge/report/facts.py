@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from stepgauge.spec.disturbance import DISTURBED, is_disturbed
+from stepgauge.spec.disturbance import CRITERION, is_disturbed
 from stepgauge.spec.hardware import peaks
 from stepgauge.spec.model import FLOP_CONVENTION
 from stepgauge.spec.record import Record
@@ -21,8 +21,7 @@ def page_facts(records: Sequence[Record]) -> dict[str, str]:
     disturbed = sum(map(is_disturbed, records))
     if disturbed:
         facts["Spread"] = (
-            f"{disturbed} of {len(records)} rows are disturbed (p90 over {DISTURBED} × p10): the "
-            "machine was not idle. No finding rests on them."
+            f"{disturbed} of {len(records)} rows are disturbed ({CRITERION}). No finding rests on them."
         )
     ok = [record for record in records if record.status == "ok"]
     measured = sum(record.provenance == "measured" for record in ok)

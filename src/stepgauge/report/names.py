@@ -38,7 +38,7 @@ def differing(records: Sequence[Record]) -> list[str]:
     """
     specs = [flatten(record.spec) for record in records]
     fields = dict.fromkeys(name for spec in specs for name in spec)
-    nested = {name for record in records for name in _of_networks(record)}
+    nested = {name for record in records for name in _nested_fields(record)}
     differs = []
     for name in fields:
         having = [spec for spec in specs if name in spec] if name in nested else specs
@@ -51,7 +51,7 @@ def differing(records: Sequence[Record]) -> list[str]:
     return differs
 
 
-def _of_networks(record: Record) -> set[str]:
+def _nested_fields(record: Record) -> set[str]:
     """The fields of the nested specs."""
     parts = (part for part in record.spec.values() if isinstance(part, Mapping))
     return {name for part in parts for name in flatten(part)}

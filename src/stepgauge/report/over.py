@@ -1,7 +1,6 @@
 """Records that differ in one field alone, their seed say, as one record."""
 
 import dataclasses
-import json
 from collections.abc import Sequence
 
 from stepgauge.report.names import flatten
@@ -9,7 +8,7 @@ from stepgauge.spec.record import Record, Sample
 
 
 def over(records: Sequence[Record], field: str) -> list[Record]:
-    """One record for those that agree in all but the field. Its figures are samples: of times and
+    """One record for those of one machine that agree in all but the field. Its figures are samples: of times and
     rates each record's mean, of bytes those of each rank. The field has all values, as a text.
 
     Raises ValueError for a field that no record has.
@@ -17,12 +16,11 @@ def over(records: Sequence[Record], field: str) -> list[Record]:
     if not any(field in record.spec for record in records):
         known = dict.fromkeys(name for record in records for name in record.spec)
         raise ValueError(f"over is {field!r}; choose from {', '.join(known)}")
-    groups: dict[str, list[Record]] = {}
+    groups: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
         if record.status == "ok":
-            same = {**record.spec, field: None}
-            name = f"{record.kind} {record.provenance} {json.dumps(same, sort_keys=True)}"
-            groups.setdefault(name, []).append(record)
+            same = dataclasses.replace(record, spec={**record.spec, field: None})
+            groups.setdefault(same.identity, []).append(record)
     return [_together(group, field) for group in groups.values()]
 
 

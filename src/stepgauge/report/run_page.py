@@ -25,7 +25,7 @@ from stepgauge.report.profile_page import section as profile_section
 from stepgauge.report.step_plots import phase_bars
 from stepgauge.report.train import train_blocks
 from stepgauge.report.views import record_table
-from stepgauge.spec.disturbance import DISTURBED, is_disturbed
+from stepgauge.spec.disturbance import CRITERION, is_disturbed
 from stepgauge.spec.fallbacks import fallbacks
 from stepgauge.spec.kernel import KERNELS
 from stepgauge.spec.predictions import steps_beside
@@ -45,8 +45,7 @@ def reservations(records: Sequence[Record]) -> list[Text]:
     if disturbed:
         more = f" and {len(disturbed) - NAMED} more" if len(disturbed) > NAMED else ""
         said.append(
-            f"Disturbed, marked † in plots: p90 is over {DISTURBED} × p10 of "
-            f"{'; '.join(disturbed[:NAMED])}{more}."
+            f"Disturbed, marked † in plots ({CRITERION}): {'; '.join(disturbed[:NAMED])}{more}."
         )
     return [Text(sentence) for sentence in said]
 

@@ -32,16 +32,15 @@ def record_table(
     pairs = steps_beside(records)
     records = [row.record for row in pairs]
     alike = shared(records)
-    differs = len({record.provenance for record in records}) > 1
-    provenance = ["provenance"] if differs else []
-    fields = list(dict.fromkeys([*first, *varying(records), *provenance, *alike.fields]))
+    apart = _apart(records)
+    fields = list(dict.fromkeys([*first, *varying(records), *apart, *alike.fields]))
     figures = _figures(records, statistics)
     remarks = [remark_beside(row) for row in pairs]
     predictions = _predictions(pairs)
     extra = {"remark": remarks} if any(remarks) else {}
     rows = []
     for place, record in enumerate(records):
-        spec = {**flatten(record.spec), "provenance": record.provenance}
+        spec = flatten(record.spec) | {name: values[place] for name, values in apart.items()}
         cells = [spec.get(name) for name in fields]
         cells += [values[place] for values in predictions.values()]
         cells += [_cell(record, name, statistic) for name, statistic, _ in figures]
@@ -56,6 +55,22 @@ def record_table(
         names=len(fields),
         formats={"error": "+.1%"},
     )
+
+
+def _apart(records: Sequence[Record]) -> dict[str, list[str]]:
+    """What tells rows apart and is no field of theirs: measured or not, and on which device."""
+    found: dict[str, list[str]] = {}
+    if len({record.provenance for record in records}) > 1:
+        found["provenance"] = [record.provenance for record in records]
+    devices = [_measured_on(record) for record in records]
+    if len({device for device in devices if device}) > 1:
+        found["measured on"] = devices
+    return found
+
+
+def _measured_on(record: Record) -> str:
+    is_measured = record.provenance == "measured"
+    return str(record.environment.get("device", "")) if is_measured else ""
 
 
 def _predictions(pairs: Sequence[Row]) -> dict[str, list[float | None]]:

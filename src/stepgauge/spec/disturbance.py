@@ -7,6 +7,10 @@ from stepgauge.spec.record import Record
 DISTURBED = 1.5
 MISSED_CORES = "missed_cores"  # a metric: what others had of the cores that a row needed
 LEAST_MISSED = 0.15  # a quiet machine's own services stay below
+CRITERION = (
+    "other work took cores that they needed, or, where that is not known, their p90 is over "
+    f"{DISTURBED} × their p10"
+)
 TRIES = "measurements"  # of an environment: how often a disturbed row was measured
 
 

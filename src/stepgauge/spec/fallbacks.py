@@ -1,7 +1,7 @@
 """Where plain PyTorch computed in place of this package's kernels: the row says so."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from stepgauge.spec.kernel import KERNELS
@@ -32,18 +32,27 @@ def with_fallbacks(record: Record) -> Record:
 
 def fallbacks(record: Record) -> list[str]:
     """One sentence a reason for which plain PyTorch ran in place of kernels of ours."""
-    return [told for told in what_ran(record) if f" ran in {FALLBACK}" in told]
+    return [_ran(names, path) for path, names in _by_path(record) if path.startswith(FALLBACK)]
 
 
 def what_ran(record: Record) -> list[str]:
     """One sentence for what ran the kernels that were asked for: a library, or plain PyTorch and
-    why. Older records say "C++" of our own kernels.
+    why.
     """
+    return [_ran(names, path) for path, names in _by_path(record)]
+
+
+def _by_path(record: Record) -> Iterable[tuple[str, list[str]]]:
+    """What ran, and for which names. Older records say "C++" of our own kernels."""
     by_path: dict[str, list[str]] = {}
     for name, path in record.environment.get(NATIVE, {}).items():
         if path != "C++":
             by_path.setdefault(path, []).append(name)
-    return [f"{', '.join(names)} ran in {path}" for path, names in by_path.items()]
+    return by_path.items()
+
+
+def _ran(names: Sequence[str], path: str) -> str:
+    return f"{', '.join(names)} ran in {path}"
 
 
 def ours_asked(record: Record) -> list[str]:

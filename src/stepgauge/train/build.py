@@ -32,6 +32,8 @@ NETWORKS: Mapping[type, tuple[Callable[..., Any], Callable[..., tuple[Tensor, ..
     BertSpec: (BertForMaskedLM, masked_batch),
 }
 
+WEIGHT_DECAY = 0.01  # of a matrix, where nothing else is asked for
+
 
 def batch_for(model: ModelSpec | BertSpec, batch: int, seed: int) -> tuple[Tensor, ...]:
     """Random sequences as the network's loss takes them."""
@@ -61,7 +63,7 @@ def build_step(
     model = precision.of(network(spec.model, device=device))
     model.through_blocks = blocks_runner(spec, recompute)
     groups = functools.partial(
-        decay_groups, weight_decay=optimizer_settings.pop("weight_decay", 0.01)
+        decay_groups, weight_decay=optimizer_settings.pop("weight_decay", WEIGHT_DECAY)
     )
     optimizer = functools.partial(
         build_optimizer,

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from stepgauge.kernels.attention import partial as attention
 from stepgauge.kernels.linear_cross_entropy import partial as linear_cross_entropy
 from stepgauge.models.bert import NOT_MASKED
-from stepgauge.models.checkpointing import through_blocks
 from stepgauge.models.parts import build_optimizer
 from stepgauge.models.transformer import Attention, compiled
 from stepgauge.parallel.counted_mean import CountedMean
@@ -39,7 +38,14 @@ from stepgauge.spec.plan.stages import TIME, cut_blocks, parts_of
 from stepgauge.spec.plan.tensor_tables import table_of
 from stepgauge.spec.train import TrainSpec
 from stepgauge.spec.user_model import UserModel
-from stepgauge.train.build import NETWORKS, batch_for, build_step, decay_groups
+from stepgauge.train.build import (
+    NETWORKS,
+    WEIGHT_DECAY,
+    batch_for,
+    blocks_runner,
+    build_step,
+    decay_groups,
+)
 from stepgauge.train.part_times import part_times
 from stepgauge.train.precision import PRECISIONS, REDUCE_DTYPES, Precision, precision_on
 from stepgauge.train.step import TrainingStep
@@ -107,7 +113,7 @@ def _by_torch(
     model = spec.network
     module = _build(spec, layout, device, model, range(model.num_layers))
     parallelize_by_torch(module, table_of(model), mesh_of(layout, device.type)["tensor"])
-    weight_decay = optimizer_settings.pop("weight_decay", 0.01)
+    weight_decay = optimizer_settings.pop("weight_decay", WEIGHT_DECAY)
     optimizer = build_optimizer(
         spec.optimizer,
         decay_groups(module, weight_decay=weight_decay),
@@ -131,7 +137,7 @@ def _spread(
     if layout.torch_tensor:
         return _by_torch(spec, layout, device, precision, **optimizer_settings)
     groups = functools.partial(
-        decay_groups, weight_decay=optimizer_settings.pop("weight_decay", 0.01)
+        decay_groups, weight_decay=optimizer_settings.pop("weight_decay", WEIGHT_DECAY)
     )
     return spread(
         layout,
@@ -238,9 +244,7 @@ def _build_parts(
 ) -> nn.Module:
     make, _ = NETWORKS[type(model)]
     part = make(model, device=device, parts=parts, seed=spec.seed)
-    part.through_blocks = through_blocks(
-        spec.checkpointing, spec.checkpoint_blocks, alone=spec.compile == "blocks"
-    )
+    part.through_blocks = blocks_runner(spec, None)
     if isinstance(model, BertSpec) and layout.pipeline > 1 and 0 in parts:
         part.register_forward_pre_hook(_types_last)
     return compiled(part.to(PRECISIONS[spec.precision].parameters), spec.compile)

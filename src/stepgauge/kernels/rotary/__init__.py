@@ -6,8 +6,8 @@ matrix product wants them, Inductor makes a concatenation that reads its inputs 
 8 x 2048 x 75 heads of 64 in bf16 it took 229 us, where the bytes of one pass take 75 (one H200,
 docs/log/2026-11-23-hopper-steps.md).
 
-CUDA tensors in float32, bfloat16 and float16 go to Triton; others, and those that a process without
-Triton has, to plain PyTorch. Legend: reference.py.
+CUDA tensors in float32, bfloat16 and float16 with tables of their type go to Triton; others, and those
+that a process without Triton has, to plain PyTorch. Legend: reference.py.
 """
 
 import importlib.util
@@ -36,13 +36,15 @@ def rotated_heads(
 
     The kernel has no second derivative and raises; the plain PyTorch version has.
     """
-    if _takes(heads_BTSW):
+    if _takes(heads_BTSW, cos_TR):
         return _RotatedHeads.apply(heads_BTSW, num, cos_TR, sin_TR)
     return _plain(heads_BTSW, num, cos_TR, sin_TR)
 
 
-def _takes(heads: Tensor) -> bool:
-    return heads.is_cuda and kernels is not None and heads.dtype in _KERNEL_DTYPES
+def _takes(heads: Tensor, cos: Tensor) -> bool:
+    """Tables of another type widen queries and keys, not values; the kernel takes gradients of one."""
+    is_one_type = heads.dtype == cos.dtype and heads.dtype in _KERNEL_DTYPES
+    return heads.is_cuda and kernels is not None and is_one_type
 
 
 def _plain(heads_BTSW, num, cos_TR, sin_TR):

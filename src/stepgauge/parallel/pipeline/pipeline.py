@@ -89,8 +89,7 @@ class Pipeline:
         recording: bool = False,
         graphs: Recorder | None = None,
     ):
-        sharded = schedule.rank_of if weights is not None else ()
-        self.schedule = _agreed(lower(schedule, ahead=ahead, sharded=sharded), group)
+        self.schedule = _agreed(schedule, group, ahead=ahead, sharded=weights is not None)
         self._weights = weights
         self.rank = dist.get_rank(group)
         self.modules = _own_modules(stages, self.schedule, self.rank)
@@ -333,17 +332,20 @@ def _own_modules(stages: Stages, schedule: Schedule, rank: int) -> dict[int, nn.
     return {stage: build(stage) for stage in schedule.stages(rank)}
 
 
-def _agreed(schedule: Schedule, group: dist.ProcessGroup | None) -> Schedule:
-    """A lowered schedule that can run. Raises ScheduleError for another, and on all ranks where they
-    have different ones: they would wait for each other.
+def _agreed(
+    schedule: Schedule, group: dist.ProcessGroup | None, *, ahead: int, sharded: bool
+) -> Schedule:
+    """The schedule, lowered, if it can run. Raises ScheduleError for another, and on all ranks where
+    they have different ones or lower them in different ways: they would wait for each other. That is
+    asked first, since one rank alone may refuse its own.
     """
-    ranks = dist.get_world_size(group)
-    checked = check(schedule, ranks=ranks).schedule
-    told = gathered_objects(hashlib.sha256(to_text(checked).encode()).hexdigest(), group)
+    text = f"{to_text(schedule)}{ahead} {sharded}"
+    told = gathered_objects(hashlib.sha256(text.encode()).hexdigest(), group)
     for rank, other in enumerate(told):
         if other != told[0]:
             raise ScheduleError(f"the schedule of rank {rank} is another one than that of rank 0")
-    return checked
+    lowered = lower(schedule, ahead=ahead, sharded=schedule.rank_of if sharded else ())
+    return check(lowered, ranks=dist.get_world_size(group)).schedule
 
 
 def _shared_layers(modules: Mapping[int, nn.Module]) -> set[nn.Module]:
