@@ -20,7 +20,8 @@ interpreted_only = pytest.mark.skipif(
     not INTERPRETED, reason="test_interpreter.py runs it with TRITON_INTERPRET=1"
 )
 needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available() or INTERPRETED, reason="needs a CUDA GPU"
+    not torch.cuda.is_available() or INTERPRETED,
+    reason="the interpreter runs on the CPU" if INTERPRETED else "needs a CUDA GPU",
 )
 
 

@@ -45,9 +45,9 @@ def test_the_highest_of_what_is_held_over_time_is_the_checker_s_peak(name):
     held = {stage: Held(3.0 + stage, 1.0 + stage / 4) for stage in range(found.schedule.num_stages)}
     found = check(found.schedule, held=held)
     timeline = simulate(found.schedule, Durations.of_stages(found.schedule.num_stages))
-    for points, peak in zip(timeline.held(held), found.peak, strict=True):
+    for spans, points, peak in zip(timeline.ranks, timeline.held(held), found.peak, strict=True):
         assert max(level for _, level in points) == pytest.approx(peak)
-        assert points[-1] == (pytest.approx(timeline.step_ms, abs=9), pytest.approx(0))
+        assert points[-1] == (spans[-1].end, pytest.approx(0))
 
 
 def test_bytes_are_drawn_where_the_prediction_and_the_measurement_have_them():

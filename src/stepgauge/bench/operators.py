@@ -13,9 +13,8 @@ from torch import nn
 
 from stepgauge.bench.build import build
 from stepgauge.bench.storage_tracking import predict as predict_memory
-from stepgauge.cost.data_axis import SHARDED
 from stepgauge.cost.terms import TRAFFIC, Term
-from stepgauge.cost.traced import Run, Traced, TracedSpec, require_traceable, wrapper_of
+from stepgauge.cost.traced import Run, Traced, TracedSpec, gathers_weights, require_traceable
 from stepgauge.measure.fusion import Moved, fused
 from stepgauge.measure.memory.fake_device import fake_device
 from stepgauge.measure.memory.missing_rules import NotPredictableError
@@ -76,7 +75,7 @@ def _of_layout(spec: TracedSpec, trace: Callable[[WorkSpec, bool], Traced]) -> T
     require_traceable(spec)
     work = _work(spec)
     found = trace(work, False)
-    if wrapper_of(spec) not in SHARDED or work.precision != "bf16":
+    if not gathers_weights(spec) or work.precision != "bf16":
         return found
     return dataclasses.replace(trace(work, True), update=found.update)
 

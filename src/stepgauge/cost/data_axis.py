@@ -16,7 +16,10 @@ TORCH_DDP: Mapping[str, type[TorchDdp]] = {
     "torch-ddp-views": TorchDdp,
     "torch-zero1": TorchZero1,
 }
-SHARDED: Mapping[str, type[FullySharded]] = {"zero3": FullySharded, "torch-fsdp": TorchFullyShard}
+FULLY_SHARDED: Mapping[str, type[FullySharded]] = {
+    "zero3": FullySharded,
+    "torch-fsdp": TorchFullyShard,
+}
 
 
 def data_axis(sending: Sending, step: RankStep) -> DataParallelCost:
@@ -24,8 +27,8 @@ def data_axis(sending: Sending, step: RankStep) -> DataParallelCost:
     wrapper = sending.wrapper
     if wrapper == "none" or sending.ranks == 1:
         return DataParallelCost()
-    if wrapper in SHARDED:
-        return SHARDED[wrapper](sending, step)
+    if wrapper in FULLY_SHARDED:
+        return FULLY_SHARDED[wrapper](sending, step)
     if wrapper in TORCH_DDP:
         if sending.reduce_dtype != "own":
             raise ValueError(

@@ -5,11 +5,11 @@ it held from moment to moment.
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from stepgauge.cost.data_axis import SHARDED
 from stepgauge.cost.program import LaunchGroup, Launching
 from stepgauge.cost.supported import PRICED
 from stepgauge.cost.terms import Arithmetic, Term
 from stepgauge.spec.data_parallel import DataParallelSpec
+from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
@@ -61,7 +61,7 @@ class TracedOperations:
     def __init__(self, spec: TracedSpec, traced: Traced):
         self.spec, self.traced = spec, traced
         self.how = Arithmetic.of(
-            spec.precision, is_compiled=spec.compile != "off", gathered=wrapper_of(spec) in SHARDED
+            spec.precision, is_compiled=spec.compile != "off", gathered=gathers_weights(spec)
         )
         self.blocks = range(1)  # the host launches all of it as one block
         self.block_matrices: list[int] = []
@@ -124,10 +124,15 @@ def require_traceable(spec: TracedSpec) -> None:
         raise ValueError(f"compile is {spec.compile!r}; of {TRACED} off and on are predicted")
     if isinstance(spec, LayoutSpec) and set(spec.parsed_layout.sizes) - {"data"}:
         raise ValueError(f"layout is {spec.layout!r}; {LAYOUTS}")
-    if spec.compile == "on" and wrapper_of(spec) in SHARDED:
+    if spec.compile == "on" and gathers_weights(spec):
         raise ValueError(
             f"compile is 'on'; of {TRACED} under {wrapper_of(spec)} only off is predicted"
         )
+
+
+def gathers_weights(spec: TracedSpec) -> bool:
+    """Whether ranks gather each other's parts of weights before they compute."""
+    return WRAPPERS[wrapper_of(spec)].shards("weights")
 
 
 def wrapper_of(spec: TracedSpec) -> str:

@@ -12,7 +12,7 @@ from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.plan.shards import MOST_IN_FLIGHT, PREFETCHED
 
 # Categories of a traced step that ZeRO shards, by what spec/layout.py calls them.
-SHARDED = {"parameters": "weights", "optimizer state": "optimizer state", "gradients": "gradients"}
+PART_OF = {"parameters": "weights", "optimizer state": "optimizer state", "gradients": "gradients"}
 
 
 def traced_memory(
@@ -55,7 +55,7 @@ def _share(operations: TracedOperations, layout: Layout, category: str, accumula
     whole gradients add up before ZeRO 2 gives them to their owners.
     """
     wrapper, how = WRAPPERS[layout.wrapper], operations.how
-    part = SHARDED.get(category)
+    part = PART_OF.get(category)
     if layout.data == 1 or part is None or not wrapper.shards(part):
         return 1.0
     if _gathers(layout):

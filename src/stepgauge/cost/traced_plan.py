@@ -3,18 +3,17 @@
 import dataclasses
 from collections.abc import Callable
 
-from stepgauge.cost.data_axis import SHARDED
 from stepgauge.cost.estimate import spread
 from stepgauge.cost.machine import Machine
 from stepgauge.cost.planner import Plan, device_bytes, limit_of
 from stepgauge.cost.traced import Traced
 from stepgauge.cost.traced_step import predict_traced
-from stepgauge.spec.layout import Layout
+from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.planning import PlanSpec
 from stepgauge.spec.record import Record, Sample
 
-WRAPPERS = ("bucketed", "zero1", "zero2", "zero3")
+PLANNED = ("bucketed", "zero1", "zero2", "zero3")
 
 
 def plan_traced(spec: PlanSpec, trace: Callable[[LayoutSpec], Traced], machine: Machine) -> Plan:
@@ -27,7 +26,7 @@ def plan_traced(spec: PlanSpec, trace: Callable[[LayoutSpec], Traced], machine: 
             f"the model: choose a multiple"
         )
     limit = limit_of(spec, machine)
-    wrappers = [w for w in WRAPPERS if spec.compile == "off" or w not in SHARDED]
+    wrappers = [w for w in PLANNED if spec.compile == "off" or not WRAPPERS[w].shards("weights")]
     if spec.gpus == 1:
         wrappers = ["none"]
     rows = [_simulated(wrapper, spec, trace, machine) for wrapper in wrappers]

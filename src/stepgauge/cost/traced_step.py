@@ -3,7 +3,7 @@ axis: each operator as a term, its gradients complete where autograd completed t
 """
 
 from stepgauge.cost.buckets_sent import Sending
-from stepgauge.cost.data_axis import SHARDED, data_axis
+from stepgauge.cost.data_axis import data_axis
 from stepgauge.cost.host import launching
 from stepgauge.cost.ledger import step_rows
 from stepgauge.cost.machine import Machine
@@ -15,6 +15,7 @@ from stepgauge.cost.traced import (
     Traced,
     TracedOperations,
     TracedSpec,
+    gathers_weights,
     require_traceable,
 )
 from stepgauge.cost.traced_memory import traced_memory
@@ -48,7 +49,7 @@ def predict_traced(spec: TracedSpec, traced: Traced, machine: Machine) -> Record
     metrics = {name: Sample.exact(value, "ms") for name, value in figures.items()}
     if isinstance(spec, DataParallelSpec):
         how = operations.how
-        travelling = how.activation if spec.wrapper in SHARDED else how.weight
+        travelling = how.activation if gathers_weights(spec) else how.weight
         nbytes = operations.num_parameters * travelling
         sent = sent_bytes(
             spec.wrapper, gradient_bytes=nbytes, weight_bytes=nbytes, ranks=spec.ranks
