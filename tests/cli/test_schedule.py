@@ -140,3 +140,10 @@ def test_a_mistake_is_one_sentence(stepgauge, tmp_path, arguments, words):
     assert status == 2
     assert err.startswith(f"stepgauge: {words.format(file=path)}")
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("option", ["ranks", "microbatches", "per-rank"])
+def test_a_count_of_nothing_is_refused(stepgauge, option):
+    status, out, err = stepgauge("schedule", "show", "interleaved", f"--{option}", "0")
+    assert status != 0 and not out
+    assert f"{option.replace('-', '_')} is 0; it must be at least 1" in err

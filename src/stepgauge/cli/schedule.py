@@ -51,10 +51,19 @@ WRITERS = {"text": to_text, "csv": to_csv, "json": to_json}
 @dataclasses.dataclass(frozen=True)
 class Shape:
     ranks: Annotated[
-        int, Parameter(help="Ranks; a file must be for as many. [4, or the file's]")
-    ] = 0
-    microbatches: Annotated[int, Parameter(help="Micro-batches of a step. [8, or the file's]")] = 0
-    per_rank: Annotated[int, Parameter(help="Stages a rank of interleaved schedules. [2]")] = 0
+        int | None, Parameter(help="Ranks; a file must be for as many. [4, or the file's]")
+    ] = None
+    microbatches: Annotated[
+        int | None, Parameter(help="Micro-batches of a step. [8, or the file's]")
+    ] = None
+    per_rank: Annotated[
+        int | None, Parameter(help="Stages a rank of interleaved schedules. [2]")
+    ] = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
 
 
 USUAL = Shape()
@@ -144,7 +153,7 @@ def load(which: str, shape: Shape) -> Schedule:
     """The schedule of that name or in that file. Raises ValueError."""
     if which in SCHEDULES:
         ranks, micro_batches = shape.ranks or 4, shape.microbatches or 8
-        return build(which, ranks=ranks, micro_batches=micro_batches, per_rank=shape.per_rank)
+        return build(which, ranks=ranks, micro_batches=micro_batches, per_rank=shape.per_rank or 0)
     path = Path(which)
     if not path.is_file():
         raise ValueError(
@@ -161,7 +170,7 @@ def load(which: str, shape: Shape) -> Schedule:
     schedule = read(text, path.stem)
     has = {"ranks": schedule.num_ranks, "microbatches": schedule.num_micro_batches}
     for name, count in has.items():
-        if getattr(shape, name) not in (0, count):
+        if getattr(shape, name) not in (None, count):
             raise ValueError(f"{name} is {getattr(shape, name)}; {which} is for {count}")
     return schedule
 
