@@ -247,7 +247,8 @@ def test_a_section_begins_with_what_is_to_be_known_of_its_figures(record):
     said = [block.text for block in reservations([ours, ours, busy])]
     assert said == [
         "No measure of our kernels here: norm triton ran in plain PyTorch: so.",
-        f"Disturbed, marked † in plots: p90 is over 1.5 × p10 of {labels([quiet, busy])[1]}.",
+        "Disturbed, marked † in plots (other work took cores that they needed, or, where that is not "
+        f"known, their p90 is over 1.5 × their p10): {labels([quiet, busy])[1]}.",
     ]
 
 
