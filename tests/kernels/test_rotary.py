@@ -97,6 +97,24 @@ def test_interp_gradients_that_lie_otherwise(interpreter, poisoned):
 
 
 @needs_triton
+def test_a_grid_has_sequences_on_the_axis_that_takes_most(monkeypatch):
+    """CUDA's first axis takes 2^31 - 1 programs, the others 65,535."""
+    from stepgauge.kernels.rotary import triton as kernels
+
+    grids = []
+
+    class Grids:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *_, **__: None
+
+    monkeypatch.setattr(kernels, "rotary_backward_kernel", Grids())
+    given = inputs((70_000, 33, 2, 1, 2, 2), torch.float32)
+    kernels.backward(*given, torch.empty(70_000, 33, 4, 2))
+    assert grids == [(140_000, 4)]
+
+
+@needs_triton
 @compiled_only
 @pytest.mark.parametrize("arch", [80, 90])
 def test_the_kernel_compiles_without_spills(arch):
@@ -154,7 +172,9 @@ def test_a_compiled_layer_goes_through_the_operator(monkeypatch):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("shape", [*SHAPES, (8, 300, 25, 25, 64, 64), (2, 65, 8, 2, 96, 48)])
+@pytest.mark.parametrize(
+    "shape", [*SHAPES, (8, 300, 25, 25, 64, 64), (2, 65, 8, 2, 96, 48), (70_000, 1, 2, 1, 8, 8)]
+)
 def test_gpu_kernel_equals_float64(shape, dtype):
     check(shape, dtype, "cuda")
     check(shape, dtype, "cuda", torch.float32)

@@ -61,15 +61,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     for types other than float32, bfloat16, float16 and float64.
     """
     is_compiling = torch.compiler.is_compiling()
-    if not is_compiling and _is_small(x, weight):
+    kernel_takes = _kernel_takes(x, weight)
+    if kernel_takes and not is_compiling and _is_small(x, weight):
         return F.rms_norm(x, weight.shape, weight, eps)
-    _check(x, weight)
     out_dtype = _output_dtype(x)
-    if not _kernel_takes(x, weight) or (is_compiling and x.shape[-1] <= INDUCTOR_WIDTH):
+    if kernel_takes and is_plain_eager(x, weight):
+        return RMSNormTriton.apply(x, weight, eps, out_dtype)  # which checks shapes and types
+    _check(x, weight)
+    if not kernel_takes or (is_compiling and x.shape[-1] <= INDUCTOR_WIDTH):
         # The narrow type's float32 image holds the same values: only the rounding of y changes.
         return reference.forward(x.to(out_dtype), weight, eps)
-    if is_plain_eager(x, weight):
-        return RMSNormTriton.apply(x, weight, eps, out_dtype)
     return torch.ops.stepgauge.rms_norm(x, weight, eps, out_dtype)[0]
 
 
@@ -125,17 +126,16 @@ def _kernel_takes(x: Tensor, weight: Tensor) -> bool:
         and ops is not None
         and x.dtype in _KERNEL_DTYPES
         and weight.dtype in _KERNEL_DTYPES
+        and x.dim() > 0
         and x.shape[-1] <= MAX_WIDTH
     )
 
 
 def _is_small(x: Tensor, weight: Tensor) -> bool:
-    """Asked first, of all calls: what it refuses is looked at closely after it."""
     return (
-        0 < x.numel() * x.element_size() <= TORCH_BYTES
-        and x.dtype == weight.dtype  # of two types torch makes several kernels
+        0 < x.nbytes <= TORCH_BYTES
+        and x.dtype is weight.dtype  # of two types torch makes several kernels
         and x.shape[-1:] == weight.shape
-        and _kernel_takes(x, weight)
     )
 
 

@@ -19,8 +19,10 @@ def rotary_backward_kernel(
     WIDTH: tl.constexpr, TURNED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_T tokens of one head of a sequence; strides are in elements, the last one is 1."""
-    batch, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
-    token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    blocks = tl.cdiv(num_tokens, BLOCK_T)
+    # int64: a stride times the number of a sequence or head may pass 2^31
+    batch, head = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(1).to(tl.int64)
+    token_T = tl.program_id(0) % blocks * BLOCK_T + tl.arange(0, BLOCK_T)
     col_W = tl.arange(0, BLOCK_W)
     mask_TW = (token_T < num_tokens)[:, None] & (col_W < WIDTH)[None, :]
     if head < num_heads:
@@ -61,7 +63,8 @@ def backward(
     batch, num_tokens, num_heads, width = dq_BTHW.shape
     if not out.numel():
         return
-    grid = (triton.cdiv(num_tokens, BLOCK_TOKENS), out.shape[2], batch)
+    # sequences on the first axis, the only one that takes more than 65,535
+    grid = (batch * triton.cdiv(num_tokens, BLOCK_TOKENS), out.shape[2])
     strides = [stride for each in (dq_BTHW, dk_BTKW, dv_BTKW) for stride in each.stride()[:3]]
     rotary_backward_kernel[grid](
         dq_BTHW, dk_BTKW, dv_BTKW, cos_TR, sin_TR, out, num_tokens, num_heads, dk_BTKW.shape[2],
