@@ -27,9 +27,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stepgauge.measure.environment import environment
 from stepgauge.models.transformer import TransformerLM
-from stepgauge.parallel.call_order import CallOrder
+from stepgauge.parallel.communication.reducer import GradientReducer
 from stepgauge.parallel.data_parallel import DataParallel
-from stepgauge.parallel.reducer import GradientReducer
+from stepgauge.parallel.fsdp.call_order import CallOrder
 from stepgauge.parallel.replicas import describe_parameter
 from stepgauge.parallel.wrappers import Settings, parallelise
 from stepgauge.spec.model import ModelSpec

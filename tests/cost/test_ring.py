@@ -7,8 +7,8 @@ import torch
 
 from stepgauge.cost.ring import Ring
 from stepgauge.cost.terms import Term
-from stepgauge.parallel import key_travel
-from stepgauge.parallel.ring_attention import PartialAttention, RingAttention
+from stepgauge.parallel.context_parallel import key_travel
+from stepgauge.parallel.context_parallel.ring_attention import PartialAttention, RingAttention
 
 HEADS, TOKENS, WIDTH = 6, 4, 8
 

@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stepgauge.parallel.owned_gradients import OwnerDataParallel
-from stepgauge.parallel.reducer import GradientReducer
+from stepgauge.parallel.communication.reducer import GradientReducer
 from stepgauge.parallel.sharding import Sharding
 from stepgauge.parallel.wrappers import Settings, parallelise
+from stepgauge.parallel.zero.owned_gradients import OwnerDataParallel
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.layout import sent_bytes
 

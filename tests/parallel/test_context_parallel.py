@@ -12,9 +12,9 @@ from stepgauge.kernels.attention import attention
 from stepgauge.kernels.attention.partial import partial_backward, partial_forward
 from stepgauge.models.parts import sdpa
 from stepgauge.models.transformer import TransformerLM
+from stepgauge.parallel.context_parallel.head_exchange import HeadExchange
+from stepgauge.parallel.context_parallel.ring_attention import PartialAttention, RingAttention
 from stepgauge.parallel.data_parallel import BucketedDataParallel
-from stepgauge.parallel.head_exchange import HeadExchange
-from stepgauge.parallel.ring_attention import PartialAttention, RingAttention
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.context import half, plan_ring, positions_of

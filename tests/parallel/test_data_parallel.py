@@ -16,13 +16,13 @@ import torch.distributed as dist
 from tests.parallel.networks import MICRO_BATCHES, STEPS, batch, make, optimizer_of, train_alone
 from torch import nn
 
-from stepgauge.parallel.bucket_gradients import BucketGradients
 from stepgauge.parallel.data_parallel import (
     BucketedDataParallel,
     FlatDataParallel,
     NaiveDataParallel,
     OverlappedDataParallel,
 )
+from stepgauge.parallel.data_parallel.bucket_gradients import BucketGradients
 from stepgauge.parallel.replicas import DifferentModelsError
 from stepgauge.parallel.wrappers import REPLICATING, Settings, bucketed
 from stepgauge.runtime.launch import launch

@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 
 from stepgauge.models.checkpointing import by_plan
 from stepgauge.models.transformer import TransformerLM
-from stepgauge.parallel.call_order import CallOrder
 from stepgauge.parallel.data_parallel import BucketedDataParallel
-from stepgauge.parallel.flat_gradients import pack
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
-from stepgauge.parallel.gradient_reductions import GradientReductions
-from stepgauge.parallel.sharded_unit import ShardedUnit
-from stepgauge.parallel.unsharded_unit import UnshardedUnit
+from stepgauge.parallel.fsdp.call_order import CallOrder
+from stepgauge.parallel.fsdp.flat_gradients import pack
+from stepgauge.parallel.fsdp.gradient_reductions import GradientReductions
+from stepgauge.parallel.fsdp.sharded_unit import ShardedUnit
+from stepgauge.parallel.fsdp.unsharded_unit import UnshardedUnit
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.recompute import RecomputePlan

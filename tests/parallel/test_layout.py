@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgauge.models.bert import NOT_MASKED
-from stepgauge.parallel.gradient_reductions import GradientReductions
+from stepgauge.parallel.fsdp.gradient_reductions import GradientReductions
+from stepgauge.parallel.fsdp.unsharded_unit import UnshardedUnit
 from stepgauge.parallel.layout import Network, spread
-from stepgauge.parallel.unsharded_unit import UnshardedUnit
 from stepgauge.parallel.wrappers import Settings
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.bert import BertSpec

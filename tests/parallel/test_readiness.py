@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from stepgauge.parallel.readiness import Readiness
+from stepgauge.parallel.data_parallel.readiness import Readiness
 
 
 def test_a_gradient_that_a_hook_took_before_it_was_averaged_is_refused():

@@ -10,7 +10,7 @@ from stepgauge.parallel.data_parallel import (
     FlatDataParallel,
     NaiveDataParallel,
 )
-from stepgauge.parallel.owned_gradients import OwnerDataParallel
+from stepgauge.parallel.zero.owned_gradients import OwnerDataParallel
 from stepgauge.runtime.launch import launch
 
 DTYPES = (torch.bfloat16, torch.float16)

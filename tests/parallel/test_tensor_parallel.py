@@ -12,10 +12,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from stepgauge.kernels.linear_cross_entropy.partial import partial_backward, partial_forward
 from stepgauge.models.bert import BertForMaskedLM
 from stepgauge.models.transformer import TransformerLM
-from stepgauge.parallel import peer_memory
-from stepgauge.parallel.overlapped import gathered_product
+from stepgauge.parallel.communication import peer_memory
 from stepgauge.parallel.tensor_parallel import parallelize_tensor
-from stepgauge.parallel.vocabulary_loss import PartialLoss
+from stepgauge.parallel.tensor_parallel.overlapped import gathered_product
+from stepgauge.parallel.tensor_parallel.vocabulary_loss import PartialLoss
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.model import ModelSpec

@@ -12,9 +12,9 @@ from tests.parallel.test_data_parallel import CLIP, loss_of, mlp
 from torch import nn
 
 from stepgauge.parallel.data_parallel import BucketedDataParallel
-from stepgauge.parallel.owned_gradients import OwnerDataParallel
 from stepgauge.parallel.replicas import DifferentModelsError
 from stepgauge.parallel.zero import ShardedOptimizer
+from stepgauge.parallel.zero.owned_gradients import OwnerDataParallel
 from stepgauge.runtime.launch import launch
 
 SETTINGS = {"sgd": (torch.optim.SGD, {"lr": 0.3}), "adamw": (torch.optim.AdamW, {"lr": 0.01})}

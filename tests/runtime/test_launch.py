@@ -143,7 +143,7 @@ def test_a_port_that_is_in_use_is_said(tmp_path):
 TWO_GROUPS = """
 import gc, os, weakref
 import torch, torch.distributed as dist
-from stepgauge.parallel.collectives import group_of
+from stepgauge.parallel.communication.collectives import group_of
 from stepgauge.runtime.world import joined_world, process_group
 made = []
 for timeout_s in (30, 60):

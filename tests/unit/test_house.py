@@ -19,22 +19,25 @@ PRIVATE_TORCH = {
     "kernels/launch/__init__.py": "the handle of the current stream without an object around it",
     "kernels/plain_eager.py": "whether a dispatch mode or a transform is active",
     "measure/memory/autograd_engine.py": "the node that runs, and references of a storage",
-    "parallel/bucket_gradients.py": "references of a storage",
-    "parallel/present_backward.py": "which weights a backward was asked for",
-    "parallel/unsharded_unit.py": "a version for weights that are not there, as torch's fully_shard",
+    "parallel/data_parallel/bucket_gradients.py": "references of a storage",
+    "parallel/autograd/present_backward.py": "which weights a backward was asked for",
+    "parallel/fsdp/unsharded_unit.py": "a version for weights that are not there",
     "parallel/shares.py": "a tensor's class without its __torch_function__",
 }
 # What else is private in torch, the files that need it, and what would make it unnecessary.
 PRIVATE_NAMES = {
     "torch._VF": ({"measure/memory/recurrent.py"}, "fake kernels for cuDNN's LSTM and GRU"),
-    "torch._assert_async": ({"parallel/vocabulary_loss.py"}, "a public assertion on a device"),
-    "torch._chunk_cat": ({"parallel/flat_gradients.py"}, "a public name of it"),
+    "torch._assert_async": (
+        {"parallel/tensor_parallel/vocabulary_loss.py"},
+        "a public assertion on a device",
+    ),
+    "torch._chunk_cat": ({"parallel/fsdp/flat_gradients.py"}, "a public name of it"),
     "torch._foreach_add_": (
         {"parallel/pipeline/split.py"},
         "a public name of the foreach functions",
     ),
     "torch._foreach_copy_": (
-        {"parallel/flat_gradients.py", "parallel/unsharded_unit.py"},
+        {"parallel/fsdp/flat_gradients.py", "parallel/fsdp/unsharded_unit.py"},
         "a public name of the foreach functions",
     ),
     "torch._foreach_mul_": ({"parallel/whole_norm.py"}, "a public name of the foreach functions"),
@@ -60,7 +63,7 @@ PRIVATE_NAMES = {
         "a public name of FakeTensor and FunctionalTensor",
     ),
     "torch.autograd.Variable._execution_engine": (
-        {"parallel/present_backward.py"},
+        {"parallel/autograd/present_backward.py"},
         "a public callback at the end of a backward",
     ),
     "torch.autograd._get_sequence_nr": (
@@ -73,7 +76,7 @@ PRIVATE_NAMES = {
     ),
     "torch.cuda.memory._snapshot": ({"measure/memory/history.py"}, "none needed: documented so"),
     "torch.distributed._symmetric_memory": (
-        {"parallel/peer_memory.py"},
+        {"parallel/communication/peer_memory.py"},
         "a public name of symmetric memory",
     ),
     "torch.distributed.checkpoint.default_planner._EmptyStateDictLoadPlanner": (
@@ -89,19 +92,19 @@ PRIVATE_NAMES = {
         "a public abort of a group",
     ),
     "torch.distributed.distributed_c10d._coalescing_manager": (
-        {"parallel/collectives.py"},
+        {"parallel/communication/collectives.py"},
         "a public launch of several collectives at once",
     ),
     "torch.distributed.distributed_c10d._get_default_group": (
-        {"parallel/reducer.py"},
+        {"parallel/communication/reducer.py"},
         "dist.group.WORLD, once its type is no longer an optional one",
     ),
     "torch.distributed.distributed_c10d._world": (
-        {"parallel/collectives.py"},
+        {"parallel/communication/collectives.py"},
         "a public list of a process's groups",
     ),
     "torch.ops._c10d_functional": (
-        {"parallel/residual_stream.py"},
+        {"parallel/tensor_parallel/residual_stream.py"},
         "public functional collectives that the compiler keeps in its graphs",
     ),
     "torch.ops.aten._scaled_dot_product_cudnn_attention": (
@@ -134,7 +137,7 @@ PRIVATE_NAMES = {
             "measure/dtypes.py",
             "measure/memory/storage_tracker.py",
             "measure/operators.py",
-            "parallel/sharded_unit.py",
+            "parallel/fsdp/sharded_unit.py",
             "train/user_model.py",
         },
         "a public name of pytrees",
@@ -144,25 +147,28 @@ PRIVATE_NAMES = {
 # Private members of torch's objects, by name: which files ask for them, and the way out.
 HOOKS = "a public question whether a tensor has hooks"
 PRIVATE_MEMBERS = {
-    "_backward_hooks": ({"parallel/parameter_hooks.py"}, HOOKS),
-    "_post_accumulate_grad_hooks": ({"parallel/parameter_hooks.py"}, HOOKS),
+    "_backward_hooks": ({"parallel/autograd/parameter_hooks.py"}, HOOKS),
+    "_post_accumulate_grad_hooks": ({"parallel/autograd/parameter_hooks.py"}, HOOKS),
     "_cdata": (
         {
             "measure/memory/autograd_engine.py",
             "measure/operators.py",
-            "parallel/bucket_gradients.py",
+            "parallel/data_parallel/bucket_gradients.py",
         },
         "a public number of a storage that has no address",
     ),
-    "_device_types": ({"parallel/collectives.py"}, "a public list of a group's backends"),
-    "_flat_weights": ({"parallel/sharded_unit.py"}, "an RNN that reads its own parameters"),
+    "_device_types": (
+        {"parallel/communication/collectives.py"},
+        "a public list of a group's backends",
+    ),
+    "_flat_weights": ({"parallel/fsdp/sharded_unit.py"}, "an RNN that reads its own parameters"),
     "_flat_weights_names": (
-        {"parallel/sharded_unit.py"},
+        {"parallel/fsdp/sharded_unit.py"},
         "an RNN that reads its own parameters",
     ),
     "_local_tensor": ({"parallel/sharding.py"}, "a to_local that makes no view"),
     "_get_backend": (
-        {"parallel/collectives.py", "parallel/reducer.py"},
+        {"parallel/communication/collectives.py", "parallel/communication/reducer.py"},
         "a public name of a group's backend on a device",
     ),
     "_indices": (

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from stepgauge.measure.collectives import Collective
-from stepgauge.parallel.ring import Ring
+from stepgauge.measure.ring import Ring
 from stepgauge.runtime.launch import launch
 from stepgauge.runtime.world import gathered_objects
 from stepgauge.spec.comm import OPS, ROOT, CommSpec

@@ -20,7 +20,7 @@ from stepgauge.measure.memory.fake_device import fake_device
 from stepgauge.measure.memory.missing_rules import NotPredictableError
 from stepgauge.measure.memory.recurrent import layers_that_raise
 from stepgauge.measure.operators import OperatorTrace, record_step
-from stepgauge.parallel.sharded_unit import repeated_blocks
+from stepgauge.parallel.fsdp.sharded_unit import repeated_blocks
 from stepgauge.runtime.load_file import user_line
 from stepgauge.runtime.workers import run_isolated
 from stepgauge.spec.layout_step import LayoutSpec
@@ -165,7 +165,7 @@ def _counted(spec: WorkSpec, architecture: str, weights: torch.dtype | None = No
 
 
 def _units(module: nn.Module) -> dict[str, nn.Module]:
-    """Blocks with weights that no other has, as ZeRO 3 gathers them (parallel/fsdp.py)."""
+    """Blocks with weights that no other has, as ZeRO 3 gathers them (parallel/fsdp/fsdp.py)."""
     names = {part: name for name, part in module.named_modules()}
     blocks = [block for block in dict.fromkeys(repeated_blocks(module)) if block is not module]
     users = collections.Counter(p for block in blocks for p in block.parameters())

@@ -161,7 +161,7 @@ def of_loss(operations: StepOperations) -> float:
 
 def _held_by_the_head(operations: StepOperations) -> float:
     """The last norm's output, and of several sequences what was gathered, before it is copied to
-    their order: names in the frames of parallel/tensor_layers.py.
+    their order: names in the frames of parallel/tensor_parallel/layers.py.
     """
     gathered = operations.tokens * operations.model.d_model * operations.how.activation
     return stream_bytes(operations) + (gathered if operations.share.batch > 1 else 0)

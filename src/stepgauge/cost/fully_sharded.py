@@ -41,7 +41,7 @@ class FullySharded(DataParallelCost):
         self._reductions: list[tuple[int, int]] = []  # with the elements of each
 
     def resident_us(self) -> tuple[float, float]:
-        """Of a stage that is whole for a step (parallel/residency.py): all weights gathered, and all
+        """Of a stage that is whole for a step (parallel/fsdp): all weights gathered, and all
         gradients averaged, in the parameters' type.
         """
         units = [*self._elements.values(), self._ends]

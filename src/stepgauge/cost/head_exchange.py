@@ -1,4 +1,4 @@
-"""Attention of ranks that exchange heads, as terms: what parallel/head_exchange.py does.
+"""Attention of ranks that exchange heads, as terms: what head_exchange.py of parallel/ does.
 
 A rank attends over all tokens with its share of the heads, in groups. Queries, keys and values of
 the first group are waited for; those of the next travel beside its attention, as its output does

@@ -282,7 +282,7 @@ def _for_weights(stage: StepOperations) -> float:
 
 def boxes_of(operations: StepOperations) -> float:
     """Of the tensor axis, where it sends beside products: two inboxes and two outboxes, which are
-    outside of the caching allocator (parallel/exchange.py).
+    outside of the caching allocator (parallel/tensor_parallel/exchange.py).
     """
     whole = operations.tokens * operations.model.d_model * operations.how.activation
     return 4 * whole if operations.overlapped else 0.0

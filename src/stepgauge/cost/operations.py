@@ -181,7 +181,7 @@ class StepOperations(ShareSizes):
 
     def _loss_forward(self, v: int) -> Iterator[Term]:
         m = self.tokens
-        if self.share.tensor > 1:  # by parts of the vocabulary: parallel/tensor_layers.py
+        if self.share.tensor > 1:  # by parts of the vocabulary: parallel/tensor_parallel/layers.py
             yield Term("loss.parts", TRAFFIC, (m * v * (12 * 4 + 2 * self.how.activation),))
             yield Term("loss.highest", "all_reduce", (m * 4,), axis="tensor")
             yield Term("loss.sums", "all_reduce", (m * 8,), axis="tensor")
@@ -371,7 +371,7 @@ class StepOperations(ShareSizes):
 
     def _transposed(self, module: str, operation: str) -> Iterator[Term]:
         """Ranks exchange whole positions of all sequences: what is sent is copied to that order,
-        and a product copies what was gathered from it (parallel/residual_stream.py).
+        and a product copies what was gathered from it (residual_stream.py of parallel/).
         """
         if self.share.batch == 1:
             return

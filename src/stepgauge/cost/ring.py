@@ -1,5 +1,5 @@
-"""Attention of ranks that share each sequence, as terms: what parallel/ring_attention.py does with
-the keys that travel around the ring by messages (spec/plan/context.py).
+"""Attention of ranks that share each sequence, as terms: what ring_attention.py of parallel/
+does with the keys that travel around the ring by messages (spec/plan/context.py).
 
 A rank's own keys meet its queries under the causal mask; of each other rank's keys, or of its own
 queries, a half does, without a mask: as many pairs. Keys are sent beside the attention that does not

@@ -1,4 +1,4 @@
-"""Collectives of tensor parallel that run beside products, as parallel/overlapped.py does them."""
+"""Collectives that run beside products, as parallel/tensor_parallel/overlapped.py does them."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -9,9 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepgauge.measure.devices import synchronize
+from stepgauge.measure.ring import Ring
 from stepgauge.measure.timing import clock_of
-from stepgauge.parallel.collectives import all_gather_flat, group_of, reduce_scatter_flat
-from stepgauge.parallel.ring import Ring
+from stepgauge.parallel.communication.collectives import (
+    all_gather_flat,
+    group_of,
+    reduce_scatter_flat,
+)
 from stepgauge.runtime.recording import record
 from stepgauge.runtime.world import gathered_objects
 from stepgauge.spec.comm import IN_PLACE, ROOT, CommSpec

@@ -53,7 +53,7 @@ def _parts(blocks: list[nn.Module], size: int) -> Iterator[list[nn.Module]]:
 
 
 # Operators whose results selective checkpointing keeps. Those of stepgauge, but for flash_attention,
-# are of networks that are spread over ranks: parallel.overlapped and parallel.ring_attention.
+# are of networks that are spread over ranks: overlapped.py and ring_attention.py of parallel/.
 PRODUCTS = frozenset(
     (
         "aten::mm",
@@ -74,8 +74,8 @@ ATTENTION = frozenset(
         "stepgauge::ring_attention",
     )
 )
-# What ranks send each other within a block (parallel.residual_stream). Not what they gather before a
-# product, which is as large as all of them have together.
+# What ranks send each other within a block (residual_stream.py of parallel/). Not what they
+# gather before a product, which is as large as all of them have together.
 SENT = frozenset(
     (
         "_c10d_functional::all_reduce",

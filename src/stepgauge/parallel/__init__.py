@@ -1,5 +1,10 @@
 """Takes any nn.Module and spreads its training over ranks. Knows torch.distributed and the plans in
 spec, no model.
+
+A folder a way to spread it: `data_parallel`, `zero` (stages 1 and 2), `fsdp` (stage 3),
+`tensor_parallel`, `context_parallel`, `pipeline`. `wrappers` has the data-parallel ones by name,
+`layout` applies several to one network, `data_axis` wraps what each rank then has. What they share
+is beside them, in `communication` and in `autograd`.
 """
 
 import importlib

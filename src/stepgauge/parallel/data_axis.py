@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from stepgauge.parallel.autograd.parameter_hooks import taking_hooks
 from stepgauge.parallel.data_parallel import DataParallel
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
-from stepgauge.parallel.parameter_hooks import taking_hooks
 from stepgauge.parallel.tensor_parallel import TensorParallel
-from stepgauge.parallel.tensor_sums import GradientSum
+from stepgauge.parallel.tensor_parallel.gradient_sums import GradientSum
 from stepgauge.parallel.training import Groups, OptimizerClass, by_index, by_name
 from stepgauge.parallel.wrappers import REPLICATING, Settings, bucketed
 from stepgauge.parallel.zero import ShardedOptimizer

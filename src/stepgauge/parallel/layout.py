@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from stepgauge.parallel.context_parallel.split_sequences import SplitSequences
 from stepgauge.parallel.counted_mean import Count, CountedMean, weighted
 from stepgauge.parallel.data_axis import DataAxis, over_data
 from stepgauge.parallel.layout_state import LayoutState, require_own_names
 from stepgauge.parallel.pipeline import Pipeline, Tie
-from stepgauge.parallel.residual_stream import ResidualStream
-from stepgauge.parallel.split_sequences import SplitSequences
 from stepgauge.parallel.tensor_parallel import TensorParallel, parallelize_tensor
+from stepgauge.parallel.tensor_parallel.residual_stream import ResidualStream
+from stepgauge.parallel.tensor_parallel.vocabulary_loss import PartialLoss
 from stepgauge.parallel.training import Groups, OptimizerClass, Parallel
-from stepgauge.parallel.vocabulary_loss import PartialLoss
 from stepgauge.parallel.whole_norm import clip_whole_norm
 from stepgauge.parallel.wrappers import Settings
 from stepgauge.runtime.recording import Recorder

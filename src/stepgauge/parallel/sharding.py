@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from stepgauge.parallel.collectives import reduce_scatter_flat
-from stepgauge.parallel.reducer import GradientReducer
+from stepgauge.parallel.communication.collectives import reduce_scatter_flat
+from stepgauge.parallel.communication.reducer import GradientReducer
 
 
 class Sharding(GradientReducer):

@@ -26,9 +26,8 @@ from stepgauge.parallel.data_parallel import (
     OverlappedDataParallel,
 )
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
-from stepgauge.parallel.owned_gradients import OwnerDataParallel
+from stepgauge.parallel.fsdp.sharded_unit import repeated_blocks
 from stepgauge.parallel.replicas import prepare_replicas
-from stepgauge.parallel.sharded_unit import repeated_blocks
 from stepgauge.parallel.sharding import Sharding
 from stepgauge.parallel.training import (
     Groups,
@@ -43,6 +42,7 @@ from stepgauge.parallel.training import (
     state_of,
 )
 from stepgauge.parallel.zero import ShardedOptimizer
+from stepgauge.parallel.zero.owned_gradients import OwnerDataParallel
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 LOADED_WHOLE = StateDictOptions(full_state_dict=True)

@@ -15,17 +15,17 @@ from stepgauge.kernels.linear_cross_entropy import partial as linear_cross_entro
 from stepgauge.models.bert import NOT_MASKED
 from stepgauge.models.parts import build_optimizer
 from stepgauge.models.transformer import Attention, compiled
+from stepgauge.parallel.context_parallel.head_exchange import HeadExchange
+from stepgauge.parallel.context_parallel.ring_attention import PartialAttention, RingAttention
+from stepgauge.parallel.context_parallel.split_sequences import SplitSequences
 from stepgauge.parallel.counted_mean import CountedMean
 from stepgauge.parallel.data_axis import DataAxis
-from stepgauge.parallel.head_exchange import HeadExchange
 from stepgauge.parallel.layout import Network, mesh_of, require_one_layout, spread
 from stepgauge.parallel.layout_state import LayoutState
 from stepgauge.parallel.pipeline import Tie
-from stepgauge.parallel.ring_attention import PartialAttention, RingAttention
-from stepgauge.parallel.split_sequences import SplitSequences
-from stepgauge.parallel.torch_tensor_parallel import parallelize_by_torch
+from stepgauge.parallel.tensor_parallel.by_torch import parallelize_by_torch
+from stepgauge.parallel.tensor_parallel.vocabulary_loss import PartialLoss
 from stepgauge.parallel.training import Parallel, Parallelise
-from stepgauge.parallel.vocabulary_loss import PartialLoss
 from stepgauge.parallel.wrappers import Settings, parallelise
 from stepgauge.runtime.recording import CudaGraphs
 from stepgauge.spec.bert import BertSpec

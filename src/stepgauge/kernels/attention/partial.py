@@ -1,5 +1,5 @@
 """Attention over some of the keys, from which attention over all of them can be put together: as
-ring attention does (parallel.ring_attention).
+ring attention does (parallel/context_parallel/ring_attention.py).
 
 Legend: B batch, H query heads, K key heads, T_q queries, T_k keys, D head width.
 """

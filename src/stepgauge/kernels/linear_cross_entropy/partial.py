@@ -1,5 +1,5 @@
 """Linear + cross-entropy over some of the vocabulary, from which that of all of it can be put
-together: as the head of a tensor parallel network does (parallel.vocabulary_loss).
+together: as the head of a tensor parallel network does (vocabulary_loss.py of parallel/).
 
 Of each token a part gives the log-sum-exp of its own logits and the target's logit where it has
 that word. The log-sum-exp over all parts is then enough for the gradient of each:

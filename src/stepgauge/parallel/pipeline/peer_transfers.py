@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepgauge.parallel.peer_memory import ALIGNMENT, PeerMemory, peer_memory
+from stepgauge.parallel.communication.peer_memory import ALIGNMENT, PeerMemory, peer_memory
 from stepgauge.parallel.pipeline.stage import Meta
 from stepgauge.spec.plan.pipeline import Action, Channel, Schedule
 from stepgauge.spec.plan.pipeline.action import SENDS

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stepgauge.parallel.communication.peer_memory import on_one_machine
 from stepgauge.parallel.counted_mean import Count, CountedMean
-from stepgauge.parallel.peer_memory import on_one_machine
 from stepgauge.parallel.pipeline.clock import Clock
 from stepgauge.parallel.pipeline.graphed import GraphedStage
 from stepgauge.parallel.pipeline.peer_transfers import PeerTransfers

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepgauge.parallel.parameter_hooks import hooks_before
+from stepgauge.parallel.autograd.parameter_hooks import hooks_before
 from stepgauge.parallel.sharding import local_part
 
 Shape = tuple[torch.Size, torch.dtype]

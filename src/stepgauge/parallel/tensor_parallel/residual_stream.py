@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from stepgauge.parallel.overlapped import gathered_product, scattered_product
+from stepgauge.parallel.tensor_parallel.overlapped import gathered_product, scattered_product
 from stepgauge.spec.plan.tensor import overlaps
 
 # The operators behind torch.distributed._functional_collectives: the compiler keeps them in its

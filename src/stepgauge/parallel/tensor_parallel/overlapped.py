@@ -19,8 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepgauge.parallel.exchange import Exchange, Inbox, Outbox, exchange_of, num_ranks
-from stepgauge.parallel.operators import define_operator
+from stepgauge.parallel.autograd.operators import define_operator
+from stepgauge.parallel.tensor_parallel.exchange import (
+    Exchange,
+    Inbox,
+    Outbox,
+    exchange_of,
+    num_ranks,
+)
 
 
 def gathered_product(x_BQD: Tensor, weight_FD: Tensor, group: dist.ProcessGroup) -> Tensor:

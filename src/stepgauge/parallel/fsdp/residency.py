@@ -8,9 +8,9 @@ those of any module. They become the mean over ranks, in the shards, once.
 import torch
 from torch import Tensor, nn
 
-from stepgauge.parallel.gradient_reductions import GradientReductions
-from stepgauge.parallel.sharded_unit import ShardedUnit
-from stepgauge.parallel.unsharded_unit import UnshardedUnit
+from stepgauge.parallel.fsdp.gradient_reductions import GradientReductions
+from stepgauge.parallel.fsdp.sharded_unit import ShardedUnit
+from stepgauge.parallel.fsdp.unsharded_unit import UnshardedUnit
 
 
 class Residency:

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stepgauge.parallel.collectives import launch_together
-from stepgauge.parallel.flat_gradients import FlatGradients
-from stepgauge.parallel.parameter_hooks import hooks_after, hooks_before
-from stepgauge.parallel.present_backward import at_end_of_backward
+from stepgauge.parallel.autograd.parameter_hooks import hooks_after, hooks_before
+from stepgauge.parallel.autograd.present_backward import at_end_of_backward
+from stepgauge.parallel.communication.collectives import launch_together
+from stepgauge.parallel.data_parallel.usage import Usage
+from stepgauge.parallel.fsdp.flat_gradients import FlatGradients
+from stepgauge.parallel.fsdp.unsharded_unit import UnshardedUnit
 from stepgauge.parallel.sharding import Sharding, sent_dtype
-from stepgauge.parallel.unsharded_unit import UnshardedUnit
-from stepgauge.parallel.usage import Usage
 from stepgauge.spec.plan.shards import MOST_IN_FLIGHT
 
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepgauge.parallel.residual_stream import ResidualStream
-from stepgauge.parallel.vocabulary_loss import (
+from stepgauge.parallel.tensor_parallel.residual_stream import ResidualStream
+from stepgauge.parallel.tensor_parallel.vocabulary_loss import (
     PartialLoss,
     fused_vocabulary_parallel_cross_entropy,
     require_in_vocabulary,

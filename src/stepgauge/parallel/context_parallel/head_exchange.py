@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepgauge.parallel.residual_stream import arrived, begin_all_to_all
-from stepgauge.parallel.split_sequences import SplitSequences
+from stepgauge.parallel.context_parallel.split_sequences import SplitSequences
+from stepgauge.parallel.tensor_parallel.residual_stream import arrived, begin_all_to_all
 from stepgauge.spec.plan.context import num_head_groups, run_of
 
 

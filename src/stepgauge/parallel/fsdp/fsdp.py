@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stepgauge.parallel.gradient_reductions import GradientReductions
-from stepgauge.parallel.prefetcher import Prefetcher
+from stepgauge.parallel.fsdp.gradient_reductions import GradientReductions
+from stepgauge.parallel.fsdp.prefetcher import Prefetcher
+from stepgauge.parallel.fsdp.residency import Residency
+from stepgauge.parallel.fsdp.sharded_unit import SHARDED, Place, ShardedUnit, repeated_blocks
 from stepgauge.parallel.replicas import device_of, prepare_replicas, registrations, require_known
-from stepgauge.parallel.residency import Residency
-from stepgauge.parallel.sharded_unit import SHARDED, Place, ShardedUnit, repeated_blocks
 from stepgauge.parallel.sharding import Sharding
 
 

@@ -5,7 +5,7 @@ from collections.abc import Container, Iterable
 import torch
 from torch import nn
 
-from stepgauge.parallel.reducer import GradientReducer
+from stepgauge.parallel.communication.reducer import GradientReducer
 
 
 class Usage:

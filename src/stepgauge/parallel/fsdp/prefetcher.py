@@ -5,10 +5,10 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from stepgauge.parallel.call_order import CallOrder
-from stepgauge.parallel.sharded_unit import ShardedUnit
+from stepgauge.parallel.fsdp.call_order import CallOrder
+from stepgauge.parallel.fsdp.sharded_unit import ShardedUnit
+from stepgauge.parallel.fsdp.unsharded_unit import UnshardedUnit
 from stepgauge.parallel.sharding import Sharding
-from stepgauge.parallel.unsharded_unit import UnshardedUnit
 from stepgauge.spec.plan.shards import PREFETCHED
 
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stepgauge.parallel.collectives import broadcast_from, launch_together
-from stepgauge.parallel.reducer import GradientReducer
+from stepgauge.parallel.communication.collectives import broadcast_from, launch_together
+from stepgauge.parallel.communication.reducer import GradientReducer
 from stepgauge.parallel.replicas import dense, describe_parameter, require_same
 from stepgauge.parallel.shares import Share, as_plain
 from stepgauge.parallel.whole_norm import clip_whole_norm

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepgauge.parallel.collectives import all_reduce_list, all_reduce_of, reduce_to
+from stepgauge.parallel.communication.collectives import all_reduce_list, all_reduce_of, reduce_to
 
 
 class GradientReducer:

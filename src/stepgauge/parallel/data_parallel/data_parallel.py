@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepgauge.parallel.bucket_gradients import BucketGradients
-from stepgauge.parallel.collectives import Group
-from stepgauge.parallel.parameter_hooks import Weakly, hooks_after, taking_hooks
-from stepgauge.parallel.present_backward import at_end_of_backward
-from stepgauge.parallel.readiness import Readiness
-from stepgauge.parallel.reducer import GradientReducer
+from stepgauge.parallel.autograd.parameter_hooks import Weakly, hooks_after, taking_hooks
+from stepgauge.parallel.autograd.present_backward import at_end_of_backward
+from stepgauge.parallel.communication.collectives import Group
+from stepgauge.parallel.communication.reducer import GradientReducer
+from stepgauge.parallel.data_parallel.bucket_gradients import BucketGradients
+from stepgauge.parallel.data_parallel.readiness import Readiness
+from stepgauge.parallel.data_parallel.usage import Usage
 from stepgauge.parallel.replicas import (
     describe_parameter,
     prepare_replicas,
@@ -30,7 +31,6 @@ from stepgauge.parallel.replicas import (
     require_known,
     require_whole,
 )
-from stepgauge.parallel.usage import Usage
 from stepgauge.spec.layout import WRAPPERS, Wrapper
 from stepgauge.spec.plan.shards import plan_launches
 

@@ -1,8 +1,8 @@
 """Pieces of activations between ranks of one machine, by copies that run beside products.
 
-Two kinds of boxes lie in memory that peers reach (parallel.peer_memory): an inbox x_BTD,
-into whose rows every other rank copies its piece, and an outbox of a piece x_BQD for each other
-rank, from which that rank copies it out. Copy engines move the bytes, and no multiprocessor waits.
+Two kinds of boxes lie in memory that peers reach (peer_memory.py): an inbox x_BTD, into whose rows
+every other rank copies its piece, and an outbox of a piece x_BQD for each other rank, from which
+that rank copies it out. Copy engines move the bytes, and no multiprocessor waits.
 
 Why nothing is read too early. A sender sets a flag after its copy, on the same stream; it sets that
 of an outbox when the product that wrote it is done. The reader's stream waits for the flag.
@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepgauge.parallel.peer_memory import ALIGNMENT, PeerMemory, peer_memory
+from stepgauge.parallel.communication.peer_memory import ALIGNMENT, PeerMemory, peer_memory
 
 BOXES = 2  # of each kind: one is read while the next is written
 _INBOX, _OUTBOX = 0, 1

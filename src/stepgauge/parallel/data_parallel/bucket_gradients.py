@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stepgauge.parallel.reducer import GradientReducer, require_dense
+from stepgauge.parallel.communication.reducer import GradientReducer, require_dense
 
 
 class BucketGradients:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from stepgauge.parallel.collectives import all_gather_list
-from stepgauge.parallel.parameter_hooks import num_hooks
-from stepgauge.parallel.present_backward import goes_on_to
+from stepgauge.parallel.autograd.parameter_hooks import num_hooks
+from stepgauge.parallel.autograd.present_backward import goes_on_to
+from stepgauge.parallel.communication.collectives import all_gather_list
 from stepgauge.parallel.sharding import local, real, release, sent_dtype
 
 if TYPE_CHECKING:
-    from stepgauge.parallel.sharded_unit import ShardedUnit
+    from stepgauge.parallel.fsdp.sharded_unit import ShardedUnit
 
 
 class UnshardedUnit:

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stepgauge.parallel.collectives import all_gather_flat, reduce_scatter_flat
-from stepgauge.parallel.ring import Ring
+from stepgauge.measure.ring import Ring
+from stepgauge.parallel.communication.collectives import all_gather_flat, reduce_scatter_flat
 from stepgauge.runtime.launch import launch
 
 COUNTS = (1, 2, 5, 12, 1000, 4099)

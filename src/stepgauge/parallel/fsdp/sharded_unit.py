@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from stepgauge.parallel.fsdp.unsharded_unit import UnshardedUnit
 from stepgauge.parallel.sharding import Sharding, local
-from stepgauge.parallel.unsharded_unit import UnshardedUnit
 
 if TYPE_CHECKING:
-    from stepgauge.parallel.gradient_reductions import GradientReductions
-    from stepgauge.parallel.prefetcher import Prefetcher
+    from stepgauge.parallel.fsdp.gradient_reductions import GradientReductions
+    from stepgauge.parallel.fsdp.prefetcher import Prefetcher
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 KEPT = frozenset((Tensor, list, tuple))  # attributes in which a module may keep what it computed

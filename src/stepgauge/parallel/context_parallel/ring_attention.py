@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepgauge.parallel.key_travel import Messages, Staying, Travel
-from stepgauge.parallel.operators import define_operator
-from stepgauge.parallel.split_sequences import SplitSequences
+from stepgauge.parallel.autograd.operators import define_operator
+from stepgauge.parallel.context_parallel.key_travel import Messages, Staying, Travel
+from stepgauge.parallel.context_parallel.split_sequences import SplitSequences
 from stepgauge.spec.plan.context import Meeting, half, plan_ring, positions_of
 
 

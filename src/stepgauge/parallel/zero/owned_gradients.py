@@ -1,5 +1,5 @@
 """Gradients that are reduced to their owners and freed elsewhere: stage 2 of ZeRO (Rajbhandari et al.
-2020), of which parallel/zero.py has the optimizer.
+2020), of which sharded_optimizer.py has the optimizer.
 """
 
 import itertools
@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stepgauge.parallel.bucket_gradients import BucketGradients, is_alone
-from stepgauge.parallel.collectives import is_only_group, launch_together
+from stepgauge.parallel.autograd.parameter_hooks import Weakly
+from stepgauge.parallel.autograd.present_backward import adds_to
+from stepgauge.parallel.communication.collectives import is_only_group, launch_together
 from stepgauge.parallel.data_parallel import BucketedDataParallel
-from stepgauge.parallel.parameter_hooks import Weakly
-from stepgauge.parallel.present_backward import adds_to
+from stepgauge.parallel.data_parallel.bucket_gradients import BucketGradients, is_alone
 from stepgauge.parallel.replicas import reduced_dtype
 from stepgauge.parallel.shares import as_plain, as_share
 from stepgauge.spec.layout import WRAPPERS

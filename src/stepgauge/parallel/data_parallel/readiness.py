@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from stepgauge.parallel.parameter_hooks import hooks_after
+from stepgauge.parallel.autograd.parameter_hooks import hooks_after
 
 
 class Readiness:

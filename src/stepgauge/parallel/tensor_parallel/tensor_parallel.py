@@ -17,19 +17,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from stepgauge.parallel.exchange import register
-from stepgauge.parallel.peer_memory import on_one_machine
+from stepgauge.parallel.communication.peer_memory import on_one_machine
 from stepgauge.parallel.replicas import prepare_replicas
-from stepgauge.parallel.residual_stream import ResidualStream
-from stepgauge.parallel.tensor_cuts import Cuts, cut_parameters, rules_of
-from stepgauge.parallel.tensor_layers import (
+from stepgauge.parallel.tensor_parallel.cuts import Cuts, cut_parameters, rules_of
+from stepgauge.parallel.tensor_parallel.exchange import register
+from stepgauge.parallel.tensor_parallel.gradient_sums import GradientSum, Hooking, gradient_sums
+from stepgauge.parallel.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabularyParallelEmbedding,
     VocabularyParallelHead,
 )
-from stepgauge.parallel.tensor_sums import GradientSum, Hooking, gradient_sums
-from stepgauge.parallel.vocabulary_loss import PartialLoss
+from stepgauge.parallel.tensor_parallel.residual_stream import ResidualStream
+from stepgauge.parallel.tensor_parallel.vocabulary_loss import PartialLoss
 from stepgauge.parallel.whole_norm import clip_whole_norm
 from stepgauge.spec.plan.tensor import Table
 

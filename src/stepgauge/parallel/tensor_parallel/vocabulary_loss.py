@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepgauge.parallel.residual_stream import ResidualStream, over_ranks
+from stepgauge.parallel.tensor_parallel.residual_stream import ResidualStream, over_ranks
 
 IGNORED = -100  # the target of a token that does not count, as in F.cross_entropy
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stepgauge.parallel.reducer import require_dense
+from stepgauge.parallel.communication.reducer import require_dense
 from stepgauge.parallel.sharding import Sharding, like, local, real, release
 
 

@@ -1,0 +1,1 @@
+"""What wrappers ask of autograd: hooks of parameters, the backward that goes on, operators of our own."""

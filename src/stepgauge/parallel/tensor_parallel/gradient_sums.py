@@ -1,0 +1,159 @@
+"""Gradients of which each rank of a tensor axis finds a part: which, and the hooks that sum them."""
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stepgauge.parallel.autograd.parameter_hooks import num_hooks, taking_hooks
+from stepgauge.parallel.autograd.present_backward import adds_to, at_end_of_backward
+from stepgauge.parallel.replicas import registrations
+from stepgauge.parallel.tensor_parallel.cuts import CutParameter, Cuts, Rules
+from stepgauge.parallel.tensor_parallel.residual_stream import ResidualStream
+from stepgauge.spec.plan.tensor import KINDS
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientSum:
+    """A gradient of which each rank has found a part, or of a cut some rows of it.
+
+    cut  of a parameter with rows that several ranks have; None: all ranks have all of it
+    """
+
+    stream: ResidualStream
+    cut: CutParameter | None = None
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        if self.cut is None:
+            return self.stream.reduced(gradient)
+        found = []
+        pieces = self.cut.pieces(gradient)
+        for section, (_, copies, piece) in zip(self.cut.cut.sections, pieces, strict=True):
+            if copies > 1:
+                # Zeros where other ranks have other heads: one collective of the whole group.
+                whole = gradient.new_zeros(section.rows, *gradient.shape[1:])
+                rows = section.part(self.stream.rank, self.stream.ranks)
+                whole[rows] = piece
+                piece = self.stream.reduced(whole)[rows]
+            found.append(piece)
+        return torch.cat(found)
+
+
+def gradient_sums(
+    module: nn.Module, rules: Rules, cuts: Cuts, stream: ResidualStream
+) -> dict[str, GradientSum]:
+    """By name: of whole parameters of which each rank sees some tokens or heads, and of rows that
+    several ranks have.
+    """
+    summed = set()
+    for name, rule in rules:
+        kind = KINDS[rule.kind]
+        if kind.sums and (stream.by_sequence or rule.kind == "heads"):
+            own = module.get_submodule(name).named_parameters()
+            summed |= {parameter for key, parameter in own if key not in kind.cuts}
+    sums = {}
+    for name, parameter in module.named_parameters():
+        cut = cuts.get(name)
+        has_copies = cut is not None and max(cut.copies) > 1
+        if parameter.is_floating_point() and (has_copies or parameter in summed):
+            sums[name] = GradientSum(stream, cut)
+    return sums
+
+
+class Hooking:
+    """Hooks that sum gradients, of the parameters that a module has when it is called: a deep copy
+    and `load_state_dict(assign=True)` leave others in their place. Before forward; all ranks alike.
+    """
+
+    def __init__(self, sums: Mapping[str, GradientSum], stream: ResidualStream):
+        self._sums, self._stream = sums, stream
+        self._looked = (0, 0)  # at which module, after how many registrations
+        self._hooked: dict[str, weakref.ref[nn.Parameter]] = {}
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        if torch.compiler.is_compiling() or self._looked == (id(module), registrations()):
+            return
+        together = []
+        for name, each in self._sums.items():
+            parameter = module.get_parameter(name)
+            if name in self._hooked and self._hooked[name]() is parameter:
+                continue
+            self._hooked[name] = weakref.ref(parameter)
+            if each.cut is None:
+                together.append(parameter)
+                continue
+            with taking_hooks(parameter):
+                parameter.register_hook(each)
+        SumsTogether(together, self._stream)
+        self._looked = id(module), registrations()
+
+
+class SumsTogether:
+    """Sums the gradients of parameters that every rank has in one all-reduce a backward: one a
+    gradient stops the computation each time, 33 us of a block's 10 ms on two H200.
+
+    A gradient that others would see before backward ends is summed at once: another hook of its
+    parameter (a data axis has such), autograd.grad, a graph of the gradients.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], stream: ResidualStream):
+        self._stream = stream
+        # By the parameter's number: its gradient and what `.grad` was, or None where `.grad` is
+        # the gradient.
+        self._waiting: dict[int, tuple[Tensor, Tensor] | None] = {}
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        for number, parameter in enumerate(parameters):
+            with taking_hooks(parameter):
+                parameter.register_hook(functools.partial(self._arrive, number))
+
+    def _parameter(self, number: int) -> nn.Parameter:
+        parameter = self._parameters[number]()
+        assert parameter is not None, "its hook was called"
+        return parameter
+
+    def _arrive(self, number: int, gradient: Tensor) -> Tensor:
+        parameter = self._parameter(number)
+        if _is_seen_by_others(parameter, gradient):
+            return self._stream.reduced(gradient)
+        if not self._waiting:
+            at_end_of_backward(self._sum, gradient.device)
+        if number not in self._waiting:
+            before = parameter.grad
+            self._waiting[number] = None if before is None else (gradient, before.clone())
+        elif (entry := self._waiting[number]) is not None:  # of a checkpoint's own backward
+            self._waiting[number] = entry[0] + gradient, entry[1]
+        return gradient
+
+    @torch.no_grad()
+    def _sum(self, failed: bool) -> None:
+        """Of a backward that raised, what had arrived: `.grad` means the same then."""
+        waiting, self._waiting = self._waiting, {}
+        parts = {}
+        for number in sorted(waiting):  # alike on all ranks
+            entry, own = waiting[number], self._parameter(number).grad
+            assert own is not None, "no hook but this one saw it"
+            parts[number] = own if entry is None else entry[0]
+        for number, whole in self._summed(parts):
+            parameter, entry = self._parameter(number), waiting[number]
+            if entry is None:
+                parameter.grad = whole
+            elif parameter.grad is not None:
+                torch.add(entry[1], whole, out=parameter.grad)
+
+    def _summed(self, parts: dict[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
+        for dtype in dict.fromkeys(part.dtype for part in parts.values()):
+            own = {number: part for number, part in parts.items() if part.dtype == dtype}
+            flat = self._stream.reduced(torch.cat([part.flatten() for part in own.values()]))
+            pieces = flat.split([part.numel() for part in own.values()])
+            for (number, part), piece in zip(own.items(), pieces, strict=True):
+                yield number, piece.view(part.shape)
+
+
+def _is_seen_by_others(parameter: nn.Parameter, gradient: Tensor) -> bool:
+    if num_hooks(parameter) > 1 or torch.is_grad_enabled() or gradient.is_sparse:
+        return True
+    return not adds_to(parameter)
