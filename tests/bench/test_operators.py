@@ -13,17 +13,17 @@ from tests.cpu_machine import wired
 
 from stepgauge.bench import operators
 from stepgauge.bench.operators import traced
-from stepgauge.cost.buckets_sent import Sending
-from stepgauge.cost.data_axis import data_axis
+from stepgauge.cost.data_axis.buckets import Sending
+from stepgauge.cost.data_axis.wrappers import data_axis
 from stepgauge.cost.data_parallel import predict_data_parallel
 from stepgauge.cost.host import launching
-from stepgauge.cost.machine import Machine
-from stepgauge.cost.prices import GLOO, Prices
-from stepgauge.cost.program import DATA, RankStep
+from stepgauge.cost.operations.terms import Term
+from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.prices import GLOO, Prices
 from stepgauge.cost.step import predict
-from stepgauge.cost.terms import Term
-from stepgauge.cost.traced import TracedOperations
-from stepgauge.cost.traced_step import predict_traced
+from stepgauge.cost.streams.program import DATA, RankStep
+from stepgauge.cost.traced.network import TracedOperations
+from stepgauge.cost.traced.step import predict_traced
 from stepgauge.measure.fusion import Moved, fused
 from stepgauge.measure.memory.fake_device import fake_device
 from stepgauge.measure.operators import OperatorTrace

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from stepgauge.calibrate import passes
 from stepgauge.calibrate.grids import CPU, GPU
 from stepgauge.calibrate.operations import operations
-from stepgauge.cost.machine import Machine
+from stepgauge.cost.rates.machine import Machine
 from stepgauge.cost.step import predict
 from stepgauge.kernels import swiglu
 from stepgauge.models.feed_forward import GatedFeedForward

@@ -12,7 +12,7 @@ from stepgauge.calibrate.grids import CPU, GPU
 from stepgauge.calibrate.machine import hardware_file, jobs, require_same_machine
 from stepgauge.calibrate.operations import operations
 from stepgauge.calibrate.run import job, names, run, table_of
-from stepgauge.cost.machine import Machine
+from stepgauge.cost.rates.machine import Machine
 from stepgauge.cost.step import modelled
 from stepgauge.measure.cpu_contention import Reading
 from stepgauge.report.views import remark

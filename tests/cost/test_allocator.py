@@ -5,7 +5,7 @@ hand.
 import itertools
 import random
 
-from stepgauge.cost.allocator import MIB, CachingAllocator
+from stepgauge.cost.memory.allocator import MIB, CachingAllocator
 
 
 def test_sizes_are_rounded_and_counted_as_torch_counts_them():

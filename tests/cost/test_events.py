@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from stepgauge.cost.contention import NoContention, Slowdown
-from stepgauge.cost.events import COMPUTE, HOST, Ran, StreamWork, alone_us, busy, simulate
+from stepgauge.cost.rates.contention import NoContention, Slowdown
+from stepgauge.cost.streams.events import COMPUTE, HOST, Ran, StreamWork, alone_us, busy, simulate
 
 
 class Fixed:

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgauge.cost.layout import predict_layout
-from stepgauge.cost.machine import Machine
-from stepgauge.cost.network import Axis, Network, axes_of
-from stepgauge.cost.outcome import exposed_ms
-from stepgauge.cost.pipeline import predict_pipeline
-from stepgauge.cost.prices import LEAST_EXPOSED_US
+from stepgauge.cost.pipeline.step import predict_pipeline
+from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.network import Axis, Network, axes_of
+from stepgauge.cost.rates.prices import LEAST_EXPOSED_US
 from stepgauge.cost.step import predict
+from stepgauge.cost.streams.outcome import exposed_ms
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec

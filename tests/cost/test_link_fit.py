@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepgauge.cost.link_fit import LinkPoint, fit, link, split
+from stepgauge.cost.rates.link_fit import LinkPoint, fit, link, split
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.links import Link
 

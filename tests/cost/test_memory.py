@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from stepgauge.cost.data_parallel import predict_data_parallel
-from stepgauge.cost.machine import Machine
-from stepgauge.cost.memory import pipeline_memory, step_memory
-from stepgauge.cost.operations import StepOperations
-from stepgauge.cost.rank_sizes import NetworkPart
+from stepgauge.cost.memory.peak import pipeline_memory, step_memory
+from stepgauge.cost.operations.rank_sizes import NetworkPart
+from stepgauge.cost.operations.step_operations import StepOperations
+from stepgauge.cost.rates.machine import Machine
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout import WRAPPERS, Layout

@@ -4,8 +4,8 @@ a host that is too slow.
 
 import pytest
 
-from stepgauge.cost.fill import fill_bubbles
-from stepgauge.cost.timeline import Durations, simulate
+from stepgauge.cost.pipeline.fill import fill_bubbles
+from stepgauge.cost.pipeline.timeline import Durations, simulate
 from stepgauge.spec.plan.pipeline import ScheduleError, build, check, from_text, lower
 
 

@@ -7,12 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from stepgauge.cost import overlap_ratios
-from stepgauge.cost.hiding import overlaps
 from stepgauge.cost.layout import predict_layout
-from stepgauge.cost.machine import Machine
-from stepgauge.cost.planner import candidate_of, device_bytes, layout_spec, memory_limit, plan
-from stepgauge.cost.screen import Screen, candidates
+from stepgauge.cost.planning import overlap_ratios
+from stepgauge.cost.planning.hiding import overlaps
+from stepgauge.cost.planning.planner import (
+    candidate_of,
+    device_bytes,
+    layout_spec,
+    memory_limit,
+    plan,
+)
+from stepgauge.cost.planning.screen import Screen, candidates
+from stepgauge.cost.rates.machine import Machine
 from stepgauge.spec.hardware import CUDA_CONTEXT, NOT_FOR_TENSORS, HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stepgauge.cost.layout import predict_layout
-from stepgauge.cost.machine import Machine
+from stepgauge.cost.rates.machine import Machine
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec

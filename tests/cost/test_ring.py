@@ -5,8 +5,8 @@ import types
 import pytest
 import torch
 
-from stepgauge.cost.ring import Ring
-from stepgauge.cost.terms import Term
+from stepgauge.cost.operations.ring_attention import Ring
+from stepgauge.cost.operations.terms import Term
 from stepgauge.parallel.context_parallel import key_travel
 from stepgauge.parallel.context_parallel.ring_attention import PartialAttention, RingAttention
 

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgauge.cost.data_parallel import predict_data_parallel
-from stepgauge.cost.estimate import CALIBRATED, EXTRAPOLATED, INTERPOLATED
-from stepgauge.cost.machine import Machine
-from stepgauge.cost.operations import StepOperations
-from stepgauge.cost.prices import Prices
-from stepgauge.cost.rank_sizes import NetworkPart
+from stepgauge.cost.operations.rank_sizes import NetworkPart
+from stepgauge.cost.operations.step_operations import StepOperations
+from stepgauge.cost.rates.estimate import CALIBRATED, EXTRAPOLATED, INTERPOLATED
+from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.prices import Prices
 from stepgauge.cost.step import predict
 from stepgauge.report.prediction_tables import error_table
 from stepgauge.spec.calibration import Contention, OperationTable

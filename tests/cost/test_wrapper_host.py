@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from stepgauge.cost.data_axis.wrapper_host import Hooks, hooks_of
 from stepgauge.cost.data_parallel import predict_data_parallel
-from stepgauge.cost.machine import Machine
-from stepgauge.cost.wrapper_host import Hooks, hooks_of
+from stepgauge.cost.rates.machine import Machine
 from stepgauge.spec.calibration import (
     CALIBRATED_WRAPPERS,
     WRAPPER_PHASES,

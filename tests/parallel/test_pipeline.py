@@ -13,7 +13,7 @@ from tests.parallel.pipelines import batch, mean_loss, network, whole
 from tests.schedules import random_schedule
 from torch import nn
 
-from stepgauge.cost.timeline import Durations, simulate
+from stepgauge.cost.pipeline.timeline import Durations, simulate
 from stepgauge.parallel.pipeline import Pipeline
 from stepgauge.parallel.pipeline.split import SplitBackward, Watch
 from stepgauge.parallel.pipeline.step import PipelineStep

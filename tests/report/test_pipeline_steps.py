@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from stepgauge.cost.timeline import Durations, simulate
+from stepgauge.cost.pipeline.timeline import Durations, simulate
 from stepgauge.report.page import Plot, Text
 from stepgauge.report.pipeline_steps import COUNTED, MOST_PICTURES, step_blocks, steps_of, tracks
 from stepgauge.spec.plan.pipeline import build, check, lower

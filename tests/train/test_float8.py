@@ -12,7 +12,7 @@ from torch import nn
 
 from stepgauge.bench import step as bench_step
 from stepgauge.bench.build import build
-from stepgauge.cost.supported import require_priced
+from stepgauge.cost.operations.supported import require_priced
 from stepgauge.models.fused_linear import FusedLinear
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout_step import LayoutSpec

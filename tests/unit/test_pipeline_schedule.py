@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.schedules import random_schedule
 
-from stepgauge.cost.timeline import Durations, simulate
+from stepgauge.cost.pipeline.timeline import Durations, simulate
 from stepgauge.spec.plan.pipeline import (
     SCHEDULES,
     Action,

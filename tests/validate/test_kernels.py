@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stepgauge.cost.machine import Machine
+from stepgauge.cost.rates.machine import Machine
 from stepgauge.cost.step import predict
 from stepgauge.spec.analysis import Analysis, Cell, Idle
 from stepgauge.spec.hardware import HardwareFile

@@ -11,7 +11,7 @@ from stepgauge.calibrate import host, run, step_shapes
 from stepgauge.calibrate.step_shapes import host_job, shape_jobs, usual_host
 from stepgauge.cli import validate as command
 from stepgauge.cost.layout import predict_layout
-from stepgauge.cost.machine import Machine
+from stepgauge.cost.rates.machine import Machine
 from stepgauge.spec.calibration import ASKED, CalibrationSpec, OperationTable
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile

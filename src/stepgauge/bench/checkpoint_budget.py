@@ -7,7 +7,7 @@ fits.
 
 Of a compiled step the eager one is predicted, which bounds it: in 17 pairs of rows of
 benchmarks/results/2026-11-21-*-step-*.jsonl and -study.jsonl a compiled step's peak is 0.88 to 0.98 of
-the eager one's. Of a rank, its share's step alone, and what the formulas of cost/memory.py add for its wrapper.
+the eager one's. Of a rank, its share's step alone, and what the formulas of cost/memory/peak.py add for its wrapper.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from stepgauge.bench.storage_tracking import predict
-from stepgauge.cost.memory import step_memory
-from stepgauge.cost.operations import StepOperations
-from stepgauge.cost.rank_sizes import NetworkPart
+from stepgauge.cost.memory.peak import step_memory
+from stepgauge.cost.operations.rank_sizes import NetworkPart
+from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.measure import devices
 from stepgauge.measure.environment import device_name
 from stepgauge.measure.memory.timeline import by_block

@@ -13,8 +13,14 @@ from torch import nn
 
 from stepgauge.bench.build import build
 from stepgauge.bench.storage_tracking import predict as predict_memory
-from stepgauge.cost.terms import TRAFFIC, Term
-from stepgauge.cost.traced import Run, Traced, TracedSpec, gathers_weights, require_traceable
+from stepgauge.cost.operations.terms import TRAFFIC, Term
+from stepgauge.cost.traced.network import (
+    Run,
+    Traced,
+    TracedSpec,
+    gathers_weights,
+    require_traceable,
+)
 from stepgauge.measure.fusion import Moved, fused
 from stepgauge.measure.memory.fake_device import fake_device
 from stepgauge.measure.memory.missing_rules import NotPredictableError

@@ -16,9 +16,9 @@ from stepgauge.bench.pipeline_torch import TorchPipeline
 from stepgauge.bench.rank_figures import held_table, spans_table
 from stepgauge.bench.ranks import OnRanks, require_ranks, slowest
 from stepgauge.bench.sweep import Job
-from stepgauge.cost.fill import fill_bubbles
-from stepgauge.cost.pipeline import simulated_metrics, span_rows
-from stepgauge.cost.timeline import Durations, simulate
+from stepgauge.cost.pipeline.fill import fill_bubbles
+from stepgauge.cost.pipeline.step import simulated_metrics, span_rows
+from stepgauge.cost.pipeline.timeline import Durations, simulate
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
 from stepgauge.parallel.pipeline import Pipeline

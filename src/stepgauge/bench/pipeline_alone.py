@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from stepgauge.bench.pipeline_bytes import in_step, travelling_bytes
-from stepgauge.cost.timeline import Durations
+from stepgauge.cost.pipeline.timeline import Durations
 from stepgauge.measure import devices
 from stepgauge.parallel.pipeline import Pipeline
 from stepgauge.parallel.pipeline.step import Batch

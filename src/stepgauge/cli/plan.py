@@ -11,9 +11,8 @@ from stepgauge.cli.console import Format, print_points, print_table, tell
 from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.cli.rows import Fresh, Out, existing_hardware
 from stepgauge.cli.validate import compare
-from stepgauge.cost.hiding import overlaps, scales
-from stepgauge.cost.machine import Machine
-from stepgauge.cost.planner import (
+from stepgauge.cost.planning.hiding import overlaps, scales
+from stepgauge.cost.planning.planner import (
     Plan,
     candidate_of,
     device_bytes,
@@ -21,9 +20,10 @@ from stepgauge.cost.planner import (
     longest_context,
     plan,
 )
-from stepgauge.cost.prices import Prices
-from stepgauge.cost.program import DATA
-from stepgauge.cost.traced_plan import plan_traced
+from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.prices import Prices
+from stepgauge.cost.streams.program import DATA
+from stepgauge.cost.traced.plan import plan_traced
 from stepgauge.report.numbers import number
 from stepgauge.report.plan import magnitudes, parts_table, plan_table
 from stepgauge.spec.hardware import HardwareFile

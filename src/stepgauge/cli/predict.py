@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from stepgauge.cli.console import Format, print_in, print_points, print_records
 from stepgauge.cli.options import Networks, Values, expand, spec_options
 from stepgauge.cli.rows import existing_hardware
-from stepgauge.cost.traced import LAYOUTS
+from stepgauge.cost.traced.network import LAYOUTS
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
@@ -82,8 +82,8 @@ def predict(
 
 
 def _print_what_hides(spec: LayoutSpec, file: HardwareFile) -> None:
-    from stepgauge.cost.hiding import overlaps, scales
-    from stepgauge.cost.machine import Machine
+    from stepgauge.cost.planning.hiding import overlaps, scales
+    from stepgauge.cost.rates.machine import Machine
     from stepgauge.report.plan import magnitudes
 
     sentences = [o.sentence for o in overlaps(spec, Machine(file.on_ranks(spec.ranks)))]

@@ -17,7 +17,7 @@ from stepgauge.cli.rows import (
     resolve_devices,
     run_jobs,
 )
-from stepgauge.cost.traced import has_formulas
+from stepgauge.cost.traced.network import has_formulas
 from stepgauge.spec.blocks import blocks_of
 from stepgauge.spec.calibration import CalibrationSpec
 from stepgauge.spec.hardware import HardwareFile

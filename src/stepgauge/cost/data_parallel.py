@@ -1,25 +1,25 @@
 """A data parallel step, predicted: the record that `bench data-parallel` would give.
 
 The plans are those that the wrappers execute. A bucket is sent when its last gradient is there;
-what computes beside a collective, and the collective, run slower meanwhile (cost/contention.py).
+what computes beside a collective, and the collective, run slower meanwhile (cost/rates/contention.py).
 """
 
 import dataclasses
 
-from stepgauge.cost.buckets_sent import Bucketed, Sending
-from stepgauge.cost.data_axis import data_axis
+from stepgauge.cost.data_axis.buckets import Bucketed, Sending
+from stepgauge.cost.data_axis.wrapper_host import unknown_host
+from stepgauge.cost.data_axis.wrappers import data_axis
 from stepgauge.cost.host import launching
-from stepgauge.cost.ledger import step_rows
-from stepgauge.cost.machine import Machine
-from stepgauge.cost.memory import step_memory
-from stepgauge.cost.operations import StepOperations
-from stepgauge.cost.outcome import exposed_ms, outcome, without_communication_ms
-from stepgauge.cost.prices import GLOO, NCCL, Prices
-from stepgauge.cost.program import DATA, RankStep
-from stepgauge.cost.rank_sizes import NetworkPart
+from stepgauge.cost.memory.peak import step_memory
+from stepgauge.cost.operations.rank_sizes import NetworkPart
+from stepgauge.cost.operations.step_operations import StepOperations
+from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.prices import GLOO, NCCL, Prices
 from stepgauge.cost.step import modelled, rates
+from stepgauge.cost.streams.ledger import step_rows
+from stepgauge.cost.streams.outcome import exposed_ms, outcome, without_communication_ms
+from stepgauge.cost.streams.program import DATA, RankStep
 from stepgauge.cost.timed_blocks import as_timed
-from stepgauge.cost.wrapper_host import unknown_host
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import WRAPPERS, sent_bytes
 from stepgauge.spec.record import Record, Sample

@@ -1,8 +1,8 @@
 """What the host takes to launch a step, from steps that were so narrow that the GPU always waited."""
 
-from stepgauge.cost.machine import Machine
-from stepgauge.cost.program import Launching
-from stepgauge.cost.supported import RECOMPUTED
+from stepgauge.cost.operations.supported import RECOMPUTED
+from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.streams.program import Launching
 from stepgauge.cost.timed_blocks import timed_blocks
 from stepgauge.spec.calibration import KEEPING, OperationTable, launched_under
 from stepgauge.spec.layout import Layout

@@ -1,6 +1,6 @@
 """A training step under any layout, predicted: the record that `bench layout` would give.
 
-Without a pipeline a rank's step is the works of its streams (cost/program.py). With one the
+Without a pipeline a rank's step is the works of its streams (cost/streams/program.py). With one the
 schedule is simulated with the durations of its stages, gradients of a stage are sent from its last
 backward on, beside what other stages compute, and each rank's optimizer follows.
 """
@@ -8,24 +8,24 @@ backward on, beside what other stages compute, and each rank's optimizer follows
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from stepgauge.cost.buckets_sent import Bucketed, Sending
-from stepgauge.cost.data_axis import data_axis
-from stepgauge.cost.fully_sharded import FullySharded
+from stepgauge.cost.data_axis.buckets import Bucketed, Sending
+from stepgauge.cost.data_axis.fully_sharded import FullySharded
+from stepgauge.cost.data_axis.wrapper_host import unknown_host
+from stepgauge.cost.data_axis.wrappers import data_axis
 from stepgauge.cost.host import launching
-from stepgauge.cost.ledger import Rows, pipeline_rows, step_rows
-from stepgauge.cost.machine import Machine
-from stepgauge.cost.memory import Memory, pipeline_memory, step_memory
-from stepgauge.cost.operations import StepOperations
-from stepgauge.cost.outcome import Outcome, exposed_ms, outcome
-from stepgauge.cost.pipeline import span_rows
-from stepgauge.cost.prices import GLOO, NCCL, Prices
-from stepgauge.cost.program import Launching, Program, RankStep
-from stepgauge.cost.rank_sizes import NetworkPart
-from stepgauge.cost.stages import Halves, durations
+from stepgauge.cost.memory.peak import Memory, pipeline_memory, step_memory
+from stepgauge.cost.operations.rank_sizes import NetworkPart
+from stepgauge.cost.operations.step_operations import StepOperations
+from stepgauge.cost.pipeline.stages import Halves, durations
+from stepgauge.cost.pipeline.step import span_rows
+from stepgauge.cost.pipeline.timeline import Timeline, simulate
+from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.prices import GLOO, NCCL, Prices
 from stepgauge.cost.step import modelled, rates
+from stepgauge.cost.streams.ledger import Rows, pipeline_rows, step_rows
+from stepgauge.cost.streams.outcome import Outcome, exposed_ms, outcome
+from stepgauge.cost.streams.program import Launching, Program, RankStep
 from stepgauge.cost.timed_blocks import as_timed
-from stepgauge.cost.timeline import Timeline, simulate
-from stepgauge.cost.wrapper_host import unknown_host
 from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.layout_rules import schedule_of
 from stepgauge.spec.layout_step import LayoutSpec

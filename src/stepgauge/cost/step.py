@@ -8,15 +8,15 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from stepgauge.cost.estimate import ASSUMED, TIMED_WHOLE
 from stepgauge.cost.host import launching
-from stepgauge.cost.machine import Machine
-from stepgauge.cost.memory import Memory, step_memory
-from stepgauge.cost.operations import StepOperations
-from stepgauge.cost.outcome import Outcome, outcome
-from stepgauge.cost.prices import Prices
-from stepgauge.cost.program import DataParallelCost, RankStep
-from stepgauge.cost.terms import TRAFFIC, Term
+from stepgauge.cost.memory.peak import Memory, step_memory
+from stepgauge.cost.operations.step_operations import StepOperations
+from stepgauge.cost.operations.terms import TRAFFIC, Term
+from stepgauge.cost.rates.estimate import ASSUMED, TIMED_WHOLE
+from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.prices import Prices
+from stepgauge.cost.streams.outcome import Outcome, outcome
+from stepgauge.cost.streams.program import DataParallelCost, RankStep
 from stepgauge.cost.timed_blocks import as_timed
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.model import ModelSpec

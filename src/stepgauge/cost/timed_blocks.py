@@ -10,9 +10,9 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from stepgauge.cost.machine import Machine
-from stepgauge.cost.operations import StepOperations
-from stepgauge.cost.prices import Prices
+from stepgauge.cost.operations.step_operations import StepOperations
+from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.prices import Prices
 from stepgauge.spec.blocks import LAYERS, TimedBlocks, operation_of, whole_weights
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.model import ModelSpec

@@ -6,7 +6,7 @@ after it. inductor fuses less across reductions, and keeps less for backward.
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from stepgauge.cost.terms import TRAFFIC, Term
+from stepgauge.cost.operations.terms import TRAFFIC, Term
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from stepgauge.cost.terms import TRAFFIC, Term
+from stepgauge.cost.operations.terms import TRAFFIC, Term
 from stepgauge.measure.fusion import Moved
 from stepgauge.measure.pointwise import passes
 

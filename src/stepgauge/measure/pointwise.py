@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepgauge.cost.terms import STRIDED_BYTES, TRAFFIC, Term
+from stepgauge.cost.operations.terms import STRIDED_BYTES, TRAFFIC, Term
 
 COPIES = ("clone", "copy_", "_to_copy")  # elementwise, whatever torch's tags say
 # Bytes of a plain pass (4.2 TB/s there) that takes as long as a value: of operands of two types 256 G

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from stepgauge.cost.link_fit import NOISE, LinkPoint, link
+from stepgauge.cost.rates.link_fit import NOISE, LinkPoint, link
 from stepgauge.report.figure import SERIES, lines, short, short_bytes
 from stepgauge.report.numbers import whole
 from stepgauge.report.page import Block, Plot

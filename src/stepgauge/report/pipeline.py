@@ -1,6 +1,6 @@
 """What each rank of a pipeline schedule waits and holds, as a table."""
 
-from stepgauge.cost.timeline import Timeline
+from stepgauge.cost.pipeline.timeline import Timeline
 from stepgauge.report.table import Table
 from stepgauge.spec.plan.pipeline.check import Checked
 

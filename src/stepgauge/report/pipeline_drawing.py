@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from stepgauge.cost.timeline import Span, Timeline
+from stepgauge.cost.pipeline.timeline import Span, Timeline
 from stepgauge.spec.plan.pipeline.action import Action
 
 BAR = "─"  # of an action behind its name; a space is where a rank waits

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from stepgauge.cost.timeline import Span, Timeline
+from stepgauge.cost.pipeline.timeline import Span, Timeline
 from stepgauge.report.figure import DASHED, FAINT, INK, SERIES, canvas, described, short
 from stepgauge.report.names import labels
 from stepgauge.report.numbers import size_unit

@@ -1,6 +1,6 @@
 """A modelled record's terms, and the parts of its memory, as tables."""
 
-from stepgauge.cost.estimate import spread
+from stepgauge.cost.rates.estimate import spread
 from stepgauge.report.table import Table
 from stepgauge.spec.record import Record
 

@@ -1,7 +1,7 @@
 """What an operation on a link costs, as a fitted function of its bytes: time = alpha + beta·bytes,
 in pieces.
 
-cost/link_fit.py makes one from measured sizes.
+cost/rates/link_fit.py makes one from measured sizes.
 """
 
 import dataclasses

@@ -11,8 +11,8 @@ import torch
 from stepgauge.bench.sweep import Job
 from stepgauge.calibrate import run as calibration
 from stepgauge.calibrate.machine import hardware_file
-from stepgauge.cost.operations import StepOperations
-from stepgauge.cost.terms import TRAFFIC
+from stepgauge.cost.operations.step_operations import StepOperations
+from stepgauge.cost.operations.terms import TRAFFIC
 from stepgauge.measure.environment import environment
 from stepgauge.report import prediction_tables
 from stepgauge.report.page import Block, Text

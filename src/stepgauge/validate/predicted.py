@@ -2,11 +2,11 @@
 
 from stepgauge.cost.data_parallel import predict_data_parallel
 from stepgauge.cost.layout import predict_layout
-from stepgauge.cost.machine import Machine
-from stepgauge.cost.pipeline import predict_pipeline
+from stepgauge.cost.pipeline.step import predict_pipeline
+from stepgauge.cost.rates.machine import Machine
 from stepgauge.cost.step import predict
-from stepgauge.cost.traced import TRACED, Traced, TracedSpec, has_formulas
-from stepgauge.cost.traced_step import predict_traced
+from stepgauge.cost.traced.network import TRACED, Traced, TracedSpec, has_formulas
+from stepgauge.cost.traced.step import predict_traced
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec

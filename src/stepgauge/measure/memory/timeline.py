@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from stepgauge.cost.allocator import Block, CachingAllocator
+from stepgauge.cost.memory.allocator import Block, CachingAllocator
 from stepgauge.measure.memory.storage_tracker import ACTIVATIONS, CATEGORIES, Allocation, Phase
 
 SERIES_POINTS = 1500

@@ -1,0 +1,1 @@
+"""Gradients and weights as works on the data axis's communicator, a wrapper each."""

@@ -1,0 +1,1 @@
+"""Peak memory of a rank, from what it keeps for backward and how the allocator holds that."""

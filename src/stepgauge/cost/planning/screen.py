@@ -1,0 +1,234 @@
+"""Layouts by the thousand, by closed formula: what a step takes and needs, near enough to tell
+which are worth a simulation.
+
+A micro-batch takes what its terms take on the fullest stage; a pipeline adds its bubble, the data
+axis what backward cannot hide.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+
+from stepgauge.cost.data_axis.buckets import most_owned
+from stepgauge.cost.memory.peak import Memory, stage_memory, step_memory
+from stepgauge.cost.operations.rank_sizes import NetworkPart
+from stepgauge.cost.operations.step_operations import StepOperations
+from stepgauge.cost.operations.terms import Arithmetic
+from stepgauge.cost.rates.contention import USUAL
+from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.prices import GLOO, NCCL, Prices
+from stepgauge.spec.data_parallel import DataParallelSpec
+from stepgauge.spec.layout import WRAPPERS, Layout
+from stepgauge.spec.plan.tensor import overlaps
+from stepgauge.spec.planning import PlanSpec
+from stepgauge.spec.step import WorkSpec
+
+SCHEDULES = ("1f1b", "interleaved", "zbv")
+STAGES = {"1f1b": 1, "interleaved": 2, "zbv": 2}
+CHECKPOINTING = ("none", "selective", "blocks")
+MOST_ON_A_CPU = 64  # sequences of a micro-batch, where no memory limits them
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A layout with its micro-batch and checkpointing; a batch of `accumulation` passes."""
+
+    layout: Layout
+    micro_batch: int
+    accumulation: int
+    checkpointing: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Screened:
+    candidate: Candidate
+    step_us: float
+    memory: Memory
+
+
+def candidates(spec: PlanSpec, gpus_per_node: int) -> Iterator[Candidate]:
+    """All that fill the GPUs and divide batch, heads and blocks: a tensor axis within a node."""
+    model = spec.network
+    for tensor in _divisors(spec.gpus):
+        if tensor > gpus_per_node or model.num_heads % tensor or model.d_ff % tensor:
+            continue
+        if model.context_length % tensor or model.kv_heads % min(tensor, model.kv_heads):
+            continue
+        for pipeline in _divisors(spec.gpus // tensor):
+            if pipeline > model.num_layers:
+                continue
+            data = spec.gpus // tensor // pipeline
+            if spec.global_batch % data == 0:
+                yield from _of_axes(spec, tensor, pipeline, data)
+
+
+def _of_axes(spec: PlanSpec, tensor: int, pipeline: int, data: int) -> Iterator[Candidate]:
+    rank_batch = spec.global_batch // data
+    wrappers = ("bucketed", "zero1", "zero2", "zero3") if data > 1 else ("none",)
+    schedules = [name for name in SCHEDULES if STAGES[name] * pipeline <= spec.network.num_layers]
+    for wrapper in wrappers:
+        for schedule in schedules if pipeline > 1 else ("",):
+            if schedule == "zbv" and (tensor > 1 or WRAPPERS[wrapper].shards("gradients")):
+                continue
+            for micro_batch in _micro_batches(spec, rank_batch):
+                passes = rank_batch // micro_batch
+                if pipeline > 1 and not _runs(schedule, pipeline, passes):
+                    continue
+                layout = Layout(
+                    data=data, wrapper=wrapper, tensor=tensor, pipeline=pipeline,
+                    schedule=schedule, microbatches=passes if pipeline > 1 else 1,
+                    overlap=_hides(spec, micro_batch, tensor),
+                )  # fmt: skip
+                for kept in CHECKPOINTING:
+                    yield Candidate(layout, micro_batch, 1 if pipeline > 1 else passes, kept)
+
+
+def _hides(spec: PlanSpec, micro_batch: int, tensor: int) -> bool:
+    """Whether what the tensor axis sends runs beside products: on GPUs, where it is large enough."""
+    itemsize = Arithmetic.of(spec.precision, is_compiled=spec.compile != "off").activation
+    stream = micro_batch * spec.network.context_length * spec.network.d_model * itemsize
+    return tensor > 1 and spec.device != "cpu" and overlaps(stream, tensor)
+
+
+def _runs(schedule: str, pipeline: int, micro_batches: int) -> bool:
+    """Fewer micro-batches than stages leave ranks idle; interleaved ones come in whole rounds."""
+    return micro_batches >= pipeline and (
+        schedule != "interleaved" or micro_batches % pipeline == 0
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def _micro_batches(spec: PlanSpec, rank_batch: int) -> list[int]:
+    """All that divide the batch of a rank: a batch of 25 is 25 passes of one without them."""
+    most = MOST_ON_A_CPU if spec.device == "cpu" else rank_batch
+    return [size for size in _divisors(rank_batch) if size <= most]
+
+
+class Screen:
+    """Candidates on a machine. What depends on share and checkpointing alone is computed once."""
+
+    def __init__(self, spec: PlanSpec, machine: Machine):
+        self.spec, self.machine = spec, machine
+        self._shares = functools.cache(self._share)
+        self._prices = functools.cache(self._priced)
+        self._times = functools.cache(self._timed)
+        self._most_owned = functools.cache(most_owned)
+
+    def of(self, candidate: Candidate) -> Screened:
+        """Raises ValueError for what the machine does not know."""
+        layout = candidate.layout
+        sharded = WRAPPERS[layout.wrapper].shards("weights") and layout.data > 1
+        gathered = sharded and layout.pipeline == 1  # cost/layout.py
+        blocks = -(-self.spec.network.num_layers // layout.pipeline)
+        layers, of = self.spec.network.num_layers, (candidate.checkpointing, gathered)
+        cut = candidate.micro_batch, layout.tensor, layout.overlap
+        stage = self._shares(*cut, *of, range(blocks))
+        prices = self._prices(layout.tensor, layout.data, layout.pipeline)
+        forward, backward = self._times(stage, prices)
+        bubble = _bubble(layout.schedule, layout.pipeline, forward, backward)
+        if layout.pipeline > 1:  # the last has the head, which may take longer than blocks
+            last = range(layers - layers // layout.pipeline, layers)
+            end = self._shares(*cut, *of, last)
+            forward, backward = max((forward, backward), self._times(end, prices), key=sum)
+        passes = layout.microbatches * candidate.accumulation
+        exposed, slowed = self._data_us(stage, prices, layout, forward, backward, passes)
+        update = prices.us(stage.optimizer(self._updated(stage, layout)))
+        memory = (
+            stage_memory(stage, layout)
+            if layout.pipeline > 1
+            else step_memory(stage, layout, accumulates=candidate.accumulation > 1)
+        )
+        step_us = passes * (forward + backward) + bubble + exposed + slowed + update
+        return Screened(candidate, step_us, memory)
+
+    def _updated(self, stage: StepOperations, layout: Layout) -> float:
+        """Parameters that a rank's optimizer steps."""
+        wrapper = WRAPPERS[layout.wrapper]
+        if wrapper.shards("weights"):
+            return stage.num_parameters / layout.data
+        if wrapper.shards("optimizer state"):
+            return self._most_owned(stage, layout.data)
+        return stage.num_parameters
+
+    def _timed(self, stage: StepOperations, prices: Prices) -> tuple[float, float]:
+        """Microseconds of a micro-batch."""
+        return prices.total_us(stage.forward()), prices.total_us(stage.backward())
+
+    def _data_us(
+        self, stage: StepOperations, prices: Prices, layout: Layout, forward: float,
+        backward: float, passes: int,
+    ) -> tuple[float, float]:  # fmt: skip
+        """What the data axis adds: while nothing computes, and by slowing down what does."""
+        if layout.data == 1:
+            return 0.0, 0.0
+        numel, how = stage.num_parameters, stage.how
+
+        def sent(operation: str, itemsize: int, parts: int) -> float:
+            nbytes = numel * itemsize / parts
+            return parts * prices.collective(operation, nbytes, "data").us
+
+        wrapper = WRAPPERS[layout.wrapper]
+        if wrapper.shards("weights") and layout.pipeline > 1:
+            units = len(stage.blocks)
+            whole = [sent(op, how.weight, units) for op in ("all_gather", "reduce_scatter")]
+            return passes / layout.microbatches * sum(whole), 0.0
+        if wrapper.shards("weights"):
+            units = len(stage.blocks)
+            gather = sent("all_gather", how.activation, units)
+            reduce = sent("reduce_scatter", how.activation, units)
+            over = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
+            beside = min(gather, forward) + min(gather + reduce, backward)
+            return passes * over, passes * beside * (1 - 1 / USUAL.kernel)
+        buckets = max(1, round(numel * how.weight / (DataParallelSpec.bucket_mb * 1e6)))
+        operation = "reduce_scatter" if wrapper.shards("gradients") else "all_reduce"
+        gradients = sent(operation, how.weight, buckets)
+        hidden = backward * (buckets - 1) / buckets if layout.pipeline == 1 else 0.0
+        over, beside = max(0.0, gradients - hidden), min(gradients, hidden)
+        if wrapper.shards("optimizer state"):
+            over += sent("all_gather", how.weight, 4)
+        return over, beside * (1 - 1 / USUAL.kernel)
+
+    def _share(
+        self,
+        batch: int,
+        tensor: int,
+        overlap: bool,
+        checkpointing: str,
+        gathered: bool,
+        blocks: range,
+    ) -> StepOperations:
+        """A stage of so many blocks. The first has the embedding and holds the most micro-batches."""
+        spec = self.spec
+        work = WorkSpec(
+            model=spec.model, size=spec.size, batch=batch, precision=spec.precision,
+            compile=spec.compile, optimizer=spec.optimizer, checkpointing=checkpointing,
+            device=spec.device,
+        )  # fmt: skip
+        return StepOperations(
+            work,
+            NetworkPart(
+                batch=batch, tensor=tensor, blocks=blocks, gathered=gathered, overlap=overlap
+            ),
+        )
+
+    def _priced(self, tensor: int, data: int, pipeline: int) -> Prices:
+        layout = Layout(
+            tensor=tensor, data=data, pipeline=pipeline, wrapper="naive" if data > 1 else "none",
+            schedule="1f1b" if pipeline > 1 else "",
+        )  # fmt: skip
+        return Prices(self.machine, layout, GLOO if self.spec.device == "cpu" else NCCL)
+
+
+def _bubble(schedule: str, ranks: int, forward: float, backward: float) -> float:
+    """Idle time of a rank: (p-1)(F + I + W), of two stages a rank half of it; of zbv the way down
+    alone (spec/plan/pipeline/schedules.py).
+    """
+    whole = (ranks - 1) * (forward + backward)
+    return {"": 0.0, "1f1b": whole, "interleaved": whole / 2, "zbv": (ranks - 1) * forward / 2}[
+        schedule
+    ]

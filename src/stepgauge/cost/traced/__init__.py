@@ -1,0 +1,1 @@
+"""A network that is known by its traced operators alone: its terms, memory, steps and plans."""
