@@ -127,13 +127,13 @@ def test_the_command_line(stepgauge, tmp_path):
     assert "flat" in out
     status, _, err = stepgauge("bench", "data-parallel", *shape, "--wrapper", "fsdp")
     assert status == 2
-    assert "wrapper is 'fsdp'; choose one of none, naive" in err
+    assert "--wrapper is 'fsdp'; choose one of none, naive" in err
     status, _, err = stepgauge("bench", "data-parallel", *shape, "--backend", "nccl")
-    assert (status, "backend is 'nccl', which moves GPU tensors only" in err) == (2, True)
+    assert (status, "--backend is 'nccl', which moves GPU tensors only" in err) == (2, True)
     status, _, err = stepgauge(
         "bench", "data-parallel", *shape, "--wrapper", "torch-ddp", "--reduce-dtype", "bf16"
     )
-    assert (status, "torch-ddp compresses on GPUs only, device is 'cpu'" in err) == (2, True)
+    assert (status, "torch-ddp compresses on GPUs only, --device is 'cpu'" in err) == (2, True)
     idle = (
         "--wrapper",
         "zero3",
@@ -145,7 +145,7 @@ def test_the_command_line(stepgauge, tmp_path):
         tmp_path,
     )
     status, _, err = stepgauge("bench", "data-parallel", *shape, *idle)
-    assert (status, "reduce_dtype is 'bf16', which has no effect here" in err) == (2, True)
+    assert (status, "--reduce-dtype is 'bf16', which has no effect here" in err) == (2, True)
 
 
 def test_every_wrapper_has_an_implementation():

@@ -49,7 +49,7 @@ def test_the_command_line(stepgauge, tmp_path):
     status, out, err = stepgauge("show", tmp_path, "--over", "seed")
     assert status == 0 and "seed=1 2" in out and "std" in out
     status, _, err = stepgauge("show", tmp_path, "--over", "seeds")
-    assert (status, "over is 'seeds'; choose from " in err) == (2, True)
+    assert (status, "--over is 'seeds'; choose from " in err) == (2, True)
 
 
 def test_bert_and_dropout():

@@ -379,7 +379,7 @@ def test_predict_takes_a_user_model_over_a_data_axis(stepgauge, nets):
     status, _, err = stepgauge(*asked, "--layout", "tp2")
     assert (
         status == 2
-        and "layout is 'tp2'; of a user's model, BERT, experts, windows and other masks one device and data axes"
+        and "--layout is 'tp2'; of a user's model, BERT, experts, windows and other masks one device and data axes"
         in err
     )
 

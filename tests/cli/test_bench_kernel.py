@@ -27,12 +27,12 @@ def test_a_row_a_pass_and_the_absent_named(stepgauge, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("rms-norm", "--peers", "dance"), "peers is 'dance'; rms-norm has ours, eager"),
+        (("rms-norm", "--peers", "dance"), "--peers is 'dance'; rms-norm has ours, eager"),
         (
             ("rms-norm", "--grid", "dance"),
-            "grid is 'dance'; rms-norm has default, anchors, norm-layers",
+            "--grid is 'dance'; rms-norm has default, anchors, norm-layers",
         ),
-        (("adamw", "--passes", "forward"), "passes is 'forward'; choose one of step"),
+        (("adamw", "--passes", "forward"), "--passes is 'forward'; choose one of step"),
         (
             ("linear-cross-entropy", "--passes", "backward"),
             "linear-cross-entropy has forward, both",

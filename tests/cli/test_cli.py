@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.cpu_machine import made_up
 
 from stepgauge import cli
 from stepgauge.cli import console
@@ -45,16 +46,16 @@ def one_sentence(err):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--size", "huge"), "size is 'huge'; choose one of nano"),
-        (("--num-heads", "5"), "num_heads is 5, which does not divide d_model 64"),
-        (("--batch", "-4"), "batch is -4; it must be at least 1"),
-        (("--batch", "99999999999"), "batch is 99,999,999,999; it must be at most"),
-        (("--batch", "four"), "batch is 'four'; it must be a whole number"),
-        (("--precision", "fp7"), "precision is 'fp7'; choose one of fp32"),
+        (("--size", "huge"), "--size is 'huge'; choose one of nano"),
+        (("--num-heads", "5"), "--num-heads is 5, which does not divide --d-model 64"),
+        (("--batch", "-4"), "--batch is -4; it must be at least 1"),
+        (("--batch", "99999999999"), "--batch is 99,999,999,999; it must be at most"),
+        (("--batch", "four"), "--batch is 'four'; it must be a whole number"),
+        (("--precision", "fp7"), "--precision is 'fp7'; choose one of fp32"),
         (("--precision", "tf32"), "tf32 is a mode of CUDA matrix units; cpu has none"),
-        (("--device", "cuda:63"), "device 'cuda:63' is not there"),
-        (("--device", "toaster"), "device is 'toaster'; choose cpu"),
-        (("--seed",), "seed needs a value"),
+        (("--device", "cuda:63"), "--device 'cuda:63' is not there"),
+        (("--device", "toaster"), "--device is 'toaster'; choose cpu"),
+        (("--seed",), "--seed needs a value"),
         (("--bogus", "1"), "Unknown option: --bogus"),
     ],
 )
@@ -160,7 +161,7 @@ def test_show_says_what_is_not_there(stepgauge, tmp_path, run_folder):
     assert "no run at" in one_sentence(err)
     status, _, err = stepgauge("show", run_folder, "--statistics", "mode")
     assert status == 2
-    assert "statistics is 'mode'" in one_sentence(err)
+    assert "--statistics is 'mode'" in one_sentence(err)
 
 
 def test_compare_says_which_differences_exceed_the_spread(stepgauge, tmp_path, record, run_folder):
@@ -242,7 +243,7 @@ def test_train_tells_how_the_loss_went_and_goes_on_from_its_end(stepgauge, tmp_p
     assert status == 0 and "the run is at its end, step 12" in err
     status, _, err = stepgauge(*TRAIN, *asked, "--d-ff", "64")
     assert status == 1
-    assert "is of another run: d_ff 256 there, 64 here" in one_sentence(err)
+    assert "is of another run: --d-ff 256 there, 64 here" in one_sentence(err)
     assert len(rows(tmp_path)) == 1
 
 
@@ -389,9 +390,9 @@ def test_a_run_is_measured_by_one_process_at_a_time(stepgauge, tmp_path):
     ("arguments", "words"),
     [
         (("--precision", "tf32"), "tf32 is a mode of CUDA matrix units; cpu has none"),
-        (("--vocab-size", "999"), "vocab_size is 999; tokens are bytes, of which there are 256"),
-        (("--warmup", "100"), "warmup is 100 of 12 steps; choose at most 12"),
-        (("--learning-rate", "nan"), "learning_rate is nan; it must be a finite number"),
+        (("--vocab-size", "999"), "--vocab-size is 999; tokens are bytes, of which there are 256"),
+        (("--warmup", "100"), "--warmup is 100 of 12 steps; choose at most 12"),
+        (("--learning-rate", "nan"), "--learning-rate is nan; it must be a finite number"),
         (("--corpus", "a,b.txt"), "corpus a,b.txt does not exist"),
     ],
 )
@@ -410,8 +411,8 @@ def test_a_checkpoint_that_finds_no_place_is_one_sentence(stepgauge, tmp_path):
 
 def test_study_names_and_refuses(stepgauge, tmp_path):
     for arguments, words in (
-        (("--only", "dance"), "experiment is 'dance'"),
-        (("--only",), "only needs a value"),
+        (("--only", "dance"), "--only is 'dance'"),
+        (("--only",), "--only needs a value"),
     ):
         status, _, err = stepgauge(
             "study", *arguments, "--device", "cpu", "--out", tmp_path / "run"
@@ -425,3 +426,23 @@ def test_the_version(stepgauge):
 
     status, out, _ = stepgauge("--version")
     assert (status, out.strip()) == (0, package.__version__)
+
+
+RESUMED = """
+import sys
+from stepgauge import cli
+print(cli.run(sys.argv[1:]), "torch" in sys.modules)
+"""
+
+
+def test_rows_that_are_all_on_disk_are_shown_without_torch(stepgauge, tmp_path):
+    made_up().write(tmp_path / "here.json")
+    asked = ("bench", "step", *QUICK, "--hardware", tmp_path / "here.json", "--out", tmp_path / "r")
+    _, before, _ = stepgauge(*asked)
+    again = [sys.executable, "-c", RESUMED, *map(str, asked)]
+    done = subprocess.run(again, capture_output=True, text=True, timeout=120)
+    assert done.stdout == before + "0 False\n", done.stderr
+    assert "1 of 1 rows were already in" in done.stderr
+    stepgauge(*asked, "--batch", "2,4")
+    measured = [r for r in rows(tmp_path / "r") if r.provenance == "measured"]
+    assert [record.spec["batch"] for record in measured] == [2, 4]

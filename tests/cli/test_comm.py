@@ -48,19 +48,19 @@ def test_bench_comm_then_fit(stepgauge, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--ranks", "1"), "ranks is 1; a collective needs at least 2"),
+        (("--ranks", "1"), "--ranks is 1; a collective needs at least 2"),
         (
             ("--size", "1X"),
-            "size_bytes is '1X'; it must be a number of bytes such as 65536, 512K, 1M or 2G",
+            "--size is '1X'; it must be a number of bytes such as 65536, 512K, 1M or 2G",
         ),
-        (("--nodes", "2"), "nodes is 2; start several nodes with torchrun"),
+        (("--nodes", "2"), "--nodes is 2; start several nodes with torchrun"),
         (("--backend", "nccl"), "NCCL moves GPU tensors only"),
         (
             ("-b", "1K", "-e", "1M", "--size", "3K"),
             "size and a range from begin to end are both given",
         ),
-        (("-e", "1M"), "end is 1M; it needs a begin"),
-        (("-f", "4"), "factor is 4.0; it needs a begin"),
+        (("-e", "1M"), "--end is 1M; it needs a begin"),
+        (("-f", "4"), "--factor is 4.0; it needs a begin"),
         (("-b", "1M", "-e", "1K"), "begin must be at least 1 and end not less"),
     ],
 )
@@ -114,7 +114,7 @@ def test_explain_shows_what_real_processes_have(stepgauge):
     ("arguments", "words"),
     [
         (("dance",), "op is 'dance'; choose one of broadcast"),
-        (("--ranks", "1"), "ranks is 1; a table can show 2 to 8"),
+        (("--ranks", "1"), "--ranks is 1; a table can show 2 to 8"),
     ],
 )
 def test_explain_refuses(stepgauge, arguments, words):

@@ -46,11 +46,14 @@ def test_tables_fit_80_columns_and_say_once_what_rows_share(monkeypatch, stepgau
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--tokens", "many"), "tokens is 'many'; it must be a number such as 300B"),
-        (("--tokens", "300"), "tokens is '300'; a single step has 32,768"),
-        (("--top", "0"), "top is 0; it must be at least 1"),
-        (("--num-experts", "8", "--experts-per-token", "2"), "num_experts is 8, which has no cost"),
-        (("--d-model", "17"), "num_heads is 16, which does not divide d_model 17"),
+        (("--tokens", "many"), "--tokens is 'many'; it must be a number such as 300B"),
+        (("--tokens", "300"), "--tokens is '300'; a single step has 32,768"),
+        (("--top", "0"), "--top is 0; it must be at least 1"),
+        (
+            ("--num-experts", "8", "--experts-per-token", "2"),
+            "--num-experts is 8, which has no cost",
+        ),
+        (("--d-model", "17"), "--num-heads is 16, which does not divide --d-model 17"),
     ],
 )
 def test_what_cannot_be_planned_is_told(stepgauge, arguments, said):
@@ -174,8 +177,8 @@ def test_a_users_network_has_its_data_axes_ranked(stepgauge, tmp_path):
     assert {row["spec"]["layout"] for row in compiled} == {f"dp2 {n}" for n in wrappers[:-1]}
     assert max(device_ms(row) for row in compiled) < min(device_ms(row) for row in rows)
     for wrong, said in (
-        (("--global-batch", "3"), "global_batch is 3; 2 GPUs cannot share so many batches"),
-        (("--tokens", "1B"), "tokens is '1B'; those of a user's model are not known"),
+        (("--global-batch", "3"), "--global-batch is 3; 2 GPUs cannot share so many batches"),
+        (("--tokens", "1B"), "--tokens is '1B'; those of a user's model are not known"),
     ):
         status, _, err = stepgauge(*on_gpus, *wrong)
         assert status == 2 and said in err

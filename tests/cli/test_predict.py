@@ -43,7 +43,7 @@ def test_rows_are_modelled_and_their_terms_can_be_seen(stepgauge):
         ),
         (("--layout", "dp2", "--phases", "forward"), "no option of a row of bench data-parallel"),
         (("--layout", "dp2"), "has no all_reduce between 2 ranks"),
-        (("--layout", "dp2", "--batch", "3"), "batch is 3; 2 data ranks cannot share it"),
+        (("--layout", "dp2", "--batch", "3"), "--batch is 3; 2 data ranks cannot share it"),
     ],
 )
 def test_what_is_not_predicted_is_told(stepgauge, arguments, said):

@@ -63,7 +63,7 @@ def test_profile_step_then_its_trace(stepgauge, tmp_path):
     status, out, err = stepgauge(
         "profile", "step", *QUICK, "--attention", "eager", "--out", run, "--hardware", H100
     )
-    assert status == 0 and "not predicted: device is 'cpu'; the hardware file h100-sxm" in err
+    assert status == 0 and "not predicted: --device is 'cpu'; the hardware file h100-sxm" in err
     assert stepgauge("show", run)[0] == 0
 
 
@@ -167,8 +167,8 @@ def test_overlap_of_a_rank_and_of_a_trace_without_communication(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--active", "0"), "active is 0; it must be at least 1"),
-        (("--precision", "fp7"), "precision is 'fp7'; choose one of"),
+        (("--active", "0"), "--active is 0; it must be at least 1"),
+        (("--precision", "fp7"), "--precision is 'fp7'; choose one of"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_status_2(stepgauge, tmp_path, arguments, words):
@@ -185,11 +185,11 @@ def test_a_mistake_about_a_users_model_is_one_sentence(stepgauge, tmp_path):
     for arguments, words in (
         (("absent.py:make",), "there is no file absent.py"),
         (("mine",), "name it as FILE.py:factory"),
-        ((f"{mine}:make", "--size", "medium"), f"size is 'medium'; {beside}"),
-        ((f"{mine}:make", "--context", "64"), f"context_length is 64; {beside}"),
-        ((f"{mine}:make", "--batch", "8"), f"batch is 8; {beside}"),
+        ((f"{mine}:make", "--size", "medium"), f"--size is 'medium'; {beside}"),
+        ((f"{mine}:make", "--context", "64"), f"--context is 64; {beside}"),
+        ((f"{mine}:make", "--batch", "8"), f"--batch is 8; {beside}"),
         ((f"{mine}:make", "--checkpointing", "blocks"), "a user's model chooses its own"),
-        ((f"{mine}:make", "--compile", "blocks"), "compile is 'blocks'; of a user's model"),
+        ((f"{mine}:make", "--compile", "blocks"), "--compile is 'blocks'; of a user's model"),
     ):
         for command in (("profile", "step"), ("profile", "memory"), ("bench", "step")):
             status, _, err = stepgauge(*command, "--device", "cpu", "--model", *arguments)

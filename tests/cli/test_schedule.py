@@ -124,13 +124,19 @@ def test_check_says_what_is_held(stepgauge):
     [
         (("show", "zbw"), "schedule is 'zbw'; choose one of gpipe"),
         (("check", "zb-h1", "--bound", "3"), "rank 0 holds 4 at 0F3; the bound is 3"),
-        (("check", "izb", "--microbatches", "9"), "micro_batches is 9"),
-        (("check", "{file}", "--ranks", "3"), "ranks is 3; {file} is for 2"),
+        (("check", "izb", "--microbatches", "9"), "--microbatches is 9"),
+        (("check", "{file}", "--ranks", "3"), "--ranks is 3; {file} is for 2"),
         (("check", "{file}"), "the schedule cannot end: "),
-        (("simulate", "1f1b", "--stage-weights", "1,2"), "stage_weights has 2 values; there are 4"),
-        (("simulate", "1f1b", "--stage-weights", "1,x"), "stage_weights is '1,x'"),
-        (("simulate", "1f1b", "--forward", "-1"), "forward is -1.0; accepted are numbers of at"),
-        (("simulate", "1f1b", "--transfer", "nan"), "transfer is nan; accepted are numbers of at"),
+        (
+            ("simulate", "1f1b", "--stage-weights", "1,2"),
+            "--stage-weights has 2 values; there are 4",
+        ),
+        (("simulate", "1f1b", "--stage-weights", "1,x"), "--stage-weights is '1,x'"),
+        (("simulate", "1f1b", "--forward", "-1"), "--forward is -1.0; accepted are numbers of at"),
+        (
+            ("simulate", "1f1b", "--transfer", "nan"),
+            "--transfer is nan; accepted are numbers of at",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence(stepgauge, tmp_path, arguments, words):
@@ -146,4 +152,4 @@ def test_a_mistake_is_one_sentence(stepgauge, tmp_path, arguments, words):
 def test_a_count_of_nothing_is_refused(stepgauge, option):
     status, out, err = stepgauge("schedule", "show", "interleaved", f"--{option}", "0")
     assert status != 0 and not out
-    assert f"{option.replace('-', '_')} is 0; it must be at least 1" in err
+    assert f"--{option} is 0; it must be at least 1" in err

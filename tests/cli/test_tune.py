@@ -74,8 +74,8 @@ def test_a_candidate_that_needs_more_memory_than_there_is_is_ranked_last():
 
 def test_what_cannot_be_tuned_is_told(stepgauge):
     for arguments, said in (
-        (("--size", "vast"), "size is 'vast'"),
-        (("--best", "0", "--device", "cpu"), "best is 0"),
+        (("--size", "vast"), "--size is 'vast'"),
+        (("--best", "0", "--device", "cpu"), "--best is 0"),
         (("--device", "cpu", "--ranks", "2", "--phases", "forward"), "phases is no option"),
         (("--device", "cpu", "--precision", "fp32", "--d-model", "7"), "d_model"),
     ):

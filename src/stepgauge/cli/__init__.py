@@ -22,6 +22,7 @@ from cyclopts.config import Toml
 
 import stepgauge
 from stepgauge.cli.console import complain, print_errors_only
+from stepgauge.cli.option_names import speak_of
 from stepgauge.cli.rows import RunFailedError, TerminatedError
 from stepgauge.runtime.torchrun import torchrun_numbers
 
@@ -94,6 +95,7 @@ def run(arguments: Sequence[str]) -> int:
     from stepgauge.spec.store import StoreError
 
     try:
+        speak_of(app, arguments)
         given, app.config = _config_of(arguments)
         _load_listed(given)
         status = app(given, exit_on_error=False, print_error=False, result_action="return_value")
@@ -143,15 +145,15 @@ def _config_of(arguments: Sequence[str]) -> tuple[list[str], tuple[Toml, ...]]:
         return given, ()
     place = given.index("--config")
     if place + 1 == len(given):
-        raise ValueError("config needs a value: a TOML file")
+        raise ValueError("--config needs a value: a TOML file")
     file = given[place + 1]
     del given[place : place + 2]
     if not Path(file).is_file():
-        raise ValueError(f"config is {file!r}; there is no such file")
+        raise ValueError(f"--config is {file!r}; there is no such file")
     for name in tomllib.loads(Path(file).read_text(encoding="utf-8")):
         if name not in COMMANDS:  # it would be left out without a word
             raise ValueError(
-                f"config {file} has {name!r}, which is no command; options stand in the table of "
+                f"--config {file} has {name!r}, which is no command; options stand in the table of "
                 f"theirs, such as [bench.step]"
             )
     return given, (Toml(Path(file), search_parents=False),)
@@ -168,7 +170,7 @@ def _of_file(error: OSError) -> str:
 
 def _sentence(error: CycloptsError) -> str:
     if isinstance(error, CoercionError) and error.token and error.target_type in NUMBERS:
-        name = (error.token.keyword or "value").lstrip("-").replace("-", "_")
+        name = error.token.keyword or "value"
         return f"{name} is {error.token.value!r}; it must be {NUMBERS[error.target_type]}"
     if isinstance(error, MissingArgumentError) and error.argument and not error.tokens_so_far:
         command = " ".join(error.command_chain or ())

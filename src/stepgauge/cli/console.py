@@ -22,6 +22,7 @@ from rich.progress import (
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from stepgauge.cli.option_names import in_options
 from stepgauge.report.numbers import heading, number
 from stepgauge.report.table import Table, objects
 
@@ -57,17 +58,19 @@ error_console = Console(stderr=True, highlight=False, emoji=False)
 def complain(message: str, status: int) -> int:
     """Prints the sentence and returns the exit status."""
     Console(stderr=True, highlight=False, emoji=False).print(
-        f"stepgauge: {message}", style="red", markup=False, soft_wrap=True
+        f"stepgauge: {in_options(message)}", style="red", markup=False, soft_wrap=True
     )
     return status
 
 
 def warn(message: str) -> None:
-    error_console.print(f"stepgauge: {message}", style="yellow", markup=False, soft_wrap=True)
+    error_console.print(
+        f"stepgauge: {in_options(message)}", style="yellow", markup=False, soft_wrap=True
+    )
 
 
 def tell(message: str) -> None:
-    error_console.print(message, markup=False, soft_wrap=True)
+    error_console.print(in_options(message), markup=False, soft_wrap=True)
 
 
 def write(text: str, path: Path, what: str) -> None:

@@ -155,7 +155,7 @@ def _require_one_network(given: Values, network: Network) -> None:
     for size in given.get("size", ()):
         network.preset(size)
     if "size" in given and "hf_config" in given:
-        raise ValueError("size and hf_config both name a network; give one of them")
+        raise ValueError("--size and --hf-config both name a network; give one of them")
     useless = {"size", "hf_config", "batch", *(f.name for f in dataclasses.fields(network))}
     beside = next((name for name in given if name in useless), None)
     if any(given.get("model", ())) and beside:

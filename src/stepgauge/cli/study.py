@@ -32,7 +32,7 @@ def study(
         raise ValueError("only needs a value: the names of experiments")
     for name in only or ():
         if name not in EXPERIMENTS:
-            raise ValueError(f"experiment is {name!r}; choose from {', '.join(EXPERIMENTS)}")
+            raise ValueError(f"--only is {name!r}; choose from {', '.join(EXPERIMENTS)}")
 
     from stepgauge.report.run_page import write
     from stepgauge.study import pages, run
