@@ -16,6 +16,7 @@ import torch
 from stepgauge import bench
 from stepgauge.bench.ranks import OnRanks, is_first_process, run_here, with_launchers
 from stepgauge.measure.environment import environment
+from stepgauge.runtime.host import thread_settings
 from stepgauge.runtime.launch import RankError, preload
 from stepgauge.runtime.load_file import user_line
 from stepgauge.runtime.progress import Hear
@@ -23,10 +24,9 @@ from stepgauge.runtime.workers import Workers, run_isolated
 from stepgauge.spec.disturbance import MISSED_CORES, is_disturbed, with_tries
 from stepgauge.spec.fallbacks import with_fallbacks
 from stepgauge.spec.record import Record, now
-from stepgauge.spec.store import RunStore
+from stepgauge.spec.store import FAILURES, RunStore
 
 preload(*(f"{bench.__name__}.{module.name}" for module in pkgutil.iter_modules(bench.__path__)))
-FAILURES = "failures.log"
 MOST_TRIES = 3  # of a row that was disturbed
 MOST_HOPELESS = 3  # rows that stay disturbed in all of them: the machine is busy
 LEAST_REPETITIONS = 5  # of a row whose spread says something
@@ -104,7 +104,7 @@ def _environment(device: torch.device, *, is_command: bool) -> dict[str, Any]:
     itself has the same, and starts no process where all rows are on disk.
     """
     if is_command and device.type == "cpu":
-        return environment(device)
+        return {**environment(device), "thread_settings": thread_settings()}
     found: dict[str, Any] = run_isolated(environment, device)
     return found
 
@@ -154,9 +154,10 @@ def _measure(
     try:
         if isinstance(job.run, OnRanks):
             record = processes.call(job.run, job.spec, **job.run.settings(job.spec))
-            together = {**record.environment, **asked.environment}
-            return dataclasses.replace(record, environment=together)
-        return processes.call(_run, job, share=job.process)
+        else:
+            record = processes.call(_run, job, share=job.process)
+        together = {**record.environment, **asked.environment}
+        return dataclasses.replace(record, environment=together)
     except (RankError, ValueError) as error:
         reason = getattr(error, "reason", "") or str(error)
         if _ran_out_of_memory(job, error):

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from stepgauge.cli.console import Format, print_records, tell
-from stepgauge.cli.rows import existing_hardware
+from stepgauge.cli.rows import existing_hardware, store_for
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.hardware_files import file_of, known_files
 from stepgauge.spec.predictions import is_for
@@ -37,7 +37,6 @@ def predict_rows(
     Says which rows cannot be predicted, where that was asked for or others can. `expected` are the
     rows' notes on what their predictions may miss.
     """
-    from stepgauge.bench.ranks import store_for
     from stepgauge.validate.predict_first import predict_before
 
     if hardware is None:
@@ -60,10 +59,14 @@ def predict_rows(
     return found
 
 
-def hardware_of(device: str) -> Path | None:
-    """The hardware file of this device, where there is one."""
+def hardware_of(device: str, earlier: Sequence[Record] = ()) -> Path | None:
+    """The hardware file of this device, where there is one; `earlier` are rows that it measured."""
     if not known_files():
         return None
+    if earlier:
+        measured = earlier[0].environment
+        return file_of(measured["device"], measured["threads"])
+
     import torch
 
     from stepgauge.measure.environment import device_name

@@ -21,10 +21,12 @@ from stepgauge.cli.console import (
     warn,
 )
 from stepgauge.cli.options import Values
+from stepgauge.runtime.host import has_only_cpu
+from stepgauge.runtime.torchrun import torchrun_numbers
 from stepgauge.spec.fallbacks import what_ran
 from stepgauge.spec.hardware_files import file_named
 from stepgauge.spec.options import device_name
-from stepgauge.spec.store import RunStore
+from stepgauge.spec.store import FAILURES, RunStore
 from stepgauge.spec.user_model import UserModel
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ def named_folder(type_: Any, tokens: Sequence[Token]) -> Path:
     nothing can be written, before anything is loaded.
     """
     if not tokens[0].value:
-        raise ValueError(f"{(tokens[0].keyword or 'out').lstrip('-')} is empty; name a folder")
+        raise ValueError(f"{tokens[0].keyword or 'out'} is empty; name a folder")
     store = RunStore(tokens[0].value)
     store.require_possible()
     return store.folder
@@ -82,15 +84,33 @@ def resolve_devices(specs: Any) -> list[Any]:
 
     Raises ValueError for a device that is not there, or a file without that model.
     """
+    found = with_devices(specs)
+    require_models(found)
+    return found
+
+
+def with_devices(specs: Sequence[Any]) -> list[Any]:
+    """The specs with each device named as what it is. Raises ValueError for one that is not there."""
+    devices = {name: _resolved(name) for name in {spec.device for spec in specs}}
+    return [dataclasses.replace(spec, device=devices[spec.device]) for spec in specs]
+
+
+def _resolved(device: str) -> str:
+    if device == "cpu" or (device == "auto" and has_only_cpu()):
+        return "cpu"
+
     from stepgauge.measure.devices import resolve
 
-    found = [dataclasses.replace(spec, device=str(resolve(spec.device))) for spec in specs]
-    models = (getattr(spec, "model", None) for spec in found)
+    return str(resolve(device))
+
+
+def require_models(specs: Sequence[Any]) -> None:
+    """Raises ValueError for a user's file without that model, which is tried."""
+    models = (getattr(spec, "model", None) for spec in specs)
     for model in dict.fromkeys(model for model in models if isinstance(model, UserModel)):
         from stepgauge.train.user_model import problem_of
 
         require_usable(model.file, problem_of, model)
-    return found
 
 
 def require_usable(file: object, problem: Callable[..., str | None], *arguments: Any) -> None:
@@ -155,11 +175,27 @@ def checked_jobs(specs: Sequence[Any], out: Path) -> list["Job"]:
     return jobs.checked_jobs(specs, out)
 
 
+def usable_jobs(specs: Sequence[Any], out: Path) -> list["Job"]:
+    """As checked_jobs, after each user's model was tried."""
+    require_models(specs)
+    return checked_jobs(specs, out)
+
+
 def measure_and_print(specs: Sequence[Any], out: Path, *, fresh: bool, format: Format) -> None:
     """Raises RunFailedError where a row failed, after all are printed."""
     records = run_jobs(checked_jobs(specs, out), out, fresh=fresh)
     print_records(records, format)
     require_success(records)
+
+
+def store_for(out: Path) -> RunStore:
+    """The run at the folder, shared between the ranks where torchrun has started this process."""
+    if torchrun_numbers() is None:
+        return RunStore(out)
+
+    from stepgauge.bench import ranks
+
+    return ranks.store_for(out)
 
 
 def run_jobs(
@@ -172,7 +208,6 @@ def run_jobs(
     """Sweeps with a progress bar and a line a row, each job once; returns all records, those of
     earlier runs too. `then` is told each record before the next row begins.
     """
-    from stepgauge.bench.ranks import store_for
     from stepgauge.bench.sweep import sweep
     from stepgauge.report.names import labels
 
@@ -196,7 +231,7 @@ def run_jobs(
             reused += outcome.was_there
             shown.ends(outcome)
             then(outcome.job, outcome.record)
-    _tell_of_all(records, store.folder, reused)
+    tell_of_all(records, store.folder, reused)
     return records
 
 
@@ -267,10 +302,8 @@ def _doing(job: "Job", *, again: int) -> str:
     )
 
 
-def _tell_of_all(records: Sequence["Record"], folder: Path, reused: int) -> None:
+def tell_of_all(records: Sequence["Record"], folder: Path, reused: int) -> None:
     """What launched our kernels, where tracebacks are, and how many rows an earlier run left."""
-    from stepgauge.bench.sweep import FAILURES
-
     for sentence in dict.fromkeys(told for record in records for told in what_ran(record)):
         tell(sentence)
     if any(record.status == "failed" for record in records):

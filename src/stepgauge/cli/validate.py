@@ -16,6 +16,7 @@ from stepgauge.cli.rows import (
     require_success,
     resolve_devices,
     run_jobs,
+    store_for,
 )
 from stepgauge.cost.traced.network import has_formulas
 from stepgauge.spec.blocks import blocks_of
@@ -160,7 +161,6 @@ def _row_by_row(
     """Of each row its prediction, written when its host has been timed and before it is run, and
     what was measured.
     """
-    from stepgauge.bench.ranks import store_for
     from stepgauge.calibrate.run import with_operations
     from stepgauge.calibrate.step_shapes import host_job, usual_host
     from stepgauge.validate.predict_first import predict_before

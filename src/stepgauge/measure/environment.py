@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import stepgauge
+from stepgauge.runtime.host import available_cores, cpu_name
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -22,7 +23,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     return {
         "device": device_name(device),
         "device_bytes": device_memory(device),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": available_cores(),
         "threads": torch.get_num_threads(),
         "os": f"{platform.system()} {platform.release()}",
@@ -39,14 +40,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return _cpu_name() if device.type == "cpu" else device.type
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return cpu_name() if device.type == "cpu" else device.type
 
 
 def device_memory(device: torch.device) -> int:
@@ -54,16 +48,6 @@ def device_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-@functools.cache
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 @functools.cache

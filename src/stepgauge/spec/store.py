@@ -16,6 +16,7 @@ from stepgauge.spec.record import Record, now
 
 FILE_NAME = "records.jsonl"
 LOCK_NAME = "lock"
+FAILURES = "failures.log"  # tracebacks of what failed
 
 
 class StoreError(Exception):

@@ -2,7 +2,8 @@
 
 from stepgauge.bench.ranks import require_ranks
 from stepgauge.measure import devices
-from stepgauge.measure.environment import available_cores, device_memory
+from stepgauge.measure.environment import device_memory
+from stepgauge.runtime.host import available_cores
 from stepgauge.runtime.workers import run_isolated
 from stepgauge.spec.layout_step import LayoutSpec
 

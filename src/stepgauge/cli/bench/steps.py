@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stepgauge.cli import predictions, rows
+from stepgauge.cli.earlier_rows import earlier_rows
 from stepgauge.cli.options import Networks, Values, expand, spec_options
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout_step import LayoutSpec
@@ -28,13 +29,16 @@ def _command(
         hardware: predictions.Hardware = None,
         no_predict: predictions.NoPredict = False,
     ) -> None:
-        specs = rows.resolve_devices(rows.distinct(expand(spec, values, network=network)))
-        jobs = rows.checked_jobs(specs, out)
-        path = None if no_predict else hardware or predictions.hardware_of(specs[0].device)
+        specs = rows.with_devices(rows.distinct(expand(spec, values, network=network)))
+        earlier = [] if fresh else earlier_rows(specs, out)
+        jobs = [] if earlier else rows.usable_jobs(specs, out)
+        path = None if no_predict else hardware or predictions.hardware_of(specs[0].device, earlier)
         predicted = predictions.predict_rows(
             specs, out, path, fresh=fresh, is_asked=hardware is not None
         )
-        records = rows.run_jobs(jobs, out, fresh=fresh)
+        records = earlier or rows.run_jobs(jobs, out, fresh=fresh)
+        if earlier:
+            rows.tell_of_all(earlier, out, reused=len(earlier))
         predictions.print_beside(predicted, records, format)
         rows.require_success(records)
 
