@@ -510,10 +510,12 @@ def refusals():
     tied[1].weight = tied[0].weight
     parallel = FullyShardedDataParallel(tied)
     tied[1].weight = nn.Parameter(tied[0].weight.detach().clone())
-    with pytest.raises(
-        RuntimeError, match=r"^weight of a Linear was tied .* wrap the module again"
-    ):
+    with pytest.raises(RuntimeError, match=r"^weight of a Linear was tied .* tie it again"):
         parallel(torch.ones(4))
+    with torch.device("meta"):
+        empty = FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 4)))
+    with pytest.raises(RuntimeError, match=r"^weight of a Linear is on the meta .* to_empty"):
+        empty(torch.ones(4))
     hooked = FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 4)))
     loss = hooked(torch.ones(4)).sum()
     hooked.module[0].weight.register_hook(lambda gradient: gradient)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from stepgauge.parallel.autograd.parameter_hooks import taking_hooks
 from stepgauge.parallel.data_parallel import DataParallel
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
+from stepgauge.parallel.sharding import require_steps_by_parts
 from stepgauge.parallel.tensor_parallel import TensorParallel
 from stepgauge.parallel.tensor_parallel.gradient_sums import GradientSum
 from stepgauge.parallel.training import Groups, OptimizerClass, by_index, by_name
@@ -172,7 +173,10 @@ def over_data(
     for stage, cut in tensor.items() if number == 3 else ():
         cut.hooking.remove()
         _hook_shards(modules[stage], cut.sums)
-    return DataAxis(wrapped, modules, optimizer(groups(everything)), layout.num_replicas)
+    stepping = optimizer(groups(everything))
+    if number == 3:
+        require_steps_by_parts(stepping)
+    return DataAxis(wrapped, modules, stepping, layout.num_replicas)
 
 
 def _wrapped(wrapper: str, module: nn.Module, settings: Settings) -> nn.Module:

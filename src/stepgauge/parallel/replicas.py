@@ -41,9 +41,12 @@ register_module_module_registration_hook(_count_registration)
 
 
 def require_known(module: nn.Module, known: Container[nn.Parameter]) -> None:
-    """Raises RuntimeError for a parameter that the module did not have when it was wrapped."""
+    """Raises RuntimeError for a parameter that the module did not have when it was wrapped. Tensors
+    that torch.func.functional_call has put in place of parameters are none.
+    """
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor) or parameter in known:
+        is_own = isinstance(parameter, nn.Parameter) and not isinstance(parameter, DTensor)
+        if not is_own or parameter in known:
             continue
         if parameter.is_floating_point() or parameter.is_complex():
             raise RuntimeError(
@@ -63,7 +66,11 @@ def require_whole(module: nn.Module) -> None:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    return next((p.device for p in module.parameters()), torch.device("cpu"))
+    """Where it computes: of a module on the meta device, where torch's own sharding takes it to."""
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    if device.type != "meta":
+        return device
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
 def describe_parameter(
@@ -87,12 +94,16 @@ def reduced_dtype(parameter: Tensor, reduce_dtype: torch.dtype | None) -> torch.
     return reduce_dtype if narrows and parameter.is_floating_point() else parameter.dtype  # type: ignore[return-value]
 
 
-def prepare_replicas(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+def prepare_replicas(
+    module: nn.Module, group: dist.ProcessGroup | None = None, *, may_lack_values: bool = False
+) -> None:
     """Checks that all ranks hold the same network, and gives parameters and buffers rank 0's
     values.
 
+    may_lack_values  takes what is on the meta device as it is
+
     Raises DifferentModelsError, on every rank, where a name, shape, type or requires_grad differs;
-    ValueError for an embedding whose forward writes its weight.
+    ValueError for an embedding whose forward writes its weight, and for the meta device.
     """
     _require_read_only(module)
     require_same(
@@ -101,13 +112,26 @@ def prepare_replicas(module: nn.Module, group: dist.ProcessGroup | None = None) 
         noun="parameter or buffer",
         where="model",
     )
+    if not may_lack_values:
+        require_values(_state(module))
     with torch.no_grad():
         works = [
             dist.broadcast(dense(tensor), group=group, group_src=0, async_op=True)
             for _, tensor in _state(module)
+            if not tensor.is_meta
         ]
         for work in works:
             work.wait()
+
+
+def require_values(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises ValueError for a tensor on the meta device."""
+    for name, tensor in named:
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device and has no values: build the module elsewhere, or shard "
+                "it with zero3, which takes it so"
+            )
 
 
 def _require_read_only(module: nn.Module) -> None:

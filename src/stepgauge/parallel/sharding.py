@@ -51,6 +51,17 @@ class Sharding(GradientReducer):
         return -(-whole // self.ranks)
 
 
+def require_steps_by_parts(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError for an optimizer of torch that takes norms of whole weights, which are those
+    of this rank's parts where weights are sharded (`DTensor.norm().item()`, torch 2.13).
+    """
+    if isinstance(optimizer, torch.optim.Adafactor | torch.optim.LBFGS):
+        raise ValueError(
+            f"{type(optimizer).__name__} looks at whole weights, of which zero3 has parts; choose a "
+            f"wrapper that leaves them whole"
+        )
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank has of a tensor: all, or its part of a sharded one."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -27,8 +27,8 @@ from stepgauge.parallel.data_parallel import (
 )
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
 from stepgauge.parallel.fsdp.sharded_unit import repeated_blocks
-from stepgauge.parallel.replicas import prepare_replicas
-from stepgauge.parallel.sharding import Sharding
+from stepgauge.parallel.replicas import device_of, prepare_replicas
+from stepgauge.parallel.sharding import Sharding, require_steps_by_parts
 from stepgauge.parallel.training import (
     Groups,
     OptimizerClass,
@@ -156,7 +156,6 @@ def _zero(stage: int) -> Callable[..., Parallel]:
             "state": lambda: _state_by_name(module, sharded, sharded.gathered_state_dict()),
             "shares": lambda: _state_by_name(module, sharded, sharded.state_dict()),
             "load": lambda state: _load_by_name(module, sharded, state),
-            "clip": sharded.clip_gradients,
         }
         # Gradients that were freed elsewhere cannot be sent once more.
         others = {"communicate": None} if stage == 2 else {}
@@ -170,6 +169,7 @@ def _zero_3(
 ) -> Parallel:
     wrapped = FullyShardedDataParallel(module, settings.compute_dtype, group=settings.group)
     stepping = optimizer(groups(module))
+    require_steps_by_parts(stepping)
     return Parallel(
         module=wrapped,
         optimizer=stepping,
@@ -233,11 +233,10 @@ def _torch_fsdp(
     module: nn.Module, groups: Groups, optimizer: OptimizerClass, settings: Settings
 ) -> Parallel:
     """A unit a repeated block, and one for the rest: the usual use of fully_shard."""
-    prepare_replicas(module, settings.group)
+    prepare_replicas(module, settings.group, may_lack_values=True)
     dtype = settings.compute_dtype
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
-    device = next((p.device.type for p in module.parameters()), "cpu")
-    mesh = Sharding(settings.group, device).mesh
+    mesh = Sharding(settings.group, device_of(module).type).mesh
     for block in repeated_blocks(module):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(module, mesh=mesh, mp_policy=policy)

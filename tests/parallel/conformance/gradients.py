@@ -160,6 +160,20 @@ def two_forwards_then_their_backwards(setup):
     return t.results()
 
 
+def a_graph_kept_over_a_step(setup):
+    """The weights that it needs are not there any more. All are one rank's where they have owners."""
+    torch.manual_seed(0)
+    t = Training(setup, nn.Linear(6, 6, bias=False).double())
+    given = batch(1, 0).requires_grad_()
+    kept = t.module(given).square().mean()
+    t.train(0)
+    try:
+        torch.autograd.grad(kept, given)
+    except RuntimeError:
+        return t.results()
+    raise AssertionError("it computed with other weights than forward")
+
+
 def one_backward_of_two_forwards(setup):
     t = Training(setup, Net())
     t.backward(0, lambda step, rank: t.loss(step, rank) + t.loss(step + 1, rank))
@@ -273,6 +287,17 @@ def clip_by_the_wrapper(setup):
         norms[f"norm {step}"] = whole(t.parallel.clip_gradients(0.05))
         t.optimizer.step()
     return t.results() | norms
+
+
+def clip_of_weights_that_no_optimizer_has(setup):
+    def groups(module):
+        return [{"params": [p for n, p in module.named_parameters() if not n.startswith("head")]}]
+
+    t = Training(setup, Net(), groups=groups)
+    t.backward(0)
+    norm = whole(t.parallel.clip_gradients(0.05))
+    t.step()
+    return t.results() | {"norm": norm}
 
 
 def clip_grad_norm_of_torch(setup):

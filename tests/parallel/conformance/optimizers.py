@@ -36,6 +36,26 @@ def adafactor(setup):
     return _trained(setup, functools.partial(torch.optim.Adafactor, lr=0.05))
 
 
+def adafactor_of_vectors(setup):
+    def groups(module):
+        return [{"params": [p for p in module.parameters() if p.ndim == 1]}]
+
+    return _trained(setup, functools.partial(torch.optim.Adafactor, lr=0.05), groups=groups)
+
+
+def rprop(setup):
+    return _trained(setup, functools.partial(torch.optim.Rprop, lr=0.01))
+
+
+def fused_sgd(setup):
+    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "fused": True}
+    return _trained(setup, functools.partial(torch.optim.SGD, **settings))
+
+
+def fused_adamw(setup):
+    return _trained(setup, functools.partial(torch.optim.AdamW, lr=0.05, fused=True))
+
+
 def muon(setup):
     def groups(module):
         return [{"params": [p for p in module.parameters() if p.ndim == 2]}]

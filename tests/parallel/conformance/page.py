@@ -53,8 +53,8 @@ before it is saved.
     {COMMAND}                    # all of them, and this page
     STEPGAUGE_CONFORMANCE=1 pytest tests/parallel/conformance    # every wrapper of ours, 2 and 4 ranks
 
-Where a wrapper of ours raises, the sentence says why, and a test holds it; under zero3 Adafactor,
-LBFGS and a `.grad` that is no DTensor raise what DTensor raises. An embedding with max_norm is
+Where a wrapper of ours raises, the sentence says why, and a test holds it; under zero3 Rprop, fused
+SGD and a `.grad` that is no DTensor raise what DTensor raises. An embedding with max_norm is
 refused under fully_shard by `parallelise`, not by torch. A dot does not apply: all ranks must gather the
 same weights, so that none alone uses a layer under fully sharded wrappers."""
     table = [

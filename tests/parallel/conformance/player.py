@@ -17,14 +17,11 @@ class Player:
     """Does actions, each a method's name and its arguments, to a module under a wrapper."""
 
     def __init__(self, setup: Setup, *, tied: bool, late: bool):
-        """tied: two blocks have one matrix; late: the optimizer has the head's parameters last, which
-        are frozen until then, since wrappers clip what their optimizer has.
-        """
+        """tied: two blocks have one matrix; late: the optimizer has the head's parameters last."""
         network = Net()
         if tied:
             network.blocks[2].linear.weight = network.blocks[0].linear.weight
         self.late = {n for n, _ in network.named_parameters() if late and n.startswith(LATE)}
-        network.head.requires_grad_(not late)
         self.t = Training(setup, network, groups=self._groups)
         self.setup = setup
         self.average = self.schedule = None
@@ -118,7 +115,7 @@ class Player:
         self.t.parameter(name).requires_grad_(False)
 
     def unfreeze(self, name):
-        self.t.parameter(name).requires_grad_(name not in self.late)
+        self.t.parameter(name).requires_grad_()
 
     def write(self, name, factor):
         self.skip()
@@ -208,7 +205,7 @@ class Player:
     def add_group(self):
         late, self.late = self.late, set()
         if late:
-            parameters = [self.t.parameter(name).requires_grad_() for name in sorted(late)]
+            parameters = [self.t.parameter(name) for name in sorted(late)]
             self.t.optimizer.add_param_group({"params": parameters, "lr": 0.05})
 
     def edit_state(self, factor):
@@ -228,7 +225,6 @@ class Player:
     def load_weights(self, name, assign):
         """Of one parameter, into the module."""
         self.skip()
-        self.zero_grad(True)  # a wrapper that clips what its optimizer has would count the replaced
         given = whole(self.t.parameter(name)) * 0.8
         self.t.inner.load_state_dict({name: given}, strict=False, assign=assign)
 

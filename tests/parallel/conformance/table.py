@@ -47,10 +47,13 @@ ZERO = ("zero1", "zero2")
 REFUSALS = {
     ("backward with create graph", OURS): "create_graph=True",
     ("a parameter replaced after wrapping", OURS): "wrap the module again",
+    ("weights assigned by load state dict", OURS[:-1]): "wrap the module again",
+    ("built on the meta device and loaded", OURS[:-1]): "is on the meta device",
+    ("built on the meta device and initialised", OURS[:-1]): "is on the meta device",
     ("sparse gradients", OURS): "is sparse; only dense ones are averaged",
     ("an embedding with max norm", OURS): "has max_norm, which writes in forward",
     ("lbfgs", ZERO): "LBFGS looks at all parameters together",
-    ("lbfgs", ("zero3",)): "Cannot flatten unevenly sharded tensor",
+    ("lbfgs", ("zero3",)): "LBFGS looks at whole weights",
     # what a rank has of the gradients in stage 2 is its share
     ("clip grad norm of torch", ("zero2",)): "clip with the wrapper's clip_gradients()",
     ("gradients in a buffer of the user", ("zero2",)): "is part of other memory on rank",
@@ -71,7 +74,11 @@ REFUSALS = {
         ("zero3",),
     ): "was checkpointed with use_reentrant=True",
     ("a weight in two wrapped modules", ("zero3",)): "is a weight of another module too",
-    ("adafactor", ("zero3",)): "in-place operations that require placement changes",
+    ("adafactor", ("zero3",)): "Adafactor looks at whole weights",
+    ("adafactor of vectors", ("zero3",)): "Adafactor looks at whole weights",
+    ("rprop", ("zero3",)): "in-place operations that require placement changes",
+    ("fused sgd", ("zero3",)): "does not have a sharding strategy registered",
+    ("called with weights that are computed", ("zero3",)): "go to parameters alone",
     ("a backward that fails and counts", ("zero3",)): "zero them before the next",
 }
 

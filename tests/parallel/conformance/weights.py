@@ -8,7 +8,7 @@ import io
 import torch
 import torch.distributed as dist
 from tests.parallel.conformance.networks import Net
-from tests.parallel.conformance.training import Training, whole
+from tests.parallel.conformance.training import Training, batch, whole
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -212,6 +212,65 @@ def pretrained_weights_loaded_into_the_module(setup):
     t.train(0)
     t.inner.load_state_dict(Net(seed=5).state_dict())
     t.train(1)
+    return t.results()
+
+
+def weights_assigned_by_load_state_dict(setup):
+    """Other parameters then, which another optimizer steps; the first step leaves a block out."""
+    t = Training(setup, Net())
+    t.inner.load_state_dict(Net(seed=5).state_dict(), assign=True)
+    t.optimizer = torch.optim.SGD(t.inner.parameters(), lr=0.1)
+    t.train(0, blocks=(0, 2))
+    t.train(1)
+    return t.results()
+
+
+def called_with_other_weights(setup):
+    """By torch.func; another module is built before."""
+    t = Training(setup, Net())
+    t.train(0)
+    Net()
+    others = {name: p.detach() * 0.5 for name, p in t.module.named_parameters()}
+    with torch.no_grad():
+        found = torch.func.functional_call(t.module, others, batch(4, 0))
+    t.train(1)
+    return t.results() | {"found": found}
+
+
+def called_with_weights_that_are_computed(setup):
+    """By torch.func, of the module's own: their gradients go on to those."""
+    t = Training(setup, Net())
+
+    def loss(step, rank):
+        halves = {name: p * 0.5 for name, p in t.module.named_parameters()}
+        return torch.func.functional_call(t.module, halves, batch(step, rank)).square().mean()
+
+    t.backward(0, loss)
+    t.step()
+    return t.results()
+
+
+def _on_meta(setup):
+    """Sharded where it has no values, and then made; one process builds it as ever."""
+    with torch.device("cpu" if setup.wrapper == "none" else "meta"):
+        module = Net()
+    t = Training(setup, module)
+    t.inner.to_empty(device="cpu")
+    return t
+
+
+def built_on_the_meta_device_and_loaded(setup):
+    t = _on_meta(setup)
+    t.inner.load_state_dict(Net().state_dict())
+    t.train(0, 1)
+    return t.results()
+
+
+def built_on_the_meta_device_and_initialised(setup):
+    t = _on_meta(setup)
+    for name, parameter in t.inner.named_parameters():
+        nn.init.constant_(parameter, 0.01 * len(name))
+    t.train(0, 1)
     return t.results()
 
 

@@ -37,6 +37,9 @@ class FullyShardedDataParallel(nn.Module):
     of a unit are whole only in its forward. `weight.data = new` raises in the next forward: a DTensor
     takes nothing of it; write weight.data.copy_(new).
 
+    A module on the meta device is sharded there; `to_empty(device=...)` makes the shards, and
+    `reset_parameters` or `load_state_dict` fill them.
+
     Raises DifferentModelsError, on every rank, where the ranks hold different modules; ValueError
     for a parameter without dimensions or of a module that is sharded already, and for an embedding
     with max_norm. Backward raises RuntimeError
@@ -53,7 +56,7 @@ class FullyShardedDataParallel(nn.Module):
         group: dist.ProcessGroup | None = None,
     ):
         super().__init__()
-        prepare_replicas(module, group)
+        prepare_replicas(module, group, may_lack_values=True)
         self.compute_dtype = compute_dtype
         self.module = module
         sharding = Sharding(group, device_of(module).type)

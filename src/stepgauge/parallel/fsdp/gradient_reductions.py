@@ -1,7 +1,7 @@
 """The whole gradients of a sharded module's units, on their way to the shards."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from stepgauge.parallel.fsdp.unsharded_unit import UnshardedUnit
 from stepgauge.parallel.sharding import Sharding, sent_dtype
 from stepgauge.spec.plan.shards import MOST_IN_FLIGHT
 
+if TYPE_CHECKING:
+    from stepgauge.parallel.fsdp.sharded_unit import ShardedUnit
+
 
 class GradientReductions:
     """Averages whole gradients into the shards while backward goes on; `.grad` has the means when
@@ -24,11 +27,11 @@ class GradientReductions:
 
     def __init__(self, sharding: Sharding):
         self.sharding = sharding
-        self.parameters: list[nn.Parameter] = []
+        self.units: list[ShardedUnit] = []
         self._reset()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"sharding": self.sharding, "parameters": self.parameters}
+        return {"sharding": self.sharding, "units": self.units}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -45,6 +48,14 @@ class GradientReductions:
         # what this backward used, and frees at its end where it has not come to the weights
         self._unsharded: dict[UnshardedUnit, None] = {}  # each once, in order
         self._keeps_unsharded = False
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [shard for unit in self.units for shard in unit.shards]
+
+    def forget_usage(self) -> None:
+        """Of parameters that others have taken the places of."""
+        self._usage = None
 
     def begin_backward(self, device: torch.device) -> None:
         """To be called in a backward, before anything of it."""
@@ -65,8 +76,8 @@ class GradientReductions:
         it failed are lost.
         """
         incomplete, self._incomplete = self._incomplete, []
-        for parameter in self.parameters:
-            for gradient, version in incomplete:
+        for gradient, version in incomplete:
+            for parameter in self.parameters:
                 if parameter.grad is gradient and gradient._version == version:
                     raise RuntimeError(
                         "a backward has failed, and the gradients of sharded weights are "

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 KEPT = frozenset((Tensor, list, tuple))  # attributes in which a module may keep what it computed
 Place = tuple[nn.Module, str]  # a module, and the name of its parameter
+Seen = tuple[weakref.ref[Tensor], torch.UntypedStorage]  # of a sharded weight
 # Whole parameters in whose places shards were put: another module that has one has not its shards.
 SHARDED = WeakIdKeyDictionary()
 
@@ -67,7 +68,6 @@ class ShardedUnit:
         self.unsharded: UnshardedUnit | None = None
         self.placed: UnshardedUnit | None = None  # whose weights stand in place of the shards
         self.name = name
-        self._seen: list[tuple[Any, torch.UntypedStorage]] = []
         # Where a loss may be kept to which backward comes first; the root's weights are whole then.
         self._parts = [] if is_root else [*module.modules()]
         for of_weight in places:
@@ -78,10 +78,12 @@ class ShardedUnit:
             )
             _set_weight(of_weight, sharded)
             SHARDED[whole] = None
-            self._seen.append(_insides(sharded))
-            reductions.parameters.append(sharded)
             for owner, _ in of_weight:
                 owner.register_load_state_dict_pre_hook(functools.partial(_cut, sharding))
+        self.shards = self.parameters
+        lack_values = any(shard.is_meta for shard in self.shards)
+        self._seen = [] if lack_values else [_insides(shard) for shard in self.shards]
+        reductions.units.append(self)
         module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.after_forward, always_call=True)
 
@@ -99,14 +101,15 @@ class ShardedUnit:
                 if owner._parameters[name] is not parameter:
                     raise RuntimeError(
                         f"{name} of a {type(owner).__name__} was tied to another weight when the "
-                        f"module was wrapped, and is not now; wrap the module again"
+                        f"module was wrapped, and is not now; tie it again"
                     )
 
     def require_shards(self, parameters: Sequence[nn.Parameter]) -> None:
         """Raises RuntimeError where a whole tensor stands in place of a shard, or `weight.data = new`
-        was written, of which a DTensor takes nothing: it keeps its part.
+        was written, of which a DTensor takes nothing: it keeps its part; and where weights have no
+        values.
         """
-        seen = self._seen or [_insides(p) for p in parameters if isinstance(p, DTensor)]
+        seen = self._seen or self._seen_first(parameters)
         for index, parameter in enumerate(parameters):
             owner, name = self.places[index][0]
             if not isinstance(parameter, DTensor):
@@ -114,6 +117,8 @@ class ShardedUnit:
                     f"{name} of a {type(owner).__name__} is not sharded now; ZeRO 3 computes with the "
                     f"module's own weights, not with others that torch.func.functional_call is given"
                 )
+            if parameter is not self.shards[index]:
+                self._take(index, parameter)
             part, storage = seen[index]
             if parameter.untyped_storage() is not storage:
                 if part() is local(parameter):
@@ -123,6 +128,27 @@ class ShardedUnit:
                     )
                 seen[index] = _insides(parameter)
         self._seen = seen
+
+    def _take(self, index: int, other: Tensor) -> None:
+        """In place of a shard: another parameter for good, a plain tensor for a call by torch.func."""
+        owner, name = self.places[index][0]
+        if isinstance(other, nn.Parameter):
+            self.shards[index] = other
+            self.reductions.forget_usage()
+        elif other.requires_grad:
+            raise RuntimeError(
+                f"{name} of a {type(owner).__name__} is no parameter in this call; gradients of "
+                f"sharded weights go to parameters alone"
+            )
+
+    def _seen_first(self, parameters: Sequence[nn.Parameter]) -> list[Seen]:
+        for ((owner, name), *_), parameter in zip(self.places, parameters, strict=True):
+            if parameter.is_meta:
+                raise RuntimeError(
+                    f"{name} of a {type(owner).__name__} is on the meta device and has no values: call "
+                    f"to_empty(device=...), then reset_parameters or load_state_dict"
+                )
+        return [_insides(parameter) for parameter in parameters if isinstance(parameter, DTensor)]
 
     def unshard(self) -> UnshardedUnit:
         unsharded = UnshardedUnit(self, self.parameters, self.compute_dtype)
@@ -203,7 +229,7 @@ def _kept_by(parts: Sequence[nn.Module]) -> Iterator[Tensor]:
                         yield each
 
 
-def _insides(sharded: DTensor) -> tuple[Any, torch.UntypedStorage]:
+def _insides(sharded: Tensor) -> Seen:
     """A sharded weight's part, not kept alive, and what stands for the whole's memory: `.data = new`
     replaces the second alone.
     """
@@ -230,7 +256,8 @@ def _cut(
             and not isinstance(given, DTensor)
             and given.shape == parameter.shape
         ):
-            state[prefix + name] = sharding.shard(given.detach().to(parameter.device))
+            device = given.device if parameter.is_meta else parameter.device
+            state[prefix + name] = sharding.shard(given.detach().to(device))
 
 
 def _before_backward(unsharded: UnshardedUnit, _: Tensor) -> None:

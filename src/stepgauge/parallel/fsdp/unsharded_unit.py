@@ -52,12 +52,12 @@ class UnshardedUnit:
         """Starts gathering, unless the weights are there. Raises RuntimeError where they were
         written since forward.
         """
-        if self.is_unsharded:
-            return
         if _versions(self.parameters) != self._versions:
             raise RuntimeError(
                 "a weight was modified by an inplace operation after forward had used it"
             )
+        if self.is_unsharded:
+            return
         self.is_unsharded = True
         self.unit.unsharded = self
         self.unit.reductions.free_at_end(self)

@@ -16,8 +16,9 @@ from stepgauge.parallel.autograd.present_backward import adds_to
 from stepgauge.parallel.communication.collectives import is_only_group, launch_together
 from stepgauge.parallel.data_parallel import BucketedDataParallel
 from stepgauge.parallel.data_parallel.bucket_gradients import BucketGradients, is_alone
-from stepgauge.parallel.replicas import reduced_dtype
+from stepgauge.parallel.replicas import device_of, reduced_dtype
 from stepgauge.parallel.shares import as_plain, as_share
+from stepgauge.parallel.whole_norm import clip_whole_norm
 from stepgauge.spec.layout import WRAPPERS
 
 
@@ -57,6 +58,20 @@ class OwnerDataParallel(BucketedDataParallel):
                 f"the gradient of {views[0]} is part of other memory on rank {self.reducer.rank}, "
                 f"which does not get its mean: rank {self.owners[views[0]]} owns it"
             )
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scales the gradients to a norm of all of at most `max_norm`; the norm before."""
+        given = {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
+        rank, ranks = self.reducer.rank, self.reducer.ranks
+        own = [(1, gradient) for n, gradient in given.items() if self.owners.get(n) == rank]
+        of_all = [(ranks, gradient) for n, gradient in given.items() if n not in self.owners]
+        return clip_whole_norm(
+            given.values(),
+            own + of_all,
+            max_norm,
+            group=self.reducer.group,
+            device=device_of(self.module),
+        )
 
     def _hooks_of(self, parameter: nn.Parameter) -> list[Any]:
         hooks = super()._hooks_of(parameter)

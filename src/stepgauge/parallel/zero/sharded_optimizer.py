@@ -20,7 +20,12 @@ from torch import Tensor, nn
 
 from stepgauge.parallel.communication.collectives import broadcast_from, launch_together
 from stepgauge.parallel.communication.reducer import GradientReducer
-from stepgauge.parallel.replicas import dense, describe_parameter, require_same
+from stepgauge.parallel.replicas import (
+    dense,
+    describe_parameter,
+    require_same,
+    require_values,
+)
 from stepgauge.parallel.shares import Share, as_plain
 from stepgauge.parallel.whole_norm import clip_whole_norm
 from stepgauge.spec.plan.shards import num_update_parts, plan_owners
@@ -38,8 +43,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     sizes  elements that a parameter counts for in the sharing out, where not its own: of parts of
            weights, whose owners are to be alike on ranks that have unequal parts
 
-    Raises DifferentModelsError, on every rank, where the ranks' parameters differ; `step` raises
-    RuntimeError for an optimizer whose groups keep what depends on all parameters.
+    Raises DifferentModelsError, on every rank, where the ranks' parameters differ; ValueError for
+    one on the meta device; `step` raises RuntimeError for an optimizer whose groups keep what depends
+    on all parameters.
     """
 
     def __init__(
@@ -101,6 +107,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._reducer.group,
             noun="parameter",
             where="optimizer",
+        )
+        require_values(
+            (f"parameter {p.name}", t) for p, t in zip(plan, added["params"], strict=True)
         )
         counted = [
             dataclasses.replace(described, numel=self._sizes.get(parameter, described.numel))
@@ -179,10 +188,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group.update(fields)
         for work in works:
             work.wait()
-        # So that a backward which needs them as they were raises, as it does at their owners.
-        torch.autograd.graph.increment_version(
-            [p for p in trained if p.grad is not None and self.owners[p] != self._reducer.rank]
-        )
+        others = [p for p in trained if self.owners[p] != self._reducer.rank]
+        # So that a backward which needs them as they were raises, as it does at their owners. In
+        # stage 2 they alone know which have a gradient.
+        stepped = others if self.stage == 2 else [p for p in others if p.grad is not None]
+        torch.autograd.graph.increment_version(stepped)
         return loss
 
     def _step_part(self, part: int) -> list[dict[str, Any]]:
