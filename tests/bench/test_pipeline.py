@@ -9,7 +9,7 @@ import torch
 
 from stepgauge import cli
 from stepgauge.bench.pipeline_bytes import in_step, travelling_bytes
-from stepgauge.parallel.pipeline.stage import Meta
+from stepgauge.parallel.pipeline.between import Meta
 from stepgauge.report.pipeline_steps import timeline_of
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.pipeline import PipelineSpec

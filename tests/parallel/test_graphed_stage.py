@@ -12,8 +12,9 @@ from tests.parallel.test_pipeline import differing, update
 from torch import nn
 
 from stepgauge.parallel.pipeline import Pipeline
+from stepgauge.parallel.pipeline.between import Meta
 from stepgauge.parallel.pipeline.graphed import GraphedStage
-from stepgauge.parallel.pipeline.stage import Meta, Stage
+from stepgauge.parallel.pipeline.stage import Stage
 from stepgauge.runtime.launch import launch
 from stepgauge.runtime.recording import CudaGraphs
 from stepgauge.spec.plan.pipeline import SCHEDULES, build
@@ -24,8 +25,8 @@ WIDE = Meta(torch.Size([3, 4]), torch.float32, True)
 def graphed(module, slots, splits):
     stage = Stage(module, context=contextlib.nullcontext, splits=splits, recorded=True)
     found = GraphedStage(stage, RunAgain(), slots, torch.device("cpu"))
-    outputs = found.prepare([WIDE], [torch.zeros(WIDE.shape)])
-    found.record([WIDE], outputs, ())
+    given, _ = found.prepare([torch.zeros(WIDE.shape)], [True])
+    found.record([WIDE], given.outputs, ())
     return found
 
 

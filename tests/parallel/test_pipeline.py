@@ -365,10 +365,14 @@ def test_a_split_backward_is_autograd_s_whatever_the_module_does_with_its_weight
     with Watch(module) as watch, torch.no_grad():
         module(batches[0])
     split = SplitBackward(module, watch.splittable)
-    losses = [module(x).square().sum() for x in batches]
+    losses, calls = [], []
+    for x in batches:
+        with split.forward() as called:
+            losses.append(module(x).square().sum())
+        calls.append(called)
     parts = [
-        split.input_gradients([loss], [torch.ones(())], [x])
-        for loss, x in zip(losses, batches, strict=True)
+        split.input_gradients([loss], [torch.ones(())], [x], called)
+        for loss, x, called in zip(losses, batches, calls, strict=True)
     ]
     for _, factors in parts:
         for each in factors:

@@ -5,7 +5,7 @@ on their way there.
 from collections.abc import Sequence
 
 from stepgauge.parallel.pipeline import Pipeline
-from stepgauge.parallel.pipeline.stage import Meta
+from stepgauge.parallel.pipeline.between import Meta
 from stepgauge.spec.plan.pipeline import Channel
 from stepgauge.spec.plan.pipeline.action import RECEIVES, SENDS
 from stepgauge.spec.plan.pipeline.check import Held
@@ -38,7 +38,7 @@ def _message(pipeline: Pipeline, channel: Channel) -> Sequence[Meta]:
 
 
 def _trained(metas: Sequence[Meta]) -> list[Meta]:
-    return [meta for meta in metas if meta.is_trained]
+    return [meta for meta in metas if meta.has_gradient]
 
 
 def _bytes(metas: Sequence[Meta]) -> int:

@@ -10,12 +10,23 @@ from torch import Tensor, nn
 @contextlib.contextmanager
 def trial(module: nn.Module, given: Iterable[Tensor]) -> Iterator[None]:
     """Its buffers, and the random state of the host and of the devices of what it is given, stay as
-    they were.
+    they were: also those that it does not write but replaces, or makes.
     """
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    before = {place: (buffer, buffer.clone()) for place, buffer in _buffers(module).items()}
     devices = {tensor.get_device() for tensor in given if tensor.is_cuda}
     with torch.random.fork_rng(sorted(devices)):
         yield
     with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
+        for owner, name in _buffers(module).keys() - before.keys():
+            setattr(owner, name, None)
+        for (owner, name), (buffer, values) in before.items():
+            setattr(owner, name, buffer.copy_(values))
+
+
+def _buffers(module: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
+    """By the module that has it, and its name there."""
+    return {
+        (owner, name): buffer
+        for owner in module.modules()
+        for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False)
+    }

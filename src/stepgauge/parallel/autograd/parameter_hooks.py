@@ -42,5 +42,10 @@ def hooks_after(parameter: Tensor) -> Collection[Any]:
     return (parameter._post_accumulate_grad_hooks or {}).values()
 
 
+def others_after(parameter: Tensor) -> list[Any]:
+    """Of `hooks_after`, those that are not a wrapper's."""
+    return [hook for hook in hooks_after(parameter) if not isinstance(hook, Weakly)]
+
+
 def num_hooks(parameter: Tensor) -> int:
     return len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())

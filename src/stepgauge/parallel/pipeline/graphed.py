@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepgauge.parallel.pipeline.stage import Meta, Stage
+from stepgauge.parallel.pipeline.between import Meta
+from stepgauge.parallel.pipeline.stage import Stage
 from stepgauge.parallel.trial import trial
 from stepgauge.runtime.recording import WARM_UPS, Call, Recorder, places
 from stepgauge.spec.plan.pipeline.action import FORWARD, INPUT, WEIGHT
@@ -68,7 +69,7 @@ class GraphedStage:
                 number,
                 [meta.noise(device) for meta in inputs],
                 [target.clone() for target in targets],
-                [meta.noise(device) if meta.is_trained else None for meta in outputs],
+                [meta.noise(device) if meta.has_gradient else None for meta in outputs],
             )
             for number in range(self.num_slots)
         ]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepgauge.parallel.communication.peer_memory import ALIGNMENT, PeerMemory, peer_memory
-from stepgauge.parallel.pipeline.stage import Meta
+from stepgauge.parallel.pipeline.between import Meta
 from stepgauge.spec.plan.pipeline import Action, Channel, Schedule
 from stepgauge.spec.plan.pipeline.action import SENDS
 
@@ -159,5 +159,5 @@ def _places(tensors: Sequence[Tensor]) -> list[int]:
     """Where each tensor of a message begins in its box."""
     places = [0]
     for tensor in tensors:
-        places.append(places[-1] + _bytes(Meta(tensor.shape, tensor.dtype, False)))
+        places.append(places[-1] + _bytes(Meta.of(tensor)))
     return places[:-1]

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from stepgauge.parallel.communication.peer_memory import on_one_machine
 from stepgauge.parallel.counted_mean import Count, CountedMean
+from stepgauge.parallel.pipeline.between import Given, Meta, inputs_of
 from stepgauge.parallel.pipeline.clock import Clock
 from stepgauge.parallel.pipeline.graphed import GraphedStage
 from stepgauge.parallel.pipeline.peer_transfers import PeerTransfers
-from stepgauge.parallel.pipeline.stage import Meta, Stage
+from stepgauge.parallel.pipeline.stage import Stage
 from stepgauge.parallel.pipeline.step import Batch, PipelineStep, ShardedWeights, on_device
 from stepgauge.parallel.pipeline.tied import Tie, TiedWeights, with_shared
-from stepgauge.parallel.pipeline.transfers import Transfers, handed, shared_metas
+from stepgauge.parallel.pipeline.transfers import Transfers, handed, shared
 from stepgauge.runtime.recording import Recorder
 from stepgauge.runtime.world import gathered_objects
 from stepgauge.spec.plan.pipeline import (
@@ -275,7 +276,7 @@ class Pipeline:
             meta.noise(self.device) for meta in metas
         ]  # fmt: skip
         back = [torch.ones((), device=self.device)] if last else [
-            meta.noise(self.device) if meta.is_trained else None
+            meta.noise(self.device) if meta.has_gradient else None
             for meta in self._metas[stage + 1]
         ]  # fmt: skip
         own_targets = on_device(answers, self.device) if last else []
@@ -301,26 +302,32 @@ class Pipeline:
     # -- before the first step, and before one with other shapes ---------------------------------
 
     def _prepare(self, inputs: Batch, targets: Batch) -> None:
-        metas = [Meta(t.shape, t.dtype, False) for t in inputs]
-        if self._metas.get(0) == metas:
+        first = [Meta.of(tensor) for tensor in inputs]
+        if self._metas.get(0) == first:
             return
-        self._metas = {0: metas}
-        last, given = self.schedule.num_stages - 1, {}
-        for stage in range(last + 1):
-            found = None
-            if stage in self._stages:
-                example = on_device(inputs, self.device) if stage == 0 else [
-                    meta.empty(self.device).zero_() for meta in metas
-                ]  # fmt: skip
-                answers = on_device(targets, self.device) if stage == last else ()
-                found = given[stage] = self._stages[stage].prepare(metas, example, answers)
-            if stage < last:
-                metas = shared_metas(self.schedule.rank_of, stage, found, self._group)
-                self._metas[stage + 1] = metas
+        given = self._given(inputs, targets)
+        self._metas = inputs_of(first, given)
         self._transfers.prepare(_messages(self._metas))
-        for stage, outputs in given.items():
-            answers = on_device(targets, self.device) if stage == last else ()
-            self._stages[stage].record(self._metas[stage], outputs, answers)
+        last = self.schedule.num_stages - 1
+        for number, stage in self._stages.items():
+            answers = on_device(targets, self.device) if number == last else ()
+            outputs = given[last].outputs if number == last else self._metas[number + 1]
+            stage.record(self._metas[number], outputs, answers)
+
+    def _given(self, inputs: Batch, targets: Batch) -> dict[int, Given]:
+        """What each stage gives for a micro-batch, found by one after the other."""
+        owners, last = self.schedule.rank_of, self.schedule.num_stages - 1
+        values, trained, given = on_device(inputs, self.device), [False] * len(inputs), {}
+        for number in range(last + 1):
+            found = None
+            if number in self._stages:
+                answers = on_device(targets, self.device) if number == last else ()
+                found, values = self._stages[number].prepare(values, trained, answers)
+            given[number] = shared(found, owners[number], self._group)
+            trained = [meta.is_trained for meta in given[number].outputs]
+            if self.schedule.crosses(number, number + 1):
+                values = handed(owners, number, values, self._group, self.device)
+        return given
 
 
 def _own_modules(stages: Stages, schedule: Schedule, rank: int) -> dict[int, nn.Module]:
@@ -369,7 +376,7 @@ def _messages(metas: Mapping[int, list[Meta]]) -> dict[Channel, list[Meta]]:
     """What travels on each channel, by the inputs of each stage."""
     forward = {Channel(stage - 1, stage): metas[stage] for stage in metas if stage}
     back = {
-        Channel(stage, stage - 1): [meta for meta in metas[stage] if meta.is_trained]
+        Channel(stage, stage - 1): [meta for meta in metas[stage] if meta.has_gradient]
         for stage in metas
         if stage
     }

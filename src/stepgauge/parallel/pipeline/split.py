@@ -3,9 +3,10 @@
 How it is done, and why not otherwise. A linear layer's weight gradient is a product of its input
 and of its output's gradient, and nothing waits for it. So the layers' own backward leaves that
 product out and hands over its two factors instead; W multiplies them when the schedule says. The
-factors leave autograd as gradients: each layer has two *slots*, leaf tensors without memory whose
-"gradient" is the layer's input and its output's gradient. `torch.autograd.grad` of the stage's
-output with respect to (stage inputs, slots, all other parameters) is the whole of I.
+factors leave autograd as gradients: each call of a layer has two *slots*, leaf tensors without memory
+whose "gradient" is the layer's input and its output's gradient. `torch.autograd.grad` of the stage's
+output with respect to (stage inputs, slots, all other parameters) is the whole of I. A layer has as
+many slots as it has calls in a forward, which may be others for each micro-batch.
 
 That is public autograd and no more, so that it holds inside compiled blocks (a compiled backward
 returns what a slot is given like any other gradient; it may compute the factors again rather than
@@ -15,23 +16,28 @@ the graph's inside and finds one node in a compiled block, which it cannot split
 autograd.grad twice, once for inputs and once for weights, costs every backward product twice.
 
 What is not a linear layer (norms, embeddings, biases outside of linear layers, a weight that is
-used without its layer, that has a hook, or whose layer runs more than once in a forward) gets its
-gradient in I: cheap, or rare.
+used without its layer or that has a hook) gets its gradient in I: cheap, or rare.
 """
 
 import collections
+import contextlib
 import dataclasses
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepgauge.parallel.autograd.parameter_hooks import hooks_before
+from stepgauge.parallel.autograd.parameter_hooks import hooks_before, others_after
 from stepgauge.parallel.sharding import local_part
 
-Shape = tuple[torch.Size, torch.dtype]
+
+class Slots(NamedTuple):
+    """Of one call of a layer: leaves of the shape of its input and of its output."""
+
+    x: Tensor
+    dy: Tensor
 
 
 class _LinearWithoutWeight(torch.autograd.Function):
@@ -51,19 +57,41 @@ class _LinearWithoutWeight(torch.autograd.Function):
 
 
 class SplitLinear(nn.Linear):
-    """An nn.Linear that hands the factors of its weight's gradient to its slots."""
+    """An nn.Linear that hands the factors of its weight's gradient to its slots.
 
-    x_slot: Tensor
-    dy_slot: Tensor
+    slots      of its calls in a forward, in their order; a compiled block reads them as inputs
+    num_calls  of the forward that is running
+    dtype      of the computation, which autocast may have chosen
+    """
+
+    slots: list[Slots]
+    num_calls: int
+    dtype: torch.dtype
 
     def forward(self, input: Tensor) -> Tensor:  # by its name in nn.Linear
         if not torch.is_grad_enabled():
             return F.linear(input, self.weight, self.bias)
-        dtype = self.dy_slot.dtype  # of the computation, which autocast may have chosen
-        bias = None if self.bias is None else self.bias.detach().to(dtype)
+        x_slot, dy_slot = self._slots_of_call(input)
+        bias = None if self.bias is None else self.bias.detach().to(self.dtype)
         return _LinearWithoutWeight.apply(
-            input.to(dtype), self.weight.detach().to(dtype), bias, self.x_slot, self.dy_slot
+            input.to(self.dtype), self.weight.detach().to(self.dtype), bias, x_slot, dy_slot
         )
+
+    def _slots_of_call(self, input: Tensor) -> Slots:
+        """Those of the forwards before, unless there were fewer calls or the shape was another one.
+        Slots that an earlier micro-batch used stay with it.
+        """
+        call = self.num_calls
+        self.num_calls = call + 1
+        if call == len(self.slots) or self.slots[call].x.shape != input.shape:
+            self.slots[call : call + 1] = [self._new_slots(input)]
+        return self.slots[call]
+
+    def _new_slots(self, input: Tensor) -> Slots:
+        nothing = torch.zeros((), dtype=self.dtype, device=input.device)
+        shapes = input.shape, (*input.shape[:-1], self.out_features)
+        x, dy = (nothing.expand(shape).detach().requires_grad_() for shape in shapes)
+        return Slots(x, dy)
 
 
 @dataclasses.dataclass
@@ -112,24 +140,19 @@ def is_linear(layer: nn.Module) -> bool:
 
 
 class Watch:
-    """While it is open: what each linear layer of a module is called with, in one forward.
+    """While it is open: in which types each linear layer of a module computes, in one forward.
 
     besides  layers that are left as they are
     """
 
     def __init__(self, module: nn.Module, besides: Collection[nn.Module] = ()):
-        self.calls: dict[nn.Linear, list[tuple[Shape, Shape]]] = {}
+        self._dtypes: dict[nn.Linear, set[torch.dtype]] = collections.defaultdict(set)
         layers = [each for each in module.modules() if is_linear(each) and each not in besides]
-        self._hooks = [
-            layer.register_forward_hook(self._called, with_kwargs=True) for layer in layers
-        ]
+        self._hooks = [layer.register_forward_hook(self._called) for layer in layers]
 
-    def _called(
-        self, layer: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor
-    ) -> None:
-        (x,) = (*inputs, *named.values())
+    def _called(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         assert isinstance(layer, nn.Linear)
-        self.calls.setdefault(layer, []).append(((x.shape, x.dtype), (output.shape, output.dtype)))
+        self._dtypes[layer].add(output.dtype)
 
     def __enter__(self) -> "Watch":
         return self
@@ -139,18 +162,23 @@ class Watch:
             hook.remove()
 
     @property
-    def splittable(self) -> dict[nn.Linear, tuple[torch.Size, Shape]]:
-        """The shape of the input, and shape and type of the output, of the layers whose weight
-        gradient can wait: they are called once, and their weight is trained, with no hook that
-        wants its gradient.
+    def splittable(self) -> dict[nn.Linear, torch.dtype]:
+        """The type of the layers whose weight gradient can wait: their weight is trained, with no
+        hook that wants its gradient.
         """
         return {
-            layer: (calls[0][0][0], calls[0][1])
-            for layer, calls in self.calls.items()
-            if len(calls) == 1
-            and layer.weight.requires_grad
-            and not any(map(hooks_before, layer.parameters(recurse=False)))
+            layer: min(dtypes, key=str)
+            for layer, dtypes in self._dtypes.items()
+            if len(dtypes) == 1 and layer.weight.requires_grad and not _has_hooks(layer)
         }
+
+
+def _has_hooks(layer: nn.Module) -> bool:
+    """A wrapper's are not counted: its pipeline tells it when a stage has all its gradients."""
+    return any(hooks_before(p) or others_after(p) for p in layer.parameters(recurse=False))
+
+
+Calls = Sequence[tuple[SplitLinear, Slots]]  # of a forward
 
 
 class SplitBackward:
@@ -159,46 +187,67 @@ class SplitBackward:
     splittable  as Watch found them
     """
 
-    def __init__(self, module: nn.Module, splittable: dict[nn.Linear, tuple[torch.Size, Shape]]):
-        self.layers: list[SplitLinear] = []
-        self._classes: list[type[nn.Linear]] = []  # what the layers were
-        for layer, (x_shape, (y_shape, dtype)) in splittable.items():
-            device = layer.weight.device
-            self._classes.append(type(layer))
+    def __init__(self, module: nn.Module, splittable: Mapping[nn.Linear, torch.dtype]):
+        self.layers: dict[SplitLinear, type[nn.Linear]] = {}  # and what they were
+        for layer, dtype in splittable.items():
+            before = type(layer)
             layer.__class__ = SplitLinear
             assert isinstance(layer, SplitLinear)
-            self.layers.append(layer)
-            layer.x_slot, layer.dy_slot = (
-                torch.zeros((), dtype=dtype, device=device).expand(shape).detach()
-                for shape in (x_shape, y_shape)
-            )
-            layer.x_slot.requires_grad_()
-            layer.dy_slot.requires_grad_()
+            self.layers[layer] = before
+            layer.dtype, layer.slots, layer.num_calls = dtype, [], 0
         # also weights of these layers: whatever uses one without its layer adds to its gradient
-        self._trained = [p for p in module.parameters() if p.requires_grad]
+        self._parameters = list(module.parameters())
+
+    def begin(self) -> None:
+        """Before a step: layers whose weights have hooks since are left as they were."""
+        for layer in [layer for layer in self.layers if _has_hooks(layer)]:
+            self._give_back(layer)
 
     def close(self) -> None:
-        for layer, before in zip(self.layers, self._classes, strict=True):
-            layer.__class__ = before  # type: ignore[assignment]
-            del layer.x_slot, layer.dy_slot
+        for layer in list(self.layers):
+            self._give_back(layer)
+
+    def _give_back(self, layer: SplitLinear) -> None:
+        layer.__class__ = self.layers.pop(layer)  # type: ignore[assignment]
+        del layer.slots, layer.num_calls, layer.dtype
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[list[tuple[SplitLinear, Slots]]]:
+        """Around a forward; afterwards the list has the calls of its layers, for `input_gradients`."""
+        calls: list[tuple[SplitLinear, Slots]] = []
+        self._count_anew()
+        yield calls
+        calls += [
+            (layer, slots) for layer in self.layers for slots in layer.slots[: layer.num_calls]
+        ]
+
+    def _count_anew(self) -> None:
+        for layer in self.layers:
+            layer.num_calls = 0
 
     def input_gradients(
-        self, outputs: Sequence[Any], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
+        self,
+        outputs: Sequence[Any],
+        gradients: Sequence[Tensor | None],
+        inputs: Sequence[Tensor],
+        calls: Calls,
     ) -> tuple[list[Tensor | None], list[Factors]]:
         """I: the gradients of the inputs, and what W needs. Adds all other gradients of parameters.
 
         outputs  tensors or gradient edges; frees the graph behind them
         """
-        slots = [slot for layer in self.layers for slot in (layer.x_slot, layer.dy_slot)]
-        wanted = [*inputs, *self._trained, *slots]
+        slots = [slot for _, pair in calls for slot in pair]
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        wanted = [*inputs, *trained, *slots]
         if not wanted or not outputs:
             return [None] * len(inputs), []
+        self._count_anew()  # of layers that checkpointing runs again
         found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
-        after = len(inputs) + len(self._trained)
+        after = len(inputs) + len(trained)
         given, own, of_slots = found[: len(inputs)], found[len(inputs) : after], found[after:]
-        _add_all(self._trained, own, others=[*gradients, *given, *of_slots])
+        _add_all(trained, own, others=[*gradients, *given, *of_slots])
         pairs = zip(of_slots[::2], of_slots[1::2], strict=True)
-        factors = [Factors(layer, x, dy) for layer, (x, dy) in zip(self.layers, pairs, strict=True)]
+        factors = [Factors(layer, x, dy) for (layer, _), (x, dy) in zip(calls, pairs, strict=True)]
         return list(given), factors
 
 
@@ -210,7 +259,8 @@ def _add_all(
 ) -> None:
     """Adds gradients to parameters', those that are there already in one call. A first one becomes
     `.grad` itself, as autograd has it: unless its memory is another one's too, for of what is summed
-    all terms have one gradient, or is laid out in another way than the parameter's.
+    all terms have one gradient, or is laid out in another way than the parameter's. Hooks that wait
+    for `.grad` are called, as autograd does.
     """
     sums, terms, first = [], [], []
     for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -234,6 +284,10 @@ def _add_all(
             parameter.grad = (
                 gradient if alike and alone else torch.empty_like(parameter).copy_(gradient)
             )
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None:
+            for hook in others_after(parameter):
+                hook(parameter)
 
 
 def _memory(tensor: Tensor) -> int:

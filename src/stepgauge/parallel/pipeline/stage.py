@@ -3,30 +3,15 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from stepgauge.parallel.pipeline.split import Factors, SplitBackward, Watch
+from stepgauge.parallel.pipeline.between import Given, Meta
+from stepgauge.parallel.pipeline.split import Calls, Factors, SplitBackward, Watch
 from stepgauge.parallel.trial import trial
-
-
-class Meta(NamedTuple):
-    """What a tensor between two stages looks like, and whether a gradient comes back for it."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    is_trained: bool
-
-    def empty(self, device: torch.device) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
-
-    def noise(self, device: torch.device) -> Tensor:
-        """Normal values; zeros where the type has none."""
-        empty = self.empty(device)
-        return empty.normal_() if self.dtype.is_floating_point else empty.zero_()
 
 
 @dataclasses.dataclass
@@ -36,10 +21,12 @@ class Kept:
     inputs  those that get a gradient, by position
     edges   where backward enters the graph, by position of the output; the outputs themselves
             belong to who reads them
+    calls   of the layers whose backward is split
     """
 
     inputs: dict[int, Tensor]
     edges: dict[int, Any]
+    calls: Calls
     factors: list[Factors] = dataclasses.field(default_factory=list)
 
 
@@ -70,34 +57,34 @@ class Stage:
         self._recorded, self._whole = recorded, whole
         self._kept: dict[int, Kept] = {}
         self._written: list[bool] = []  # whether the module writes into an input, by position
+        self._outputs: list[Meta] = []  # as they were when it was prepared
         self._split: SplitBackward | None = None
 
     def prepare(
-        self, inputs: Sequence[Meta], example: Sequence[Tensor], targets: Sequence[Tensor] = ()
-    ) -> list[Meta]:
-        """Runs the module once, without gradients, to learn what it gives and which layers' weight
-        gradients can wait.
+        self, inputs: Sequence[Tensor], trained: Sequence[bool], targets: Sequence[Tensor] = ()
+    ) -> tuple[Given, list[Tensor]]:
+        """Runs the module once, to learn what it gives, of what, and which layers' weight gradients
+        can wait; `trained` says which inputs depend on trained weights.
 
         It runs eagerly: a module is compiled for what it does in training. Buffers and random state
         stay as they were.
         """
         self.close()
-        given = [tensor.clone() for tensor in example]
+        leaves = _leaves(inputs, trained)
         with (
-            trial(self.module, example),
-            torch.no_grad(),
+            trial(self.module, inputs),
             torch.compiler.set_stance("force_eager"),
             Watch(self.module, besides=self._whole) as watch,
             self._context(),
         ):
-            outputs = self._call(given, targets)
-        self._written = [tensor._version > 0 for tensor in given]
+            own = [leaf.clone() for leaf in leaves]
+            outputs = self._call(own, targets)
+        self._written = [tensor._version > 0 for tensor in own]
         if self.splits or self._recorded:
             self._split = SplitBackward(self.module, watch.splittable if self.splits else {})
-        trains = any(meta.is_trained for meta in inputs) or any(
-            parameter.requires_grad for parameter in self.module.parameters()
-        )
-        return [Meta(o.shape, o.dtype, trains and o.is_floating_point()) for o in outputs]
+        given = Given.of(outputs, leaves)
+        self._outputs = given.outputs
+        return given, [output.detach() for output in outputs]
 
     def record(
         self, inputs: Sequence[Meta], outputs: Sequence[Meta], targets: Sequence[Tensor]
@@ -106,6 +93,8 @@ class Stage:
 
     def begin(self) -> None:
         """Before a step."""
+        if self._split is not None:
+            self._split.begin()
 
     def finish(self) -> None:
         """When the gradients of a step are there."""
@@ -125,13 +114,11 @@ class Stage:
         targets: Sequence[Tensor] = (),
     ) -> tuple[Tensor, ...]:
         """F. `trained` says which inputs get a gradient; the last stage gets the targets."""
-        leaves = [
-            tensor.detach().requires_grad_(needs)
-            for tensor, needs in zip(inputs, trained, strict=True)
-        ]
-        with self._context():
+        leaves = _leaves(inputs, trained)
+        with self._context(), self._calls() as calls:
             written = zip(leaves, self._written, strict=True)
             outputs = self._call([x.clone() if own else x for x, own in written], targets)
+        _require_alike(outputs, self._outputs)
         self._kept[micro_batch] = Kept(
             {place: leaf for place, leaf in enumerate(leaves) if leaf.requires_grad},
             {
@@ -139,6 +126,7 @@ class Stage:
                 for place, output in enumerate(outputs)
                 if output.requires_grad
             },
+            calls,
         )
         return tuple(output.detach() for output in outputs)
 
@@ -146,6 +134,10 @@ class Stage:
         """What the stage gives, of which nothing is kept."""
         with self._context():
             return list(self._call(inputs, targets))
+
+    def _calls(self) -> contextlib.AbstractContextManager[Calls]:
+        """Of the layers whose backward is split, in the forward inside."""
+        return contextlib.nullcontext([]) if self._split is None else self._split.forward()
 
     def _call(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if self._loss is None:
@@ -169,8 +161,8 @@ class Stage:
         inputs, places = list(kept.inputs.values()), list(kept.inputs)
         kept.edges = {}
         if self._split is not None:
-            found, kept.factors = self._split.input_gradients(edges, given, inputs)
-            kept.inputs = {}
+            found, kept.factors = self._split.input_gradients(edges, given, inputs, kept.calls)
+            kept.inputs, kept.calls = {}, []
             return dict(zip(places, found, strict=True))
         if edges:
             torch.autograd.backward(edges, given)
@@ -194,7 +186,40 @@ class Stage:
 
 def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
     """Raises TypeError for what is neither a tensor nor several."""
-    several = (outputs,) if isinstance(outputs, Tensor) else outputs
-    if not isinstance(several, tuple | list) or not all(isinstance(o, Tensor) for o in several):
-        raise TypeError(f"a stage gave {type(outputs).__name__}; it must give a tensor or several")
+    several = outputs if isinstance(outputs, tuple | list) else (outputs,)
+    for place, output in enumerate(several):
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                f"output {place} of a stage is {type(output).__name__}; a stage gives a tensor, or "
+                f"a tuple or list of tensors"
+            )
     return tuple(several)
+
+
+def _leaves(inputs: Sequence[Tensor], trained: Sequence[bool]) -> list[Tensor]:
+    return [
+        tensor.detach().requires_grad_(needs) for tensor, needs in zip(inputs, trained, strict=True)
+    ]
+
+
+def _require_alike(outputs: Sequence[Tensor], prepared: Sequence[Meta]) -> None:
+    """Raises RuntimeError for what the other ranks do not expect."""
+    if len(outputs) != len(prepared):
+        raise RuntimeError(
+            f"a stage gave {len(outputs)} tensors; it gave {len(prepared)} when it was run first"
+        )
+    for place, (output, meta) in enumerate(zip(outputs, prepared, strict=True)):
+        if (output.shape, output.dtype) != (meta.shape, meta.dtype):
+            raise RuntimeError(
+                f"output {place} of a stage is {_described(output)}; it was {_described(meta)} "
+                f"when the stage was run first, and other ranks expect that"
+            )
+        if output.requires_grad and not meta.is_trained:
+            raise RuntimeError(
+                f"output {place} of a stage is trained now and was not when the stage was run "
+                f"first: call close() of the pipeline on all ranks after layers are unfrozen"
+            )
+
+
+def _described(tensor: Tensor | Meta) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from stepgauge.parallel.counted_mean import gradient_of, weighted
+from stepgauge.parallel.pipeline.between import Meta
 from stepgauge.parallel.pipeline.clock import Clock
 from stepgauge.parallel.pipeline.graphed import GraphedStage
 from stepgauge.parallel.pipeline.peer_transfers import PeerTransfers
-from stepgauge.parallel.pipeline.stage import Meta, Stage
+from stepgauge.parallel.pipeline.stage import Stage
 from stepgauge.parallel.pipeline.transfers import Transfers
 from stepgauge.spec.plan.pipeline import Action, Schedule
 from stepgauge.spec.plan.pipeline.action import BACKWARD, FORWARD, REDUCE, UNSHARD, WEIGHT
@@ -74,7 +75,7 @@ class PipelineStep:
         elif kind == "RECV_F":
             self.transfers.receive(action, self.metas[stage])
         elif kind == "RECV_B":
-            self.transfers.receive(action, [m for m in self.metas[stage + 1] if m.is_trained])
+            self.transfers.receive(action, [m for m in self.metas[stage + 1] if m.has_gradient])
         else:
             self._of_stage(stage, kind)
 
@@ -138,15 +139,23 @@ class PipelineStep:
         if not self.schedule.crosses(number, number + 1):
             return self._gradients.pop((number, micro_batch))
         received = iter(self.transfers.take(Action(number, "RECV_B", micro_batch)))
-        return [next(received) if meta.is_trained else None for meta in self.metas[number + 1]]
+        return [next(received) if meta.has_gradient else None for meta in self.metas[number + 1]]
 
     def _gradients_of(self, stage: int, micro_batch: int) -> list[Tensor]:
-        """What goes back to a stage on another rank: zeros where its output was not used."""
-        gradients = self._gradients.pop((stage, micro_batch))
+        """What goes back to a stage on another rank, which expects a gradient of each output that
+        the loss depended on in the first step: zeros where it does not now.
+        """
+        gradients, metas = self._gradients.pop((stage, micro_batch)), self.metas[stage + 1]
+        for place, (gradient, meta) in enumerate(zip(gradients, metas, strict=True)):
+            if gradient is not None and not meta.is_used:
+                raise RuntimeError(
+                    f"the loss depends on output {place} of stage {stage} now, and did not when the "
+                    f"pipeline was run first: call close() on all ranks before such a change"
+                )
         return [
             meta.empty(self.device).zero_() if gradient is None else gradient
-            for gradient, meta in zip(gradients, self.metas[stage + 1], strict=True)
-            if meta.is_trained
+            for gradient, meta in zip(gradients, metas, strict=True)
+            if meta.has_gradient
         ]
 
 

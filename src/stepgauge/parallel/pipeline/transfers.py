@@ -7,17 +7,19 @@ waits behind one that it has nothing to do with.
 
 import collections
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stepgauge.parallel.pipeline.between import Meta
 from stepgauge.parallel.pipeline.groups import members, new_groups
-from stepgauge.parallel.pipeline.stage import Meta
 from stepgauge.spec.plan.pipeline import Action, Channel, Schedule
 from stepgauge.spec.plan.pipeline.action import SENDS
 
 Posted = tuple[list[dist.Work], list[Tensor]]
+Found = TypeVar("Found")
 
 
 class Transfers:
@@ -96,15 +98,13 @@ def _begun(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def shared_metas(owners: Mapping[int, int], stage: int, found: list[Meta] | None,
-                 group: dist.ProcessGroup | None) -> list[Meta]:  # fmt: skip
-    """What a stage gives, as its rank has found, on all ranks."""
+def shared(found: Found | None, owner: int, group: dist.ProcessGroup | None) -> Found:
+    """What a rank of the group has found, on all of them."""
     told = [found]
-    source = members(group)[owners[stage]]
-    dist.broadcast_object_list(told, source, group)
-    metas = told[0]
-    assert metas is not None, "the owner has run the stage"
-    return metas
+    dist.broadcast_object_list(told, members(group)[owner], group)
+    (value,) = told
+    assert value is not None, "the owner has found it"
+    return value
 
 
 def handed(owners: Mapping[int, int], stage: int, values: Sequence[Tensor],
@@ -112,8 +112,7 @@ def handed(owners: Mapping[int, int], stage: int, values: Sequence[Tensor],
     """What a stage gives, on the rank of the next one; on other ranks nothing."""
     rank, world = dist.get_rank(group), members(group)
     mine = rank == owners[stage]
-    found = [Meta(value.shape, value.dtype, False) for value in values] if mine else None
-    metas = shared_metas(owners, stage, found, group)
+    metas = shared([Meta.of(value) for value in values] if mine else None, owners[stage], group)
     if mine:
         for value in values:
             dist.send(value.contiguous(), world[owners[stage + 1]], group)
