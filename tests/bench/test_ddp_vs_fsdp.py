@@ -11,7 +11,7 @@ from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.store import RunStore
-from stepgauge.study.ddp_vs_fsdp import blocks, gap_table
+from stepgauge.study.ddp_vs_fsdp import answer, blocks, gap_table
 
 SHAPE = ["--size", "bert-tiny", "--context", "8", "--vocab-size", "64", "--device", "cpu"]
 COUNTS = ["--warmup", "1", "--steps", "2", "--seed", "1,2", "--batch", "2"]
@@ -92,3 +92,37 @@ def test_times_are_over_the_field_and_bytes_over_ranks_too():
     assert together.metrics["step_ms"] == Sample.of([101.0, 102.0, 103.0], "ms")
     assert together.metrics["peak_bytes"].n == 4
     assert len(over(rows, "wrapper")) == 3
+
+
+@pytest.fixture
+def measured():
+    """measured(wrapper, spread=1.0, **fields): a row over 2 ranks as bench gives it."""
+
+    def make(wrapper, *, spread=1.0, batch=2, **fields):
+        spec = DataParallelSpec(
+            model=BertSpec.preset("bert-tiny"), size="bert-tiny", wrapper=wrapper, ranks=2,
+            batch=batch,
+        )  # fmt: skip
+        step, tokens = Sample.of([10, 10 * spread], "ms"), Sample.exact(1e3, "tokens/s")
+        return Record.of(spec, **{"metrics": {"step_ms": step, "tokens_per_s": tokens}, **fields})
+
+    return make
+
+
+def test_a_row_that_failed_is_named_with_its_reason_and_not_called_disturbed(measured):
+    failed = measured("torch-fsdp", status="failed", note="no such backend", metrics={})
+    rows = [measured("torch-ddp"), failed]
+    assert answer(rows) == (
+        "No row of torch-fsdp has figures: torch-ddp and torch-fsdp cannot be compared here."
+    )
+    text, table, *_ = blocks(rows)
+    assert "FAILED: no such backend" in text.text and len(table.rows) == 1
+    assert len(blocks([failed])) == 1
+
+
+def test_the_largest_batch_that_both_have_is_compared_and_disturbed_rows_are_called_so(measured):
+    rows = [measured(name) for name in ("torch-ddp", "torch-fsdp")]
+    larger = measured("torch-fsdp", batch=4)
+    assert answer([*rows, larger]).startswith("At a global batch of 4 torch-fsdp takes 1.00")
+    spread = [measured("torch-ddp"), measured("torch-fsdp", spread=2.0)]
+    assert answer(spread).startswith("Rows were disturbed: ")

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stepgauge.report.names import labels
 from stepgauge.report.numbers import scaled
 from stepgauge.report.over import over
-from stepgauge.report.page import Block
+from stepgauge.report.page import Block, Text
 from stepgauge.report.table import Table
-from stepgauge.report.views import record_table, undisturbed
+from stepgauge.report.views import record_table, remark, undisturbed
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.record import Record, Sample
@@ -61,6 +62,12 @@ def _spec(machine: Machine, wrapper: str, ranks: int, batch: int, seed: int) -> 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
     rows = over_seeds(records)
+    without = [record for record in records if record.status != "ok"]
+    failed = [
+        Text(f"{name}: {remark(r)}.") for name, r in zip(labels(without), without, strict=True)
+    ]
+    if not rows:
+        return failed
     figures = [
         dataclasses.replace(row, metrics={n: row.metrics[n] for n in SHOWN if n in row.metrics})
         for row in rows
@@ -70,7 +77,7 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
         "Throughput and step over seeds, peak memory over ranks and seeds; std is that of a sample."
     )
     table = dataclasses.replace(table, caption=f"{caption} {table.caption}")
-    return [table, gap_table(rows), beside("ddp-vs-fsdp", rows, PUBLISHED_AT)]
+    return [*failed, table, gap_table(rows), beside("ddp-vs-fsdp", rows, PUBLISHED_AT)]
 
 
 def over_seeds(records: Sequence[Record]) -> list[Record]:
@@ -91,18 +98,26 @@ def _of_all_ranks(row: Record) -> Record:
 
 def answer(records: Sequence[Record]) -> str:
     """Sharding's memory and time beside replication, torch's wrappers, at the largest batch."""
-    held, among = undisturbed(records)
+    held, among = undisturbed([record for record in records if record.status == "ok"])
     rows = {(row.spec["wrapper"], row.spec["global_batch"]): row for row in over_seeds(held)}
-    batch = max((batch for _, batch in rows), default=0)
-    plain, sharded = (rows.get((name, batch)) for name in PAIRS[0])
-    if not plain or not sharded:
-        return "Rows were disturbed: torch-ddp and torch-fsdp cannot be compared here."
+    batches = [batch for _, batch in rows if all((name, batch) in rows for name in PAIRS[0])]
+    if not batches:
+        return f"{_why_not(records)}: torch-ddp and torch-fsdp cannot be compared here."
+    batch = max(batches)
+    plain, sharded = (rows[name, batch] for name in PAIRS[0])
     time, memory = (_ratio(sharded, plain, name) for name in ("step_ms", "peak_bytes"))
     of_peak = f" and {memory:.2f} of its peak memory" if memory else ""
     at = f"{among}at" if among else "At"
     return (
         f"{at} a global batch of {batch} torch-fsdp takes {time:.2f} of torch-ddp's step{of_peak}."
     )
+
+
+def _why_not(records: Sequence[Record]) -> str:
+    """What kept both of torch's wrappers from having a row at one batch."""
+    figures = {record.spec["wrapper"] for record in records if record.status == "ok"}
+    missing = [name for name in PAIRS[0] if name not in figures]
+    return f"No row of {' and '.join(missing)} has figures" if missing else "Rows were disturbed"
 
 
 def _ratio(above: Record, below: Record, metric: str) -> float | None:
