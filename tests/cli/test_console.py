@@ -66,6 +66,14 @@ def test_in_a_file_a_table_is_as_wide_as_a_page(monkeypatch, capsys, columns):
     assert "".join(lines[3:]).endswith("a figure 10, a figure 11")
 
 
+def test_in_a_file_remarks_and_names_wrap_in_a_page(capsys):
+    row = ["n" * 30 + " " + "m" * 30, "1.5", "device memory ran out " * 10]
+    console.print_table(Table(["name", "step ms", "remark"], [row], frozenset(["step ms"])))
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert max(map(len, lines)) <= console.PAGE_WIDTH
+    assert "1.5" in lines[2] and " ".join(lines).count("ran out") == 10
+
+
 def test_a_remark_wraps_and_figures_do_not(terminal):
     printed = terminal(60)
     remarked = Table(

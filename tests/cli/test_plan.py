@@ -117,7 +117,7 @@ def test_layouts_for_other_machines_are_not_run_here(stepgauge, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     status, out, err = stepgauge("plan", *asked)
     assert status == 2 and "What hides" in out
-    assert "nothing of the plan can be run here: device 'cuda' is not there" in err
+    assert "nothing of the plan can be run here: --device 'cuda' is not there" in err
     spec = LayoutSpec(model=ModelSpec.preset("nano"), layout="none", device="cuda")
     gpu = types.SimpleNamespace(type="cuda", __str__=lambda self: "cuda")
     monkeypatch.setattr(runnable.devices, "resolve", lambda name: gpu)

@@ -106,9 +106,9 @@ def print_table(table: Table) -> None:
     if not table.rows:
         return
     every = table.for_eyes()
-    shown = _that_fits(every, console.width if console.is_terminal else PAGE_WIDTH)
-    # in a file a row is a line
-    _draw(shown or every, console.width if shown and console.is_terminal else NO_BOUND)
+    width = console.width if console.is_terminal else PAGE_WIDTH
+    shown = _that_fits(every, width)
+    _draw(shown or every, width if shown else NO_BOUND)
     rest = [name for name in every.columns if shown and name not in shown.columns]
     if rest:
         left_out = f"--format csv or json has more: {', '.join(rest)}"

@@ -11,14 +11,14 @@ def terms_table(record: Record, label: str) -> Table:
     label  names the row
     """
     head, *rows = record.tables["terms"]
-    place = head.index("us")
-    shown = [[*row[:place], row[place] / 1e3, *row[place + 1 :]] for row in rows]
-    columns = [*head[:place], "ms", *head[place + 1 :]]
+    columns = ["phase", "term", "ms", "operation", "source", "count", "sizes"]
+    cells = [dict(zip(head, row, strict=True)) for row in rows]
+    shown = [[{**cell, "ms": cell["us"] / 1e3}[name] for name in columns] for cell in cells]
     caption = (
         f"{label}: terms of {record.median('step_ms'):.2f} ms ± {spread(record):.0%} by their "
         f"sources, on {record.environment['hardware']}"
     )
-    return Table(columns, shown, names=4, caption=caption, numeric=frozenset(("count", "ms")))
+    return Table(columns, shown, names=2, caption=caption, numeric=frozenset(("count", "ms")))
 
 
 def memory_table(record: Record, label: str) -> Table:
