@@ -67,7 +67,9 @@ class Run:
         self.alone = Layer(name, scale, device, dtype)
         own = Layer(name, scale, device, dtype)
         table = {"layer": Rule(own.rule)}
-        self.parallel: TensorParallel = parallelize_tensor(own, table, overlap=form != "plain")
+        self.parallel: TensorParallel = parallelize_tensor(
+            own, table, by_sequence=True, overlap=form != "plain"
+        )
         generator = torch.Generator(device).manual_seed(tokens)
         batch, weight = 1 if scale == 1 else 2, self.alone.layer.weight
         shape = (batch, tokens, weight.shape[1])

@@ -6,6 +6,8 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from tests.parallel.library_networks import HEADS as NUM_HEADS
+from tests.parallel.library_networks import CountingAttention, LibraryModel
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -20,8 +22,9 @@ from stepgauge.runtime.launch import launch
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan import tensor as plan
-from stepgauge.spec.plan.tensor import Rule, Section
+from stepgauge.spec.plan.tensor import Count, Rule, Section
 from stepgauge.spec.plan.tensor_tables import table_of
+from stepgauge.spec.plan.transformers_tables import table_of_config
 
 PARTIAL_LOSS = PartialLoss(partial_forward, partial_backward)
 STEPS, CLIP, VOCABULARY = 2, 0.05, 11  # which neither 2 nor 4 divide
@@ -109,11 +112,39 @@ USER_TABLE = {
 }
 
 
+def by_sequence_too(model):
+    """The built-in table of a library's network, on a residual stream in pieces."""
+    table = table_of_config(model.config.to_dict(), [name for name, _ in model.named_modules()])
+    norms = ("model.norm", "model.layers.*.*_layernorm")
+    return {**table, "model.layers.0": Rule("split"), **dict.fromkeys(norms, Rule("sequence"))}
+
+
+def counting_model():
+    model = UserModel()
+    for layer in model.layers:
+        layer.q, layer.k, layer.v = (nn.Identity() for _ in range(3))
+        layer.o = CountingAttention()
+    return model
+
+
+# Without "split" the stream is whole, and nobody has to say so.
+COUNTING_TABLE = {
+    "layers.*.o": Rule("gather", counts=(Count("num_heads", Section(NUM_HEADS)),)),
+    "layers.*.o.[qkv]": HEADS,
+    "layers.*.o.o": Rule("row"),
+}
+
+
 def build(name):
     """A network with random values everywhere, and its table."""
     torch.manual_seed(1)
     if name == "user":
         model, table = UserModel(), USER_TABLE
+    elif name == "counting":
+        model, table = counting_model(), COUNTING_TABLE
+    elif name.startswith("library"):
+        model = LibraryModel(VOCABULARY)
+        table = by_sequence_too(model) if "sequence" in name else None
     else:
         spec = SPECS[name]
         network = BertForMaskedLM if isinstance(spec, BertSpec) else TransformerLM
@@ -146,7 +177,7 @@ def train(model, clip):
     return torch.tensor(found, dtype=torch.float64)
 
 
-def difference(name, by_sequence=True, partial_loss=None, overlap=False, prepare=None):
+def difference(name, by_sequence=None, partial_loss=None, overlap=False, prepare=None):
     """The largest difference from one process: of losses and norms, gradients, weights."""
     whole, table = build(name)
     whole_found = train(whole, lambda norm: nn.utils.clip_grad_norm_(whole.parameters(), norm))
@@ -406,11 +437,58 @@ def of_changed_models():
         for name, model in models.items()
     }
     unsplit = {name: rule for name, rule in USER_TABLE.items() if rule.kind != "split"}
-    first = parallelize_tensor(UserModel(), USER_TABLE).module.layers[0]
-    return found | {
-        "no split": message_of(lambda: parallelize_tensor(UserModel(), unsplit)),
-        "by keyword": message_of(lambda: first(x=torch.ones(1, 8, 16))),
+    return (
+        found
+        | of_hooked_models()
+        | of_tables_of_the_library()
+        | {
+            "no split": message_of(lambda: parallelize_tensor(UserModel(), unsplit)),
+        }
+    )
+
+
+def of_hooked_models():
+    """What is said about hooks that would be lost or see a part, and about layers that forward reads
+    otherwise.
+    """
+    hooked, seen, early, ours, halved = (UserModel() for _ in range(5))
+    hooked.layers[0].q.register_forward_hook(lambda *_: None)
+    seen.layers[0].q.weight.register_hook(lambda gradient: gradient)
+    early.layers[0].norm.weight.register_hook(lambda gradient: gradient)
+    ours.layers[0].q.forward = ours.layers[0].q.forward
+    nn.utils.parametrize.register_parametrization(halved.layers[0].o, "bias", nn.Identity())
+    models = {"hook": hooked, "weight's hook": seen, "early hook": early}
+    models |= {"own forward": ours, "computed": halved}
+    models["functional dropout"] = changed(**{"layers.0.norm": nn.LSTM(16, 16, 2, dropout=0.5)})
+    return {
+        name: message_of(lambda model=model: parallelize_tensor(model, USER_TABLE))
+        for name, model in models.items()
     }
+
+
+def of_tables_of_the_library():
+    """And about tables that leave out what works on a part of the residual stream."""
+    attending = UserModel()
+    attending.layers[1].norm = nn.MultiheadAttention(16, 2)
+    without = {name: rule for name, rule in USER_TABLE.items() if rule.kind != "sequence"}
+    uncounted = COUNTING_TABLE | {"layers.*.o": Rule("gather")}
+    half = {name: rule for name, rule in COUNTING_TABLE.items() if "q" not in name}
+    calls = {
+        "attends": (attending, USER_TABLE),
+        "out_proj": (attending, {"layers.1.norm.out_proj": Rule("row")}),
+        "no rule": (UserModel(), without),
+        "uncounted": (counting_model(), uncounted),
+        "half": (counting_model(), half),
+        "no config": (UserModel(), None),
+    }
+    said = {
+        name: message_of(lambda call=call: parallelize_tensor(*call))
+        for name, call in calls.items()
+    }
+    flat = nn.Sequential(nn.Linear(4, 4))
+    parallelize_tensor(flat, {"0": Rule("column")}, by_sequence=True)
+    alone = message_of(lambda: parallelize_tensor(nn.Linear(4, 4), {"": Rule("column")}))
+    return said | {"flat": message_of(lambda: flat(torch.ones(2, 4))), "alone": alone}
 
 
 def mistakes():
@@ -449,6 +527,8 @@ def everything():
         for name in (*SPECS, "user")
         for by_sequence in ((True, False) if is_two else (True,))
     }
+    for name in ("library", "library by sequence", "counting"):
+        found[name] = difference(name)
     found["no logits held"] = difference(OVERLAPPED[0], True, PARTIAL_LOSS)
     found |= overlapped_differences()
     if is_two:
@@ -545,8 +625,58 @@ def test_mistakes_are_said(two_ranks):
         assert said["dropout"] == (
             "layers.0.norm drops 0.1 of what it is given, other values on each rank; set its p to 0"
         )
-        assert said["by keyword"] == (
-            "layers.0 splits its first argument, which must be given by position"
+        assert said["hook"] == (
+            "layers.0.q has forward_hooks, which would be lost; register hooks after the layers are "
+            "cut: they then see this rank's part"
+        )
+        assert said["weight's hook"].startswith(
+            "layers.0.q.weight has a hook, which would be lost;"
+        )
+        assert said["early hook"] == (
+            "layers.0.norm.weight has a hook, which would see the gradient of a part; register hooks "
+            "after the layers are cut"
+        )
+        assert said["own forward"] == (
+            "layers.0.q is a Linear with a forward of its own; the rule column cuts nn.Linear"
+        )
+        assert said["computed"] == (
+            "layers.0.o has a parameter that is computed from others; the rule row cuts nn.Linear"
+        )
+        assert said["functional dropout"] == (
+            "layers.0.norm drops 0.5 of what it is given, other values on each rank; set its "
+            "dropout to 0"
+        )
+        assert said["attends"] == (
+            "layers.1.norm is a MultiheadAttention, which would see its rank's piece of the sequence "
+            "alone; choose by_sequence=False"
+        )
+        assert said["out_proj"] == (
+            "layers.1.norm.out_proj is read by its nn.MultiheadAttention, which does not call it; "
+            "leave it whole"
+        )
+        part = (
+            "has no rule, so that the gradients of its weights would be of a part; give it one of"
+        )
+        assert said["no rule"] == (
+            f"layers.0.norm works on a piece of the sequence and {part} sequence, heads, whole"
+        )
+        assert said["half"] == (
+            f"layers.0.o.q is in layers.0.o, which gathers for its columns, and {part} heads"
+        )
+        assert said["uncounted"] == (
+            "layers.0.o reads its num_heads, 4, of which each rank has some; give it a rule with "
+            "counts=(Count('num_heads', Section(4)),)"
+        )
+        assert said["no config"] == (
+            "a UserModel has no config of the transformers library to make a table from; give a "
+            "table of names and rules"
+        )
+        assert said["flat"] == (
+            "the residual stream is cut along dim 1 of batch, sequence and width, and a layer is "
+            "given (2, 4); choose by_sequence=False"
+        )
+        assert (
+            said["alone"] == "the rule column replaces a layer of a module, and was given it alone"
         )
         assert said["no split"] == (
             "by_sequence is True, and the table cuts the embedding embed and splits nothing; give "

@@ -32,7 +32,8 @@ def test_rows_without_sections_are_cut_as_equally_as_can_be():
     [
         (Cut(0, (Section(12, unit=4),)), 2, "3 units of 4 rows cannot be cut into 2 equal parts"),
         (Cut(0, (Section(12, unit=4, shared=True),)), 4, "3 units of 4 rows"),
-        (Cut(1, (Section(5),)), 2, "5 rows cannot be cut into 2 equal parts"),
+        (Cut(1, (Section(12),)), 5, "12 rows cannot be cut into 5 equal parts"),
+        (Cut(0, (Section(8), Section(5))), 2, "its sections have 13 rows, and it has 12"),
         (Cut(0), 13, "12 rows cannot be cut into 13 parts"),
     ],
 )

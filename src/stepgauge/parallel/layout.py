@@ -29,7 +29,7 @@ from stepgauge.runtime.recording import Recorder
 from stepgauge.runtime.world import gathered_objects
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.plan.pipeline import Schedule
-from stepgauge.spec.plan.tensor import Table
+from stepgauge.spec.plan.tensor import Table, is_by_sequence
 
 Batch = Sequence[Any]
 WithoutAxis = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -68,11 +68,13 @@ class Network:
     def cut_layers(
         self, stage: int, module: nn.Module, mesh: DeviceMesh, *, overlap: bool
     ) -> TensorParallel:
-        """The stage with its layers cut, in place."""
+        """The stage with its layers cut, in place. One table that cuts the sequence cuts it for all."""
+        tables = map(self.table, range(self.schedule.num_stages if self.schedule else 1))
         return parallelize_tensor(
             module,
             self.table(stage),
             group=mesh.get_group("tensor"),
+            by_sequence=any(map(is_by_sequence, tables)),
             overlap=overlap,
             partial_loss=self.partial_loss,
         )

@@ -1,11 +1,13 @@
-"""Hooks of parameters: ours, and those of others, which torch lists under private names alone."""
+"""Hooks of parameters and of modules: ours, and those of others, which torch lists under private
+names alone.
+"""
 
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @contextlib.contextmanager
@@ -49,3 +51,8 @@ def others_after(parameter: Tensor) -> list[Any]:
 
 def num_hooks(parameter: Tensor) -> int:
     return len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
+
+
+def hooks_of_module(module: nn.Module) -> list[str]:
+    """The kinds of hooks that a module has; torch lists them in one attribute each."""
+    return [name for name, value in vars(module).items() if name.endswith("_hooks") and value]

@@ -1,6 +1,6 @@
 """Each rank has a part of every layer, by a table of names and rules (spec/plan/tensor).
 
-The parts, in the order in which to read them: `tensor_parallel`, `cuts`, `layers`,
+The parts, in the order in which to read them: `tensor_parallel`, `rules`, `cuts`, `layers`,
 `residual_stream`, `gradient_sums`; `overlapped` with `exchange`; `vocabulary_loss`; `by_torch`.
 """
 

@@ -1,15 +1,13 @@
 """Parameters that tensor parallel cuts: which, and each rank's part in the place of the whole."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from stepgauge.spec.plan.tensor import KINDS, Cut, Rule, Table, matched
-
-Rules = Sequence[tuple[str, Rule]]
+from stepgauge.parallel.tensor_parallel.rules import Rules
+from stepgauge.spec.plan.tensor import KINDS, Cut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,60 +44,6 @@ class CutParameter:
 
 
 Cuts = Mapping[str, CutParameter]  # by the parameter's name
-DROPOUTS = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
-LAYERS: Mapping[str, Any] = {
-    "column": nn.Linear,
-    "row": nn.Linear,
-    "head": nn.Linear,
-    "embedding": nn.Embedding,
-}
-
-
-def rules_of(module: nn.Module, table: Table, *, by_sequence: bool) -> Rules:
-    """The rules of the table by the names of the module's parts. Raises ValueError for what would
-    not be computed as in one process.
-    """
-    rules = list(matched(table, [name for name, _ in module.named_modules()]))
-    for name, rule in rules:
-        _check_layer(name, module.get_submodule(name), rule)
-    for name, each in module.named_modules():
-        if isinstance(each, DROPOUTS) and each.p:
-            raise ValueError(
-                f"{name} drops {each.p} of what it is given, other values on each rank; set its p "
-                f"to 0"
-            )
-    names = {rule.kind: name for name, rule in rules}
-    if by_sequence and "embedding" in names and "split" not in names:
-        raise ValueError(
-            f"by_sequence is True, and the table cuts the embedding {names['embedding']} and splits "
-            f"nothing; give the first module of the residual stream the rule split, or choose "
-            f"by_sequence=False"
-        )
-    return rules
-
-
-def _check_layer(name: str, layer: Any, rule: Rule) -> None:
-    """Raises ValueError for a layer that is not the one that the rule cuts."""
-    wanted = LAYERS.get(rule.kind)
-    if wanted is None:
-        return
-    cuts = f"the rule {rule.kind} cuts nn.{wanted.__name__}"
-    if not isinstance(layer, wanted):
-        raise ValueError(f"{name} is a {type(layer).__name__}; {cuts}")
-    if type(layer).forward is not wanted.forward:
-        raise ValueError(f"{name} is a {type(layer).__name__} with a forward of its own; {cuts}")
-    if "weight" not in dict(layer.named_parameters(recurse=False)):
-        raise ValueError(f"{name} has no parameter weight of its own to cut")
-    for option in ("scale_grad_by_freq", "sparse"):
-        if getattr(layer, option, False):
-            raise ValueError(f"{name} has {option}, which an embedding that is cut does not do")
 
 
 def cut_parameters(module: nn.Module, rules: Rules, rank: int, ranks: int) -> Cuts:

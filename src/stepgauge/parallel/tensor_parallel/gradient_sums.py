@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from stepgauge.parallel.autograd.parameter_hooks import num_hooks, taking_hooks
 from stepgauge.parallel.autograd.present_backward import adds_to, at_end_of_backward
 from stepgauge.parallel.replicas import registrations
-from stepgauge.parallel.tensor_parallel.cuts import CutParameter, Cuts, Rules
+from stepgauge.parallel.tensor_parallel.cuts import CutParameter, Cuts
 from stepgauge.parallel.tensor_parallel.residual_stream import ResidualStream
+from stepgauge.parallel.tensor_parallel.rules import Rules
 from stepgauge.spec.plan.tensor import KINDS
 
 
@@ -58,8 +59,8 @@ def gradient_sums(
     sums = {}
     for name, parameter in module.named_parameters():
         cut = cuts.get(name)
-        has_copies = cut is not None and max(cut.copies) > 1
-        if parameter.is_floating_point() and (has_copies or parameter in summed):
+        is_summed = parameter in summed if cut is None else max(cut.copies) > 1
+        if parameter.is_floating_point() and is_summed:
             sums[name] = GradientSum(stream, cut)
     return sums
 

@@ -51,6 +51,8 @@ class ResidualStream:
         """x_BTD, of which each rank goes on to compute a part: gathered, if it is in pieces.
         Backward sums what the ranks say about it.
         """
+        if self.by_sequence:
+            _require_sequence(x)
         if not self.communicates:
             return x.repeat(1, self.ranks, 1) if self.by_sequence else x
         return (_Gather if self.by_sequence else _SumOfGradients).apply(x, self.group)
@@ -79,9 +81,10 @@ class ResidualStream:
         return scattered_product(x_BTF, weight_DF.to(x_BTF.dtype), self.group)
 
     def _overlaps(self, x: Tensor, pieces: int, width: int = 0) -> bool:
+        if not (self.overlap and self.by_sequence and self.communicates):
+            return False
         nbytes = x.shape[0] * x.shape[1] * pieces * (width or x.shape[2]) * x.dtype.itemsize
-        wanted = self.overlap and self.by_sequence and self.communicates
-        return wanted and overlaps(nbytes, self.ranks)
+        return overlaps(nbytes, self.ranks)
 
     def split(self, x_BTD: Tensor) -> Tensor:
         """The rank's piece of what every rank has whole."""
@@ -106,11 +109,20 @@ class ResidualStream:
         return self.group if self.communicates else None
 
     def _check(self, x_BTD: Tensor) -> None:
+        _require_sequence(x_BTD)
         if x_BTD.shape[1] % self.ranks:
             raise ValueError(
                 f"the sequence has {x_BTD.shape[1]} tokens, which {self.ranks} ranks do not "
                 "divide; choose a multiple, or by_sequence=False"
             )
+
+
+def _require_sequence(x: Tensor) -> None:
+    if x.ndim != 3:
+        raise ValueError(
+            f"the residual stream is cut along dim 1 of batch, sequence and width, and a layer is "
+            f"given {tuple(x.shape)}; choose by_sequence=False"
+        )
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, operation: str = "sum") -> Tensor:

@@ -10,6 +10,7 @@ every rank has is the gradient.
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stepgauge.parallel.communication.peer_memory import on_one_machine
 from stepgauge.parallel.replicas import prepare_replicas
-from stepgauge.parallel.tensor_parallel.cuts import Cuts, cut_parameters, rules_of
+from stepgauge.parallel.tensor_parallel.cuts import Cuts, cut_parameters
 from stepgauge.parallel.tensor_parallel.exchange import register
 from stepgauge.parallel.tensor_parallel.gradient_sums import GradientSum, Hooking, gradient_sums
 from stepgauge.parallel.tensor_parallel.layers import (
@@ -27,11 +28,14 @@ from stepgauge.parallel.tensor_parallel.layers import (
     RowParallelLinear,
     VocabularyParallelEmbedding,
     VocabularyParallelHead,
+    as_computed,
 )
 from stepgauge.parallel.tensor_parallel.residual_stream import ResidualStream
+from stepgauge.parallel.tensor_parallel.rules import Rules, rules_of
 from stepgauge.parallel.tensor_parallel.vocabulary_loss import PartialLoss
 from stepgauge.parallel.whole_norm import clip_whole_norm
-from stepgauge.spec.plan.tensor import Table
+from stepgauge.spec.plan.tensor import Table, is_by_sequence
+from stepgauge.spec.plan.transformers_tables import table_of_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,10 +108,10 @@ class TensorParallel:
 
 def parallelize_tensor(
     module: nn.Module,
-    table: Table,
+    table: Table | None = None,
     *,
     group: dist.ProcessGroup | None = None,
-    by_sequence: bool = True,
+    by_sequence: bool | None = None,
     overlap: bool | None = None,
     partial_loss: PartialLoss | None = None,
 ) -> TensorParallel:
@@ -115,13 +119,13 @@ def parallelize_tensor(
 
     The module is whole on each rank, with any values: rank 0's are taken. A layer of rule "head"
     whose parent has a function `compute_loss(hidden, weight, targets, ...)` gives the parent one
-    that never holds the logits of the whole vocabulary. Before an optimizer is built, since
-    parameters are new.
+    that never holds the logits of the whole vocabulary. Layers and parameters are new: optimizers
+    and hooks come afterwards.
 
+    table        None: by the config of a network of the transformers library
     by_sequence  norms and the residual stream have a piece of the sequence each, dim 1 of what the
-                 first block takes
-    overlap      large collectives run beside products (parallel.overlapped); None: between GPUs of
-                 one machine, where pieces by sequence allow it
+                 first block takes; None: where a rule is split or sequence
+    overlap      large collectives run beside products; None: by sequence, between GPUs of a machine
     partial_loss linear + cross-entropy over some of the vocabulary, such as kernels'
                  linear_cross_entropy.partial: the head then holds no logits for its loss
 
@@ -130,17 +134,39 @@ def parallelize_tensor(
     """
     group = group or dist.group.WORLD
     assert group is not None, "tensor parallel runs in a process group"
+    table = _table_by_config(module) if table is None else table
+    by_sequence = is_by_sequence(table) if by_sequence is None else by_sequence
     prepare_replicas(module, group)
     stream = _stream(module, group, by_sequence, overlap)
     rules = rules_of(module, table, by_sequence=by_sequence)
     cuts = cut_parameters(module, rules, stream.rank, stream.ranks)
-    for name, rule in rules:
-        APPLY[rule.kind](module, name, stream, cuts)
+    _apply(module, rules, stream, cuts)
     _prepare_parts(module, partial_loss)
     sums = gradient_sums(module, rules, cuts, stream)
     hooking = Hooking(sums, stream)
     hooking(module)
     return TensorParallel(module, stream, cuts, sums, module.register_forward_pre_hook(hooking))
+
+
+def _apply(module: nn.Module, rules: Rules, stream: ResidualStream, cuts: Cuts) -> None:
+    for name, rule in rules:
+        APPLY[rule.kind](module, name, stream, cuts)
+    for name, rule in rules:
+        part = module.get_submodule(name)
+        if rule.kind == "gather":
+            _leave_gathered(part)
+        for count in rule.counts:
+            setattr(part, count.attribute, count.on(stream.rank, stream.ranks))
+
+
+def _table_by_config(module: nn.Module) -> Table:
+    config: Any = getattr(module, "config", None)
+    if not hasattr(config, "to_dict"):
+        raise ValueError(
+            f"a {type(module).__name__} has no config of the transformers library to make a table "
+            f"from; give a table of names and rules"
+        )
+    return table_of_config(config.to_dict(), [name for name, _ in module.named_modules()])
 
 
 def _stream(
@@ -160,35 +186,46 @@ def _stream(
 
 def _column(module: nn.Module, name: str, stream: ResidualStream, cuts: Cuts) -> None:
     sections = tuple(place.stop - place.start for place in cuts[f"{name}.weight"].places)
-    module.set_submodule(name, ColumnParallelLinear(_get(module, name), stream, sections))
+    _replace(module, name, ColumnParallelLinear(_get(module, name), stream, sections))
 
 
 def _row(module: nn.Module, name: str, stream: ResidualStream, cuts: Cuts) -> None:
-    module.set_submodule(name, RowParallelLinear(_get(module, name), stream))
+    _replace(module, name, RowParallelLinear(_get(module, name), stream))
 
 
 def _embedding(module: nn.Module, name: str, stream: ResidualStream, cuts: Cuts) -> None:
     cut = cuts[f"{name}.weight"]
     part = VocabularyParallelEmbedding(_get(module, name), stream, cut.places[0].start, cut.size)
-    module.set_submodule(name, part)
+    _replace(module, name, part)
 
 
 def _head(module: nn.Module, name: str, stream: ResidualStream, cuts: Cuts) -> None:
     cut = cuts[f"{name}.weight"]
     head = VocabularyParallelHead(_get(module, name), stream, cut.places[0].start, cut.size)
-    module.set_submodule(name, head)
+    _replace(module, name, head)
     parent = module.get_submodule(name.rpartition(".")[0])
     if hasattr(parent, "compute_loss"):
         parent.compute_loss = head.loss  # type: ignore[assignment]
 
 
 def _split(module: nn.Module, name: str, stream: ResidualStream, cuts: Cuts) -> None:
-    def pre_hook(_: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        if not arguments:
-            raise ValueError(f"{name} splits its first argument, which must be given by position")
-        return (stream.split(arguments[0]), *arguments[1:])
+    change_first_argument(module.get_submodule(name), stream.split)
 
-    module.get_submodule(name).register_forward_pre_hook(pre_hook)
+
+def _gather(module: nn.Module, name: str, stream: ResidualStream, cuts: Cuts) -> None:
+    change_first_argument(module.get_submodule(name), lambda x: stream.enter(as_computed(x)))
+
+
+def change_first_argument(part: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Before each forward, whether it is given by position or by name."""
+    first = next(iter(inspect.signature(part.forward).parameters))
+
+    def pre_hook(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if given:
+            return (change(given[0]), *given[1:]), named
+        return given, {**named, first: change(named[first])}
+
+    part.register_forward_pre_hook(pre_hook, with_kwargs=True)
 
 
 def _leave(module: nn.Module, name: str, stream: ResidualStream, cuts: Cuts) -> None:
@@ -202,13 +239,27 @@ APPLY: Mapping[str, Apply] = {
     "embedding": _embedding,
     "head": _head,
     "split": _split,
+    "gather": _gather,
     "sequence": _leave,
+    "whole": _leave,
     "heads": _leave,
 }
 
 
 def _get(module: nn.Module, name: str) -> Any:
     return module.get_submodule(name)
+
+
+def _replace(module: nn.Module, name: str, part: nn.Module) -> None:
+    part.train(module.get_submodule(name).training)
+    module.set_submodule(name, part)
+
+
+def _leave_gathered(module: nn.Module) -> None:
+    """What the module has gathered its columns take as it is."""
+    for part in module.modules():
+        if isinstance(part, ColumnParallelLinear):
+            part.gathers = False
 
 
 def _prepare_parts(module: nn.Module, partial_loss: PartialLoss | None) -> None:

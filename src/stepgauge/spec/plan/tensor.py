@@ -61,6 +61,8 @@ class Cut:
             if size < ranks:
                 raise ValueError(f"{size} rows cannot be cut into {ranks} parts")
             return [slice(size * rank // ranks, size * (rank + 1) // ranks)]
+        if (told := sum(section.rows for section in self.sections)) != size:
+            raise ValueError(f"its sections have {told} rows, and it has {size}")
         slices, first = [], 0
         for section in self.sections:
             part = section.part(rank, ranks)
@@ -105,9 +107,13 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         ),
         # The first module on the residual stream takes its rank's piece of the sequence.
         "split": Kind(backward=("all-gather",)),
+        # A module that only gives its first argument to its columns gathers it once for them all.
+        "gather": Kind(forward=("all-gather",), backward=("reduce-scatter",)),
         # A module that works on its rank's piece of the sequence, or on its rank's heads.
         "sequence": Kind(sums=True),
         "heads": Kind(sums=True),
+        # A module behind the first split that works on what every rank has whole.
+        "whole": Kind(),
     }
 )
 
@@ -125,11 +131,38 @@ def overlaps(stream_bytes: int, ranks: int) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
+class Count:
+    """An attribute of a module that counts what is cut, and must say what a rank has.
+
+    of   what it counts, such as heads
+    per  of a quotient, what it divides by: query heads a key head
+    """
+
+    attribute: str
+    of: Section
+    per: Section | None = None
+
+    def on(self, rank: int, ranks: int) -> int:
+        """Its value on a rank. Raises ValueError for what cannot be cut into equal parts."""
+        counted = _length(self.of.part(rank, ranks))
+        return counted if self.per is None else counted // _length(self.per.part(rank, ranks))
+
+
+def _length(part: slice) -> int:
+    length: int = part.stop - part.start
+    return length
+
+
+@dataclasses.dataclass(frozen=True)
 class Rule:
-    """A kind of KINDS, and a column's sections; none: the rows are one of single rows."""
+    """A kind of KINDS, and a column's sections; none: the rows are one of single rows.
+
+    counts  attributes of the module that its forward reads
+    """
 
     kind: str
     sections: tuple[Section, ...] = ()
+    counts: tuple[Count, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -145,6 +178,11 @@ class Rule:
 
 
 Table = Mapping[str, Rule]
+
+
+def is_by_sequence(table: Table) -> bool:
+    """Whether the table has a residual stream of which each rank has a piece of the sequence."""
+    return any(rule.kind in ("split", "sequence") for rule in table.values())
 
 
 def matched(table: Table, names: Iterable[str]) -> Iterator[tuple[str, Rule]]:

@@ -1,0 +1,101 @@
+"""A network with the names and habits of the transformers library, without the library: lengths are
+read from what a layer is given, arguments are given by name, key heads are repeated by a count.
+"""
+
+import torch.nn.functional as F
+from torch import nn
+
+WIDTH, HEADS, KEY_HEADS, HEAD_WIDTH = 16, 4, 2, 4
+
+
+class Config:
+    def to_dict(self):
+        return {
+            "model_type": "qwen3",
+            "hidden_size": WIDTH,
+            "num_attention_heads": HEADS,
+            "num_key_value_heads": KEY_HEADS,
+            "head_dim": HEAD_WIDTH,
+        }
+
+
+class LibraryModel(nn.Module):
+    def __init__(self, vocabulary):
+        super().__init__()
+        self.config = Config()
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(vocabulary, WIDTH)
+        self.model.layers = nn.ModuleList(LibraryBlock() for _ in range(2))
+        self.model.norm = nn.LayerNorm(WIDTH)
+        self.lm_head = nn.Linear(WIDTH, vocabulary, bias=False)
+        self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, tokens, targets):
+        x = self.model.embed_tokens(tokens)
+        for layer in self.model.layers:
+            x = layer(hidden_states=x)
+        return F.cross_entropy(self.lm_head(self.model.norm(x)).flatten(0, 1), targets.flatten())
+
+
+class LibraryBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.input_layernorm = nn.LayerNorm(WIDTH)
+        self.self_attn = LibraryAttention()
+        self.post_attention_layernorm = nn.LayerNorm(WIDTH)
+        self.mlp = LibraryFeedForward()
+
+    def forward(self, hidden_states):
+        x = hidden_states
+        x = x + self.self_attn(hidden_states=self.input_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class LibraryAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_key_value_groups = HEADS // KEY_HEADS
+        self.q_proj = nn.Linear(WIDTH, HEADS * HEAD_WIDTH)
+        self.k_proj = nn.Linear(WIDTH, KEY_HEADS * HEAD_WIDTH)
+        self.v_proj = nn.Linear(WIDTH, KEY_HEADS * HEAD_WIDTH)
+        self.o_proj = nn.Linear(HEADS * HEAD_WIDTH, WIDTH)
+        self.q_norm, self.k_norm = nn.LayerNorm(HEAD_WIDTH), nn.LayerNorm(HEAD_WIDTH)
+
+    def forward(self, hidden_states):
+        shape = *hidden_states.shape[:-1], -1, HEAD_WIDTH
+        q = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
+        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        k, v = (x.repeat_interleave(self.num_key_value_groups, 1) for x in (k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(mixed.transpose(1, 2).reshape(*shape[:-2], -1))
+
+
+class LibraryFeedForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(WIDTH, 24), nn.Linear(WIDTH, 24)
+        self.down_proj = nn.Linear(24, WIDTH)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class CountingAttention(nn.Module):
+    """Splits what its columns give into as many heads as the whole has, as OPT's does: with some of
+    them, tokens would be mixed and no shape be wrong.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads = HEADS
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (
+            each(x).view(len(x), -1, self.num_heads, HEAD_WIDTH).transpose(1, 2)
+            for each in (self.q, self.k, self.v)
+        )
+        return self.o(
+            F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(*x.shape[:-1], -1)
+        )

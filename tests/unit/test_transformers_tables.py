@@ -1,0 +1,73 @@
+"""Tables of the transformers library's networks, by the names that version 5.23 gives their parts."""
+
+import pytest
+
+from stepgauge.spec.plan.tensor import Count, Section, matched
+from stepgauge.spec.plan.transformers_tables import FAMILIES, table_of_config
+
+SHAPE = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+ATTENTION = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+GATED = ["mlp", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+LLAMA = ["self_attn", *ATTENTION, *GATED]
+BERT = [
+    *("attention.self", "attention.self.query", "attention.self.key", "attention.self.value"),
+    *("attention.output.dense", "intermediate.dense", "output.dense"),
+]
+NEOX = ["attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"]
+# The module of the base network, its blocks, its embedding, and a block's modules.
+NAMES = {
+    "llama": ("model", "layers", "embed_tokens", LLAMA),
+    "gemma2": ("model", "layers", "embed_tokens", LLAMA),
+    "qwen3": ("model", "layers", "embed_tokens", [*LLAMA, "self_attn.q_norm", "self_attn.k_norm"]),
+    "opt": (
+        *("model", "decoder.layers", "decoder.embed_tokens"),
+        ["self_attn", *ATTENTION[:3], "self_attn.out_proj", "fc1", "fc2"],
+    ),
+    "gpt_neox": ("gpt_neox", "layers", "embed_in", NEOX),
+    "bert": ("bert", "encoder.layer", "embeddings.word_embeddings", BERT),
+}
+
+
+def names_of(kind, base="", head=True):
+    """Of the modules of a network with two blocks."""
+    _, blocks, embedding, inside = NAMES[kind]
+    every = [embedding, *(f"{blocks}.{i}.{name}" for i in range(2) for name in ["", *inside])]
+    named = [f"{base}.{name}".strip(".") for name in every]
+    return [*named, "lm_head"] if head else named
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_network_and_its_base_have_the_same_rules(kind):
+    base, _, _, inside = NAMES[kind]
+    config = {**SHAPE, "model_type": kind}
+    whole = names_of(kind, base)
+    told = {name for name, _ in matched(table_of_config(config, whole), whole)}
+    assert {f"{name}" for name in told if ".0." in name} == {
+        name for name in whole if any(name.endswith(f".0.{part}") for part in inside)
+    }
+    assert ("lm_head" in told) == (FAMILIES[kind][1] != "")
+    alone = names_of(kind, head=False)
+    told_alone = {name for name, _ in matched(table_of_config(config, alone), alone)}
+    assert told - {"lm_head"} == {f"{base}.{name}" for name in told_alone}
+
+
+def test_heads_stay_whole_and_are_counted():
+    names = names_of("llama", "model")
+    table = table_of_config({**SHAPE, "model_type": "llama"}, names)
+    attention = "model.layers.*.self_attn"
+    assert table[f"{attention}.q_proj"].sections == (Section(32, unit=8),)
+    assert table[f"{attention}.[kv]_proj"].sections == (Section(16, unit=8, shared=True),)
+    (count,) = table[attention].counts
+    assert [count.on(0, ranks) for ranks in (1, 2, 4)] == [2, 2, 1], "query heads a key head"
+    assert Count("num_heads", Section(4)).on(1, 2) == 2
+    with pytest.raises(ValueError, match="4 rows cannot be cut into 8 equal parts"):
+        count.on(0, 8)
+
+
+def test_what_has_no_table_is_said():
+    with pytest.raises(
+        ValueError, match="model_type is 'gpt2', whose networks have no table; give"
+    ):
+        table_of_config({"model_type": "gpt2"}, [])
+    with pytest.raises(ValueError, match=r"the module has no layers\.0, which networks of llama"):
+        table_of_config({**SHAPE, "model_type": "llama"}, ["lm_head"])
