@@ -16,6 +16,7 @@ import torch.distributed as dist
 from tests.parallel.networks import MICRO_BATCHES, STEPS, batch, make, optimizer_of, train_alone
 from torch import nn
 
+from stepgauge.parallel.data_axis import REPLICATING, Settings, bucketed
 from stepgauge.parallel.data_parallel import (
     BucketedDataParallel,
     FlatDataParallel,
@@ -24,7 +25,6 @@ from stepgauge.parallel.data_parallel import (
 )
 from stepgauge.parallel.data_parallel.bucket_gradients import BucketGradients
 from stepgauge.parallel.replicas import DifferentModelsError
-from stepgauge.parallel.wrappers import REPLICATING, Settings, bucketed
 from stepgauge.runtime.launch import launch
 from stepgauge.spec import layout
 

@@ -1,39 +1,58 @@
-"""A checkpoint's state goes by names into a network on the data axis, compiled as a whole or not."""
+"""A checkpoint's state goes by the names of the network into another way of training it, compiled as
+a whole or not.
+"""
 
 import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from stepgauge.models.transformer import TransformerLM
-from stepgauge.parallel.training import single_process
-from stepgauge.spec.layout import Layout
+from stepgauge.parallel.wrappers import parallelise
 from stepgauge.spec.model import ModelSpec
 from stepgauge.train.build import decay_groups
-from stepgauge.train.layout import layout_state_of
 
 SPEC = ModelSpec(
     vocab_size=11, context_length=4, d_model=8, d_ff=12, num_layers=1, num_heads=2, tied_head=True
 )
 
 
-def built(seed, compile):
+@pytest.fixture(scope="module")
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def trained(wrapper, seed, *, compiles):
+    """After a step; a compiled network's own module runs, under the names of the compiled one."""
     torch.manual_seed(seed)
-    module = TransformerLM(SPEC)
+    network = TransformerLM(SPEC)
+    module = torch.compile(network, backend="eager") if compiles else network
     groups = functools.partial(decay_groups, weight_decay=0.1)
-    return module, single_process(compile(module), groups, torch.optim.AdamW)
-
-
-@pytest.mark.parametrize("compile", [torch.compile, lambda module: module])
-def test_names_are_those_without_torch_compile(compile):
+    parallel = parallelise(wrapper, module, groups, torch.optim.AdamW)
     tokens = torch.arange(8).view(2, 4)
-    given, parallel = built(0, lambda module: module)
-    given(tokens, tokens).backward()
+    parallel.module(tokens, tokens).backward()
     parallel.optimizer.step()
-    module, other = built(1, compile)
-    layout_state_of(other.module, other, Layout()).load(parallel.state())
-    for name, value in module.state_dict().items():
-        torch.testing.assert_close(value, given.state_dict()[name])
-    parameters = zip(given.parameters(), module.parameters(), strict=True)
-    for theirs, ours in parameters:
-        torch.testing.assert_close(other.optimizer.state[ours], parallel.optimizer.state[theirs])
+    return parallel
+
+
+def names_of_groups(state):
+    return [group["params"] for group in state["optimizer"]["param_groups"]]
+
+
+@pytest.mark.parametrize("wrapper", ["bucketed", "zero1", "zero2", "zero3"])
+def test_names_are_those_without_torch_compile(one_rank, wrapper):
+    compiled, alone = trained(wrapper, 0, compiles=True), trained("none", 0, compiles=False)
+    other = trained(wrapper, 1, compiles=True)
+    expected = alone.state()
+    other.load(expected)
+    for parallel in (compiled, other):
+        state, share = parallel.state(), parallel.shares and parallel.shares()
+        for found in (state, share) if share else (state,):
+            assert names_of_groups(found) == names_of_groups(expected)
+            assert found["model"].keys() == expected["model"].keys()
+            assert found["optimizer"]["state"].keys() == expected["optimizer"]["state"].keys()
+        torch.testing.assert_close(state["optimizer"]["state"], expected["optimizer"]["state"])
+        torch.testing.assert_close(state["model"], expected["model"])

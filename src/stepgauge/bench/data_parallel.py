@@ -22,7 +22,7 @@ from stepgauge.measure import devices
 from stepgauge.measure.timing import Phases, time_phases
 from stepgauge.parallel.data_parallel.graphed_gradients import recorded
 from stepgauge.parallel.training import Parallelise
-from stepgauge.parallel.wrappers import Settings, parallelise
+from stepgauge.parallel.wrappers import parallelise
 from stepgauge.runtime.recording import CudaGraphs
 from stepgauge.runtime.world import joined_world
 from stepgauge.spec.data_parallel import DataParallelSpec
@@ -31,6 +31,7 @@ from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.throughput import throughput
 from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import batch_for, build_step
+from stepgauge.train.layout import wrapper_settings
 from stepgauge.train.precision import PRECISIONS, REDUCE_DTYPES
 from stepgauge.train.step import TrainingStep
 from stepgauge.train.user_model import build_user_step
@@ -78,12 +79,7 @@ def build(
     spec: DataParallelSpec, device: torch.device, rank: int
 ) -> tuple[TrainingStep, Sequence[Any], int]:
     """The step of this rank, its batch, and the number of parameters. All ranks must call it."""
-    autocast = PRECISIONS[spec.precision].autocast
-    settings = Settings(
-        bucket_mb=spec.bucket_mb,
-        compute_dtype=autocast if WRAPPERS[spec.wrapper].shards("weights") else None,
-        reduce_dtype=REDUCE_DTYPES[spec.reduce_dtype],
-    )
+    settings = wrapper_settings(spec, spec.wrapper)
     spread: Parallelise = functools.partial(parallelise, spec.wrapper, settings=settings)
     if isinstance(spec.model, UserModel):
         built = build_user_step(spec, device, parallelise=spread, lr=LEARNING_RATE)

@@ -9,21 +9,76 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from stepgauge.parallel.autograd.parameter_hooks import taking_hooks
-from stepgauge.parallel.data_parallel import DataParallel
+from stepgauge.parallel.data_parallel import (
+    BucketedDataParallel,
+    DataParallel,
+    FlatDataParallel,
+    NaiveDataParallel,
+    OverlappedDataParallel,
+)
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
 from stepgauge.parallel.sharding import require_steps_by_parts
 from stepgauge.parallel.tensor_parallel import TensorParallel
 from stepgauge.parallel.tensor_parallel.gradient_sums import GradientSum
-from stepgauge.parallel.training import Groups, OptimizerClass, by_index, by_name
-from stepgauge.parallel.wrappers import REPLICATING, Settings, bucketed
+from stepgauge.parallel.training import (
+    Groups,
+    OptimizerClass,
+    by_index,
+    by_name,
+    without_communication,
+)
 from stepgauge.parallel.zero import ShardedOptimizer
-from stepgauge.spec.layout import WRAPPERS, Layout
+from stepgauge.parallel.zero.owned_gradients import OwnerDataParallel
+from stepgauge.spec.layout import WRAPPERS
 
 Modules = Mapping[int, nn.Module]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What wrappers can be told.
+
+    compute_dtype  what fully sharded modules compute and communicate in
+    reduce_dtype   what the others average gradients in; None: the parameters' type
+    """
+
+    bucket_mb: float = 25.0
+    compute_dtype: torch.dtype | None = None
+    group: dist.ProcessGroup | None = None
+    reduce_dtype: torch.dtype | None = None
+
+    @property
+    def of_messages(self) -> dict[str, Any]:
+        return {"group": self.group, "reduce_dtype": self.reduce_dtype}
+
+
+# Those that leave weights and optimizer whole.
+REPLICATING: Mapping[str, Callable[[nn.Module, Settings], DataParallel]] = {
+    "naive": lambda module, s: NaiveDataParallel(module, **s.of_messages),
+    "flat": lambda module, s: FlatDataParallel(module, **s.of_messages),
+    "overlapped": lambda module, s: OverlappedDataParallel(module, **s.of_messages),
+    "bucketed": lambda module, s: bucketed(module, s),
+}
+
+
+def bucketed(
+    module: nn.Module, settings: Settings, owners: Mapping[str, int] | None = None
+) -> DataParallel:
+    """Gradients in buckets, averaged on all ranks, or at their owners alone."""
+    if owners is None:
+        return BucketedDataParallel(module, settings.bucket_mb, **settings.of_messages)
+    return OwnerDataParallel(
+        module,
+        settings.bucket_mb,
+        owners=owners,
+        group=settings.group,
+        reduce_dtype=settings.reduce_dtype,
+    )
 
 
 @dataclasses.dataclass
@@ -78,18 +133,17 @@ class DataAxis:
                 stack.enter_context(replica.no_sync())
             yield
 
-    @contextlib.contextmanager
-    def without_communication(self) -> Iterator[None]:
+    def without_communication(self) -> contextlib.AbstractContextManager[None]:
         """Nothing is communicated inside, but all else is done."""
-        talking: list[Any] = [*self.wrapped]
-        talking += [self.optimizer] if isinstance(self.optimizer, ShardedOptimizer) else []
-        for part in talking:
-            part.communicates = False
-        try:
-            yield
-        finally:
-            for part in talking:
-                part.communicates = True
+        optimizer = [self.optimizer] if isinstance(self.optimizer, ShardedOptimizer) else []
+        return without_communication([*self.wrapped, *optimizer])
+
+    def communicate(self) -> None:
+        """Communicates once more what a step does, of gradients that are there."""
+        for module in self.wrapped:
+            module.synchronize_gradients()
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.broadcast_parameters()
 
     def unshard(self, stage: int) -> None:
         """Makes the weights of a stage whole until `reshard`, where they are sharded."""
@@ -124,7 +178,7 @@ class DataAxis:
             return by_name(names, optimizer, optimizer.gathered_state_dict())
         found = by_name(names, optimizer, optimizer.state_dict())
         found["state"] = {
-            name: {key: gathered(value) for key, value in values.items()}
+            name: {key: _gathered_on_host(value) for key, value in values.items()}
             for name, values in found["state"].items()
         }
         return found
@@ -144,23 +198,25 @@ class DataAxis:
 
 
 def over_data(
-    layout: Layout,
+    wrapper: str,
     modules: Modules,
     groups: Groups,
     optimizer: OptimizerClass,
     settings: Settings,
     *,
-    tensor: Mapping[int, TensorParallel],
+    tensor: Mapping[int, TensorParallel] | None = None,
 ) -> DataAxis:
-    """The modules under the layout's wrapper, one of ours, over the group of the settings; without
-    a data axis as they are.
+    """The modules under one of our wrappers over the group of the settings; under "none" as they
+    are.
 
     tensor  how each module is cut; none where there is no such axis
     """
-    everything = nn.ModuleList(modules.values())
-    number = WRAPPERS[layout.wrapper].stage
+    first, *others = modules.values()
+    everything = nn.ModuleList([first, *others]) if others else first
+    number, cuts = WRAPPERS[wrapper].stage, tensor or {}
+    ranks = 1 if wrapper == "none" else dist.get_world_size(settings.group)
     if number in (1, 2):
-        sizes = {p: size for cut in tensor.values() for p, size in cut.whole_sizes()}
+        sizes = {p: size for cut in cuts.values() for p, size in cut.whole_sizes()}
         sharded = ShardedOptimizer(
             groups(everything), optimizer, stage=number, group=settings.group, sizes=sizes
         )
@@ -168,15 +224,15 @@ def over_data(
             stage: bucketed(module, settings, sharded.owners_of(module) if number == 2 else None)
             for stage, module in modules.items()
         }
-        return DataAxis(wrapped, modules, sharded, layout.num_replicas)
-    wrapped = {stage: _wrapped(layout.wrapper, each, settings) for stage, each in modules.items()}
-    for stage, cut in tensor.items() if number == 3 else ():
+        return DataAxis(wrapped, modules, sharded, ranks)
+    wrapped = {stage: _wrapped(wrapper, each, settings) for stage, each in modules.items()}
+    for stage, cut in cuts.items() if number == 3 else ():
         cut.hooking.remove()
         _hook_shards(modules[stage], cut.sums)
     stepping = optimizer(groups(everything))
     if number == 3:
         require_steps_by_parts(stepping)
-    return DataAxis(wrapped, modules, stepping, layout.num_replicas)
+    return DataAxis(wrapped, modules, stepping, ranks)
 
 
 def _wrapped(wrapper: str, module: nn.Module, settings: Settings) -> nn.Module:
@@ -215,6 +271,11 @@ def _on_shard(sum_: GradientSum) -> Callable[[DTensor], DTensor]:
 def gathered(value: Any) -> Any:
     """Whole, where it is a sharded tensor. All ranks of its mesh must call it."""
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _gathered_on_host(value: Any) -> Any:
+    """One whole tensor after the other: a device has no room for all of them."""
+    return gathered(value).cpu() if isinstance(value, DTensor) else value
 
 
 def _like(parameter: Tensor, value: Any) -> Any:

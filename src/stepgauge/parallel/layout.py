@@ -5,7 +5,7 @@ copies or shards of it all on the data axis. `spread` shows the order in which t
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,15 +16,18 @@ from torch.distributed.tensor import DTensor
 
 from stepgauge.parallel.context_parallel.split_sequences import SplitSequences
 from stepgauge.parallel.counted_mean import Count, CountedMean, weighted
-from stepgauge.parallel.data_axis import DataAxis, over_data
+from stepgauge.parallel.data_axis import DataAxis, Settings, over_data
 from stepgauge.parallel.layout_state import LayoutState, require_own_names
 from stepgauge.parallel.pipeline import Pipeline, Tie
 from stepgauge.parallel.tensor_parallel import TensorParallel, parallelize_tensor
-from stepgauge.parallel.tensor_parallel.residual_stream import ResidualStream
 from stepgauge.parallel.tensor_parallel.vocabulary_loss import PartialLoss
-from stepgauge.parallel.training import Groups, OptimizerClass, Parallel
+from stepgauge.parallel.training import (
+    Groups,
+    OptimizerClass,
+    Parallel,
+    without_communication,
+)
 from stepgauge.parallel.whole_norm import clip_whole_norm
-from stepgauge.parallel.wrappers import Settings
 from stepgauge.runtime.recording import Recorder
 from stepgauge.runtime.world import gathered_objects
 from stepgauge.spec.layout import Layout
@@ -152,7 +155,7 @@ def spread(
     if layout.num_replicas > 1:
         settings = dataclasses.replace(settings, group=mesh.get_group("data"))
     mean = network.mean(context, settings.group if layout.num_replicas > 1 else None)
-    data = over_data(layout, modules, groups, optimizer, settings, tensor=tensor)
+    data = over_data(layout.wrapper, modules, groups, optimizer, settings, tensor=tensor)
     pipeline = network.pipeline(data, mean, mesh, device, recording) if network.schedule else None
     return Spread(network, data, context, tensor, mean, pipeline, mesh, device).parallel()
 
@@ -177,7 +180,6 @@ class Spread:
             place={axis: self.mesh.get_local_rank(axis) for axis in self.axis_names},
             pipeline=self.mesh.get_group("pipeline") if self.pipeline else None,
             aliases={name: tie[0][1] for tie in self.network.tied for _, name in tie[1:]},
-            device=self.device,
         )
         pipeline = self.pipeline
         everything = nn.ModuleList(self.data.modules.values())
@@ -297,18 +299,6 @@ def context_group(layout: Layout, device_type: str) -> dist.ProcessGroup:
     axes = layout.sizes
     mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     return mesh.get_group("context")
-
-
-@contextlib.contextmanager
-def without_communication(parts: Sequence[SplitSequences | ResidualStream]) -> Iterator[None]:
-    """In it these compute as much and send nothing: to see what sending costs."""
-    for part in parts:
-        part.communicates = False
-    try:
-        yield
-    finally:
-        for part in parts:
-            part.communicates = True
 
 
 def _names_under_wrappers(tied: Sequence[Tie], data: DataAxis) -> list[Tie]:

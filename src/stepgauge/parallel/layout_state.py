@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from stepgauge.parallel.data_axis import DataAxis, gathered
 from stepgauge.parallel.pipeline import Tie
+from stepgauge.parallel.replicas import device_of
 from stepgauge.parallel.tensor_parallel import TensorParallel
+from stepgauge.parallel.training import plain_name
 from stepgauge.runtime.world import gathered_objects
 from stepgauge.spec.plan.pipeline import ScheduleError
 
@@ -31,31 +33,30 @@ class LayoutState:
     """What a rank has of a network, and how it is put together.
 
     data      the modules of this rank and their optimizer
-    tensor    how each module is cut; none where there is no such axis
     place     of this rank on the data and tensor axes
+    tensor    how each module is cut; none where there is no such axis
     pipeline  the group of the ranks with the other stages; None without a pipeline
     aliases   of tied weights, the name under which the whole network's optimizer has them
-    device    where the groups communicate
+
+    Names are those of the network, without what torch.compile puts before them.
     """
 
     data: DataAxis
-    tensor: Mapping[int, TensorParallel]
     place: Mapping[str, int]
-    pipeline: dist.ProcessGroup | None
-    aliases: Mapping[str, str]
-    device: torch.device
+    tensor: Mapping[int, TensorParallel] = dataclasses.field(default_factory=dict)
+    pipeline: dist.ProcessGroup | None = None
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def whole(self) -> State:
         """On the first rank, and nothing on others. All ranks must call it."""
-        model = {
-            name: gathered(value.detach())
-            for module in self.data.plain.values()
-            for name, value in module.state_dict().items()
-        }
-        optimizer = self.data.optimizer_state(self._names(self.aliases))
+        model = {}
+        for name, value in self._model().items():
+            part = gathered(value)
+            if not self.place.get("data"):
+                model[name] = self._whole(name, part)
+        optimizer = self.data.optimizer_state(self._names())
         if self.place.get("data"):
             return {}
-        model = {name: self._whole(name, value) for name, value in model.items()}
         optimizer["state"] = self._changed(optimizer["state"], self._whole)
         if self.place.get("tensor"):
             return {}
@@ -66,12 +67,8 @@ class LayoutState:
         it. Parts of layers are put together one by one, each for one rank of the tensor axis. All
         ranks must call it.
         """
-        model = {
-            name: value.detach()
-            for module in self.data.plain.values()
-            for name, value in module.state_dict().items()
-        }
-        optimizer = self.data.own_optimizer_state(self._names(self.aliases))
+        model = self._model()
+        optimizer = self.data.own_optimizer_state(self._names())
         if self.tensor:
             states = optimizer["state"]
             model = self._dealt(model, lambda name: self._whole(name, gathered(model[name])))
@@ -102,15 +99,14 @@ class LayoutState:
         model, shapes = state["model"], {}
         for module in self.data.plain.values():
             own = {}
-            for name in module.state_dict():
-                stored = name if name in model else self.aliases[name]
-                given = model[stored]
-                own[name], shapes[self.aliases.get(name, name)] = (
-                    self._part(name, given),
-                    given.shape,
-                )
+            for key in module.state_dict():
+                name = plain_name(key)
+                given = model[name if name in model else self.aliases[name]]
+                own[key] = self._part(name, given)
+                if isinstance(given, Tensor):
+                    shapes[self.aliases.get(name, name)] = given.shape
             module.load_state_dict(own)
-        names = self._names(self.aliases)
+        names = self._names()
         found = state["optimizer"]
         states = {}
         for name in names.values():
@@ -121,19 +117,34 @@ class LayoutState:
                 }
         self.data.load_optimizer_state(names, {**found, "state": states})
 
-    def _names(self, aliases: Mapping[str, str]) -> Mapping[Tensor, str]:
+    @property
+    def _device(self) -> torch.device:
+        """Where the groups communicate."""
+        return device_of(next(iter(self.data.plain.values())))
+
+    def _model(self) -> State:
+        """What this rank has of the modules' state, as it lies."""
+        return {
+            plain_name(name): value.detach() if isinstance(value, Tensor) else value
+            for module in self.data.plain.values()
+            for name, value in module.state_dict().items()
+        }
+
+    def _names(self) -> Mapping[Tensor, str]:
         """The parameters of this rank by the names of the whole network's."""
         return {
-            parameter: aliases.get(name, name)
+            parameter: self.aliases.get(name, name)
             for module in self.data.plain.values()
-            for name, parameter in module.named_parameters()
+            for name, parameter in (
+                (plain_name(key), parameter) for key, parameter in module.named_parameters()
+            )
         }
 
     def _changed(self, states: State, change: Change) -> State:
         """Optimizer state, its tensors of a parameter's shape changed as the parameter is, in the
         same order on all ranks.
         """
-        shapes = {name: parameter.shape for parameter, name in self._names(self.aliases).items()}
+        shapes = {name: parameter.shape for parameter, name in self._names().items()}
         return {
             name: {
                 key: change(name, value) if is_alike(value, shapes[name]) else _on_host(value)
@@ -142,11 +153,11 @@ class LayoutState:
             for name, values in sorted(states.items())
         }
 
-    def _whole(self, name: str, part: Tensor) -> Tensor:
+    def _whole(self, name: str, part: Any) -> Any:
         cut, own = self._cut_of(name)
-        return _on_host(cut.whole(own, part.to(self.device)) if cut else part)
+        return _on_host(cut.whole(own, part.to(self._device)) if cut else part)
 
-    def _part(self, name: str, whole: Tensor) -> Tensor:
+    def _part(self, name: str, whole: Any) -> Any:
         cut, own = self._cut_of(name)
         return _own(cut.part(own, whole) if cut else whole)
 

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,25 @@ class Parallel:
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
 
+class Communicates(Protocol):
+    """What sends nothing, and does all else, while `communicates` is False."""
+
+    communicates: bool
+
+
+@contextlib.contextmanager
+def without_communication(parts: Iterable[Communicates]) -> Iterator[None]:
+    """In it these compute as much and send nothing: to see what sending costs."""
+    silent = list(parts)
+    for part in silent:
+        part.communicates = False
+    try:
+        yield
+    finally:
+        for part in silent:
+            part.communicates = True
+
+
 # How a module and its optimizer are spread: the wrapper of a name with its settings, or alone.
 Parallelise = Callable[[nn.Module, Groups, OptimizerClass], Parallel]
 
@@ -133,7 +152,7 @@ def load_state(
     copy_shared(optimizer, state["optimizer"])
     for name, parameter in module.named_parameters():
         # torch makes an initial state for it where weights are sharded
-        if name.replace("_orig_mod.", "") not in state["optimizer"]["state"]:
+        if plain_name(name) not in state["optimizer"]["state"]:
             optimizer.state.pop(parameter, None)
 
 
@@ -165,9 +184,9 @@ def _without_gradients(module: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def names_of(module: nn.Module) -> Mapping[Tensor, str]:
-    """The module's parameters by their first names."""
-    return {parameter: name for name, parameter in module.named_parameters()}
+def plain_name(name: str) -> str:
+    """As the module names it that torch.compile has wrapped."""
+    return name.replace("_orig_mod.", "")
 
 
 def by_name(

@@ -19,9 +19,7 @@ from stepgauge.parallel.context_parallel.head_exchange import HeadExchange
 from stepgauge.parallel.context_parallel.ring_attention import PartialAttention, RingAttention
 from stepgauge.parallel.context_parallel.split_sequences import SplitSequences
 from stepgauge.parallel.counted_mean import CountedMean
-from stepgauge.parallel.data_axis import DataAxis
 from stepgauge.parallel.layout import Network, mesh_of, require_one_layout, spread
-from stepgauge.parallel.layout_state import LayoutState
 from stepgauge.parallel.pipeline import Tie
 from stepgauge.parallel.tensor_parallel.by_torch import parallelize_by_torch
 from stepgauge.parallel.tensor_parallel.vocabulary_loss import PartialLoss
@@ -29,6 +27,7 @@ from stepgauge.parallel.training import Parallel, Parallelise
 from stepgauge.parallel.wrappers import Settings, parallelise
 from stepgauge.runtime.recording import CudaGraphs
 from stepgauge.spec.bert import BertSpec
+from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.layout_rules import schedule_of
 from stepgauge.spec.layout_step import LayoutSpec
@@ -53,7 +52,6 @@ from stepgauge.train.user_model import UserStep, build_user_step
 
 Spec = LayoutSpec | TrainSpec
 Preset = ModelSpec | BertSpec
-COMPILED = "_orig_mod."  # what names of a module that torch.compile wraps begin with
 FUSED_ATTENTION = PartialAttention(attention.partial_forward, attention.partial_backward)
 FUSED_LOSS = PartialLoss(
     linear_cross_entropy.partial_forward, linear_cross_entropy.partial_backward
@@ -149,7 +147,7 @@ def _spread(
             master_weights=precision.master_weights,
             **optimizer_settings,
         ),
-        settings=_wrapper_settings(spec, layout),
+        settings=wrapper_settings(spec, layout.wrapper),
         device=device,
         recording=recording,
     )
@@ -169,7 +167,9 @@ def build_user_layout_step(
 
 def on_data_axis(spec: Spec, layout: Layout) -> Parallelise:
     """The wrapper of a layout that has a data axis alone."""
-    wrap = functools.partial(parallelise, layout.wrapper, settings=_wrapper_settings(spec, layout))
+    wrap = functools.partial(
+        parallelise, layout.wrapper, settings=wrapper_settings(spec, layout.wrapper)
+    )
     if layout.data == 1 or isinstance(spec.model, UserModel):
         return wrap
     mean = CountedMean(num_counted, dist.group.WORLD)
@@ -178,30 +178,14 @@ def on_data_axis(spec: Spec, layout: Layout) -> Parallelise:
         return mean.weights([batch[1:2]], batch[1].device)[0]
 
     def counted(module: nn.Module, *others: Any) -> Parallel:
-        found = dataclasses.replace(wrap(module, *others), weight=weight)
-        if WRAPPERS[layout.wrapper].is_torch:
-            return found
-        load = layout_state_of(module, found, layout).load
-        return dataclasses.replace(found, load=load, loads_by_name=True)
+        return dataclasses.replace(wrap(module, *others), weight=weight)
 
     return counted
 
 
-def layout_state_of(module: nn.Module, parallel: Parallel, layout: Layout) -> LayoutState:
-    """Of a whole network, by its names without torch.compile's."""
-    compiled = (name for name in module.state_dict() if COMPILED in name)
-    return LayoutState(
-        data=DataAxis({0: parallel.module}, {0: module}, parallel.optimizer, layout.num_replicas),
-        tensor={},
-        place={},
-        pipeline=None,
-        aliases={name: name.replace(COMPILED, "") for name in compiled},
-        device=next(module.parameters()).device,
-    )
-
-
-def _wrapper_settings(spec: Spec, layout: Layout) -> Settings:
-    sharded = WRAPPERS[layout.wrapper].shards("weights")
+def wrapper_settings(spec: Spec | DataParallelSpec, wrapper: str) -> Settings:
+    """What the spec says of its wrapper."""
+    sharded = WRAPPERS[wrapper].shards("weights")
     return Settings(
         bucket_mb=spec.bucket_mb,
         compute_dtype=PRECISIONS[spec.precision].autocast if sharded else None,
