@@ -61,6 +61,8 @@ def test_bytes_are_drawn_where_the_prediction_and_the_measurement_have_them():
     svg = tracks(both)
     assert svg.index("predicted: ") < svg.index("measured: ")
     assert "held, GiB" in svg and "predicted peak" in svg
+    assert all(f">{kind}3<" in svg for kind in "FIW")  # a bar says what it is, without its colour
+    assert all(f">{text}<" in svg for text in ("F, forward", "I, gradient of input"))
     alone = tracks(steps_of(measured, [measured]))
     assert "measured peak" in alone and "predicted" not in alone
     # An old record has no bytes: both are counted.

@@ -3,7 +3,6 @@ predicted above measured.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -29,8 +28,10 @@ KINDS: Mapping[str, str] = {
 COLOURS = dict(zip(KINDS, SERIES, strict=False))
 HELD_COLOUR = SERIES[len(KINDS)]
 COUNTED = "micro-batches of a stage"
-# A bar is named by its micro-batch where it is at least this share of the drawing wide.
-NAMED = 0.012
+# The share of the drawing's width that a letter of a bar's name needs.
+LETTER = 0.0095
+# Of a bar's colour, so that the name in it reads in light and dark.
+OPACITY = 0.65
 # Of a rank, in rows of bars: its bars, what it holds below them, and a gap.
 BAR, HELD, RANK = 0.76, 0.8, 2.0
 ROW_INCHES = 0.26
@@ -158,17 +159,14 @@ def tracks(steps: Mapping[str, Step]) -> str:
 def _bars(axes: "Axes", row: Sequence[Span], at: float, longest: float) -> None:
     for kind, colour in COLOURS.items():
         spans = [(span.start, span.end - span.start) for span in row if span.action.kind == kind]
-        axes.broken_barh(spans, (at - BAR / 2, BAR), facecolors=colour, linewidth=0)
+        axes.broken_barh(spans, (at - BAR / 2, BAR), facecolors=colour, alpha=OPACITY, linewidth=0)
     for action, start, end in row:
-        if end - start > NAMED * longest * max(1, math.ceil(math.log10(action.micro_batch + 1))):
-            axes.annotate(
-                str(action.micro_batch),
-                ((start + end) / 2, at),
-                ha="center",
-                va="center",
-                fontsize=6.5,
-                color=INK,
-            )
+        names = (f"{action.kind}{action.micro_batch}", str(action.micro_batch))
+        most = (end - start) / (LETTER * longest)
+        name = next((name for name in names if len(name) <= most), "")
+        axes.annotate(
+            name, ((start + end) / 2, at), ha="center", va="center", fontsize=6.5, color=INK
+        )
 
 
 def _held(axes: "Axes", times: Sequence[float], shares: Sequence[float], base: float) -> None:
@@ -190,7 +188,9 @@ def _legend(axes: "Axes", steps: Mapping[str, Step], unit: str) -> None:
         span.action.kind for step in steps.values() for row in step.timeline.ranks for span in row
     }
     for kind in (kind for kind in KINDS if kind in there):
-        axes.broken_barh([], (0, 0), facecolors=COLOURS[kind], label=KINDS[kind])
+        axes.broken_barh(
+            [], (0, 0), facecolors=COLOURS[kind], alpha=OPACITY, label=f"{kind}, {KINDS[kind]}"
+        )
     axes.fill_between([], [], color=HELD_COLOUR, linewidth=0, alpha=0.7, label=f"held, {unit}")
     peak = "measured peak" if list(steps) == ["measured"] else "predicted peak"
     axes.plot([], [], color=INK, linewidth=0.8, linestyle=DASHED, label=peak)
