@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -27,8 +29,9 @@ from stepgauge.study import (
     warm_up,
 )
 from stepgauge.study.experiment import Machine, shipped
+from stepgauge.study.notes import remember, remember_rows
 from stepgauge.study.pages import page_of
-from stepgauge.study.run import plan, remember, select
+from stepgauge.study.run import plan, select
 from stepgauge.study.sizes import sizes
 
 CPU = Machine(device="cpu", name="Test CPU", bytes=24 * 2**30, has_compiler=True)
@@ -144,9 +147,7 @@ def test_the_report_has_a_section_an_experiment(machine, tmp_path):
     assert ("Not this machine: NVIDIA" in text) is (machine is CPU)
 
 
-def test_a_section_that_cannot_be_drawn_is_named_and_its_traceback_logged(
-    tmp_path, monkeypatch, caplog
-):
+def test_a_section_that_cannot_be_drawn_says_why_and_its_traceback_is_kept(tmp_path, monkeypatch):
     def broken(records):
         raise KeyError("no such column")
 
@@ -154,8 +155,22 @@ def test_a_section_that_cannot_be_drawn_is_named_and_its_traceback_logged(
     first, *rest = EXPERIMENTS
     shown = [dataclasses.replace(first, blocks=broken), *rest]
     monkeypatch.setattr("stepgauge.study.pages.EXPERIMENTS", shown)
-    assert "its section cannot be drawn: KeyError" in page_of(tmp_path, records).html()
-    assert first.name in caplog.text and "in broken" in caplog.text
+    text = page_of(tmp_path, records).html()
+    assert "its section cannot be drawn: KeyError" in text and f"{tmp_path}/failures.log" in text
+    log = (tmp_path / "failures.log").read_text()
+    assert first.name in log and "in broken" in log
+
+
+def test_the_page_of_a_study_is_the_same_by_its_notes_and_written_without_torch(tmp_path):
+    records = study_run(tmp_path, CPU).read().latest()
+    asked = page_of(tmp_path, records).html()
+    remember_rows(EXPERIMENTS, CPU, tmp_path)
+    code = (
+        "import sys; from stepgauge import cli\n"
+        f"sys.exit(cli.run(['report', {str(tmp_path)!r}]) or 'torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    assert (tmp_path / "report.html").read_text() == asked
 
 
 def test_what_was_not_run_is_named_with_the_reason(tmp_path):

@@ -129,7 +129,7 @@ def write_page(run: Path) -> None:
 
 
 def _write_page(run: Path, records: Sequence[Record], path: Path) -> Path:
-    """A study's page asks its experiments, which load torch; that of any other run does not."""
+    """Of a study a section an experiment. Writing it loads no torch."""
     from stepgauge.report.run_page import run_page, write
 
     if not (run / MACHINE_FILE).exists():

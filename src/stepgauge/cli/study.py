@@ -29,19 +29,20 @@ def study(
     started again, the study goes on where it stopped.
     """
     if only == ():
-        raise ValueError("only needs a value: the names of experiments")
+        raise ValueError("--only needs a value: the names of experiments")
     for name in only or ():
         if name not in EXPERIMENTS:
             raise ValueError(f"--only is {name!r}; choose from {', '.join(EXPERIMENTS)}")
 
     from stepgauge.report.run_page import write
-    from stepgauge.study import pages, run
+    from stepgauge.study import notes, pages, run
 
     machine = run.this_machine(device)
     store = RunStore(out)
     experiments = run.select(only or ())
     store.prepare()
-    run.remember(machine, out)
+    notes.remember(machine, out)
+    notes.remember_rows(run.select(()), machine, out)
     tell(f"{machine.name}, {machine.bytes / 2**30:.0f} GiB")
     for experiment in experiments:
         if reason := experiment.needs(machine):

@@ -4,13 +4,14 @@ import dataclasses
 import importlib.resources
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from stepgauge.bench.jobs import jobs_of
-from stepgauge.bench.sweep import Job
 from stepgauge.report.answers import answer
 from stepgauge.report.page import Block
 from stepgauge.spec.record import Record
+
+if TYPE_CHECKING:
+    from stepgauge.bench.sweep import Job
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +56,11 @@ class Experiment:
     needs: Callable[[Machine], str | None] = lambda machine: None
     on_cpu: str = ""
 
-    def jobs(self, machine: Machine, folder: Path) -> list[Job]:
+    def jobs(self, machine: Machine, folder: Path) -> list["Job"]:
         """What measures it on the machine."""
+        from stepgauge.bench.jobs import jobs_of  # torch, which a page needs not
+        from stepgauge.bench.sweep import Job
+
         asked = self.specs(machine, folder)
         own = [[each] if isinstance(each, Job) else jobs_of(each, folder) for each in asked]
         return [job for jobs in own for job in jobs]

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from stepgauge.bench import memory
 from stepgauge.report.checkpointing import choice_of, memory_against_time
 from stepgauge.report.memory import memory_blocks
 from stepgauge.report.names import flatten
@@ -31,6 +30,8 @@ BEYOND = (("10b", 512), ("2.7b", 2048))
 
 def specs(machine: Machine, folder: Path) -> Sequence[Any]:
     """Memory by size, and of one size by checkpointing, which is timed too."""
+    from stepgauge.bench import memory
+
     load, chosen = (S1, "small") if machine.is_gpu else (S2, "mini")
     spec = functools.partial(_spec, machine)
     choices: list[dict[str, Any]] = [

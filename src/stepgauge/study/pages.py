@@ -1,7 +1,8 @@
 """Records of a study in, one HTML page out, a section an experiment."""
 
+import contextlib
 import dataclasses
-import logging
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,9 +15,10 @@ from stepgauge.report.run_page import reservations, run_page
 from stepgauge.report.views import record_table
 from stepgauge.spec.kernel import KERNELS
 from stepgauge.spec.record import Record
+from stepgauge.spec.store import FAILURES
 from stepgauge.study import EXPERIMENTS
 from stepgauge.study.experiment import Experiment, Machine, shipped
-from stepgauge.study.run import remembered
+from stepgauge.study.notes import remembered, remembered_rows, row_of
 
 
 def page_of(folder: Path, records: Sequence[Record]) -> Page:
@@ -46,9 +48,7 @@ def _experiment(
         return dataclasses.replace(empty, blocks=[Text(f"Not run here: {reason}."), *elsewhere])
     if reason:
         return dataclasses.replace(empty, reason=reason)
-    by_key = {(record.key, record.provenance): record for record in records}
-    keys = [(job.asked.key, job.provenance) for job in experiment.jobs(machine, folder)]
-    own = [by_key[key] for key in keys if key in by_key]
+    own = _own(experiment, machine, folder, records)
     if not own:
         return dataclasses.replace(empty, reason="not measured in this run")
     caution = [Text(f"On a CPU: {experiment.on_cpu}.")] if experiment.on_cpu and elsewhere else []
@@ -60,10 +60,25 @@ def _experiment(
             empty, blocks=blocks, answer=experiment.answer(good) if good else answer([])
         )
     except Exception as error:  # one section that cannot be drawn must not cost the others
-        logging.getLogger(__name__).exception("the section of %s cannot be drawn", experiment.name)
-        return dataclasses.replace(
-            empty, reason=f"its section cannot be drawn: {type(error).__name__}: {error}"
-        )
+        with contextlib.suppress(OSError), (folder / FAILURES).open("a") as log:
+            log.write(f"section of {experiment.name}\n{traceback.format_exc()}\n")
+        why = f"{type(error).__name__}: {error}; traceback in {folder / FAILURES}"
+        return dataclasses.replace(empty, reason=f"its section cannot be drawn: {why}")
+
+
+def _own(
+    experiment: Experiment, machine: Machine, folder: Path, records: Sequence[Record]
+) -> list[Record]:
+    """The experiment's records in its order: by the run's note of its rows, else, of a run that has
+    none, by asking the experiment again, which loads torch.
+    """
+    noted = remembered_rows(folder)
+    if noted:
+        rows = noted.get(experiment.name, [])
+    else:
+        rows = [row_of(job.asked) for job in experiment.jobs(machine, folder)]
+    by_row = {row_of(record): record for record in records}
+    return [by_row[row] for row in rows if row in by_row]
 
 
 def _elsewhere(experiment: Experiment) -> list[Block]:

@@ -3,10 +3,8 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from stepgauge.bench.jobs import jobs_of
-from stepgauge.bench.sweep import Job
 from stepgauge.report.names import describe
 from stepgauge.report.page import Block
 from stepgauge.report.profile import blocks as profile_blocks
@@ -21,6 +19,9 @@ from stepgauge.study.experiment import Experiment, Machine
 from stepgauge.study.published import legend
 from stepgauge.study.sizes import OURS, S1, S2, sizes
 
+if TYPE_CHECKING:
+    from stepgauge.bench.sweep import Job
+
 # What S1 and S5 say of their profiles: (source, figure, value).
 PUBLISHED = (
     ("S1", "matmul, share of a forward", "82 %"),
@@ -31,7 +32,9 @@ PUBLISHED = (
 )
 
 
-def specs(machine: Machine, folder: Path) -> Sequence[Job]:
+def specs(machine: Machine, folder: Path) -> Sequence["Job"]:
+    from stepgauge.bench.jobs import jobs_of
+
     return [job for spec in _specs(machine) for job in jobs_of(spec, folder / "profile")]
 
 

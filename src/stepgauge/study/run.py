@@ -1,7 +1,5 @@
 """Runs the study on this machine."""
 
-import dataclasses
-import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -13,8 +11,6 @@ from stepgauge.bench.sweep import Job
 from stepgauge.measure.devices import resolve
 from stepgauge.measure.environment import environment
 from stepgauge.runtime.workers import run_isolated
-from stepgauge.spec.experiments import MACHINE_FILE
-from stepgauge.spec.store import StoreError
 from stepgauge.study import EXPERIMENTS
 from stepgauge.study.experiment import Experiment, Machine
 
@@ -43,19 +39,3 @@ def plan(machine: Machine, folder: Path, experiments: Sequence[Experiment]) -> l
     """The jobs of all experiments that the machine can run, each once."""
     jobs = [job for e in experiments if e.needs(machine) is None for job in e.jobs(machine, folder)]
     return list({job.asked.identity: job for job in jobs}.values())
-
-
-def remember(machine: Machine, folder: Path) -> None:
-    """Notes the machine beside the records, so that the report can be written again elsewhere."""
-    try:
-        (folder / MACHINE_FILE).write_text(json.dumps(dataclasses.asdict(machine)))
-    except OSError as error:
-        raise StoreError(f"cannot write to {folder}: {error.strerror}") from None
-
-
-def remembered(folder: Path) -> Machine | None:
-    """The machine of a study's run; None where the run is of another command."""
-    try:
-        return Machine(**json.loads((folder / MACHINE_FILE).read_text()))
-    except (OSError, ValueError, TypeError):
-        return None

@@ -5,7 +5,6 @@ that end soon.
 from collections.abc import Iterable
 from typing import Any
 
-from stepgauge.bench.build import least_bytes
 from stepgauge.spec.grids import Point
 from stepgauge.spec.kernel import KERNELS, KernelSpec
 from stepgauge.spec.model import ModelSpec
@@ -22,6 +21,9 @@ def sizes(machine: Machine) -> list[str]:
     """Sizes whose parameters, gradients and optimizer state fit the device in fp32."""
     if not machine.is_gpu:
         return list(CPU_SIZES)
+
+    from stepgauge.bench.build import least_bytes
+
     return [size for size in GPU_SIZES if least_bytes(step_spec(machine, size)) < machine.bytes]
 
 

@@ -6,14 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from stepgauge.bench.sweep import Job
-from stepgauge.calibrate import run as calibration
-from stepgauge.calibrate.machine import hardware_file
 from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.cost.operations.terms import TRAFFIC
-from stepgauge.measure.environment import environment
 from stepgauge.report import prediction_tables
 from stepgauge.report.page import Block, Text
 from stepgauge.report.prediction_errors import sentence
@@ -47,6 +41,8 @@ def needs(machine: Machine) -> str | None:
 
 def specs(machine: Machine, folder: Path) -> Sequence[Any]:
     """A calibration of what the steps need, predictions, and the steps."""
+    from stepgauge.bench.sweep import Job
+
     rows = _specs(machine)
     predict = functools.partial(predict_row, folder=folder)
     return [
@@ -77,6 +73,10 @@ def _calibration(machine: Machine, specs: Sequence[Any]) -> list[Any]:
     """The operations of the steps, alone and on two ranks side by side, and collectives, which are
     those of the experiment of that name.
     """
+    import torch
+
+    from stepgauge.calibrate import run as calibration
+
     phases = StepOperations(specs[0]).phases().values()
     # what is not timed on this kind of device is predicted by its bytes
     timed = set(calibration.names(torch.device(machine.device)))
@@ -96,6 +96,11 @@ def predict_row(spec: Any, folder: Path) -> Record:
     """The prediction of a row, from the calibration in the run's folder, else from this device's
     hardware file. Raises ValueError for what is not modelled.
     """
+    import torch
+
+    from stepgauge.calibrate.machine import hardware_file
+    from stepgauge.measure.environment import environment
+
     where = environment(torch.device(spec.device))
     known = file_of(where["device"], where["threads"])
     hardware = HardwareFile.read(known) if known else HardwareFile(name="study")
