@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python benchmarks/kernels/host_time.py OUT [--sizes small] [--of torch attention] [--trial]
 
-The network of torch's parts, those with one of ours each, and that of ours alone stand in one process and
-take turns, a step each. A phase's host time is from its call to its return, a step's until the GPU is done
+One network runs by torch's parts, with one of ours each, by ours alone, and by torch's and ours once more,
+in turns, a step each. A phase's host time is from its call to its return, a step's until the GPU is done
 with it; the next begins after that, so that launches never wait for a full queue. Writes OUT/host-time.jsonl
 (median ms of each phase by each, a line a size) and, of forward by torch's parts and by ours, cProfile's
 tables of functions by their own time and by that of all they call: OUT/forward-SIZE-{torch,ours}.txt.
@@ -12,41 +12,70 @@ tables of functions by their own time and by that of all they call: OUT/forward-
 
 import argparse
 import cProfile
+import functools
 import gc
 import io
 import json
 import pstats
+import random
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from stepgauge.bench.build import build
+from stepgauge.kernels.rms_norm import TritonRMSNorm
 from stepgauge.measure.devices import free_unused_memory, synchronize
 from stepgauge.measure.environment import environment
+from stepgauge.models.parts import ATTENTIONS, LOSSES, build_optimizer
+from stepgauge.models.transformer import Attention
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
 
 TORCH = {"attention": "sdpa", "norm": "rmsnorm", "loss": "cross-entropy", "optimizer": "adamw"}
 OURS = {"attention": "triton", "norm": "triton", "loss": "fused", "optimizer": "fused"}
-WAYS = {"torch": TORCH, **{name: TORCH | {name: part} for name, part in OURS.items()}, "ours": OURS}
+WAYS = {
+    "torch": TORCH,
+    **{name: TORCH | {name: part} for name, part in OURS.items()},
+    "ours": OURS,
+    "torch again": TORCH,
+    "ours again": OURS,
+}
 Phases = dict[str, Callable[[], None]]
 WARMUP = 3
 
 
-def phases_of(size: str, parts: dict[str, str], options: argparse.Namespace) -> Phases:
-    *of_model, optimizer = parts.items()
-    spec = StepSpec(
-        model=ModelSpec.preset(size, context_length=options.context, **dict(of_model)),
-        batch=options.batch,
-        precision="bf16",
-        optimizer=optimizer[1],
-        device=options.device,
-    )
-    step, batch = build(spec, torch.device(options.device))
-    return step.phases(batch)
+class Network:
+    """One network, whose parts are changed between steps: two of one kind in a process differ by up to
+    a tenth, which is more than what parts differ by.
+    """
+
+    def __init__(self, size: str, options: argparse.Namespace):
+        model = ModelSpec.preset(size, context_length=options.context)
+        spec = StepSpec(model=model, batch=options.batch, precision="bf16", device=options.device)
+        self.step, batch = build(spec, torch.device(options.device))
+        self.model = self.step.module
+        self.phases = self.step.phases(batch)
+        self.norms = [m for m in self.model.modules() if isinstance(m, nn.RMSNorm)]
+        self.attentions = [m for m in self.model.modules() if isinstance(m, Attention)]
+        groups = self.step.optimizer.param_groups
+        self.optimizers = {
+            name: build_optimizer(name, [{**group} for group in groups], lr=groups[0]["lr"])
+            for name in (TORCH["optimizer"], OURS["optimizer"])
+        }
+
+    def use(self, parts: dict[str, str]) -> None:
+        kind = TritonRMSNorm if parts["norm"] == "triton" else nn.RMSNorm
+        for norm in self.norms:
+            norm.__class__ = kind
+        attend = functools.partial(ATTENTIONS[parts["attention"]], is_causal=True)
+        for attention in self.attentions:
+            attention.attend = attend
+        self.model.compute_loss = LOSSES[parts["loss"]]
+        self.step.optimizer = self.optimizers[parts["optimizer"]]
 
 
 def host_ms(phases: Phases, device: torch.device) -> dict[str, float]:
@@ -77,12 +106,16 @@ def profiled(phases: Phases, device: torch.device, steps: int) -> str:
     return text.getvalue()
 
 
-def medians_of(networks: dict[str, Phases], device: torch.device, steps: int) -> dict:
-    """Host ms of each phase by each network, which take turns a step at a time."""
-    times: dict[str, list[dict[str, float]]] = {name: [] for name in networks}
+def medians_of(network: Network, ways: dict, device: torch.device, steps: int) -> dict:
+    """Host ms of each phase by each way, which take turns a step at a time, in another order each
+    time.
+    """
+    times: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    order = random.Random(0)
     for number in range(WARMUP + steps):
-        for name, phases in networks.items():
-            found = host_ms(phases, device)
+        for name in order.sample([*ways], len(ways)):
+            network.use(ways[name])
+            found = host_ms(network.phases, device)
             if number >= WARMUP:
                 times[name].append(found)
     return {
@@ -95,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--sizes", nargs="+", default=["small"])
-    parser.add_argument("--of", nargs="+", choices=[*WAYS], default=[*WAYS], help="these networks")
+    parser.add_argument("--of", nargs="+", choices=[*WAYS], default=[*WAYS], help="these ways")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--steps", type=int, default=60, help="of each network")
@@ -108,18 +141,19 @@ def main() -> None:
     device = torch.device(options.device)
     gc.disable()
     for size in options.sizes:
-        ways = {name: parts for name, parts in WAYS.items() if name in options.of}
-        networks = {name: phases_of(size, parts, options) for name, parts in ways.items()}
-        medians = medians_of(networks, device, options.steps)
+        ways = {name: WAYS[name] for name in options.of}
+        network = Network(size, options)
+        medians = medians_of(network, ways, device, options.steps)
         found = {"size": size, "environment": environment(device), "host_ms": medians}
         with (options.out / "host-time.jsonl").open("a") as file:
             file.write(json.dumps(found) + "\n")
         for name, of_one in medians.items():
             print(f"{size} {name:10}", *(f"{phase} {ms:8.3f}" for phase, ms in of_one.items()))
-        for name in {"torch", "ours"} & {*networks}:
-            text = profiled(networks[name], device, min(20, options.steps))
+        for name in {"torch", "ours"} & {*ways}:
+            network.use(ways[name])
+            text = profiled(network.phases, device, min(20, options.steps))
             (options.out / f"forward-{size}-{name}.txt").write_text(text)
-        networks.clear()  # before the next size takes memory
+        del network  # before the next size takes memory
         free_unused_memory(device)
 
 

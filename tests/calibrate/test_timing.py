@@ -58,6 +58,14 @@ def test_turns_time_the_operation_and_not_what_runs_between(monkeypatch):
     assert ran == ["pass", "pass", "product", "product", "product"] * 2
 
 
+def test_a_gpu_works_for_a_while_before_the_clock_runs():
+    calls = []
+    timing.heat(lambda: calls.append(1), 1e3, torch.device("cuda"))
+    assert len(calls) == timing.HEAT_MS
+    timing.heat(lambda: calls.append(1), 1e3, torch.device("cpu"))
+    assert len(calls) == timing.HEAT_MS, "a CPU holds its clock"
+
+
 @pytest.mark.parametrize(
     ("operation", "ours"),
     [

@@ -6,6 +6,7 @@ over memory between them draw less; passes alone run faster than between product
 """
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -21,6 +22,10 @@ LOOPS = 3
 # Of the operation, then as long of the other work: products of a block last so long.
 TURN_US = 500.0
 LEAST_TURNS = 4
+# Before the clock runs a GPU does for so long what is timed: while a shape is made it rests, and begins
+# the next at a clock that no step holds. Products took 3.2 % longer so on one H200, as they do in a
+# step (docs/log/2026-11-23-predictions.md).
+HEAT_MS = 100.0
 SHORT_US = 500.0  # shorter calls may be launched slower than they run
 MOST_CALLS = 200
 METRICS = {"MHz": "clock_mhz", "W": "power_w"}  # what a device tells, as records name it
@@ -59,7 +64,9 @@ def time_of(
         count = max(2, min(MOST_CALLS, round(milliseconds * 1e3 / max(once, 1e-3))))
         replay = repeated(call, count, device) if is_short else None
         if replay is not None:
+            heat(replay, count * once, device)
             return Timing(statistics.median(loop(replay, device, 2) for _ in range(LOOPS)) / count)
+        heat(call, once, device)
         us = statistics.median(loop(call, device, count) for _ in range(LOOPS))
         return Timing(us, at_host_pace=is_short)
 
@@ -76,9 +83,17 @@ def _in_turns(
             count = _calls(once)
             replay = repeated(call, count, device)
     turn = Turn(replay or call, 1 if replay else count, beside, count * once)
+    heat(turn, 2 * turn.us, device)
     rounds = max(LEAST_TURNS, round(LOOPS * milliseconds * 1e3 / (2 * turn.us)))
     us = statistics.median(turn.times(device, rounds)) / count
     return Timing(us, at_host_pace=is_short and replay is None)
+
+
+def heat(call: Call, us: float, device: torch.device) -> None:
+    """The call, again and again, without waiting for it: what is timed follows without a rest."""
+    if device.type == "cuda":
+        for _ in range(math.ceil(HEAT_MS * 1e3 / us)):
+            call()
 
 
 def _calls(once: float) -> int:

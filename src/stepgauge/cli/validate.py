@@ -60,9 +60,9 @@ def validate(
         bool,
         Parameter(
             negative="",
-            help="First time the operations of the rows at their very shapes, half a minute for "
-            "thirty rows, and right before each eager row what its launches take of the host. The "
-            "hardware file with them is in the run.",
+            help="First time the operations of the rows at their very shapes, a tenth of a second "
+            "each, and right before each eager row what its launches take of the host. The hardware "
+            "file with them is in the run.",
         ),
     ] = False,
     fresh: Fresh = False,
