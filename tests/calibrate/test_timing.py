@@ -59,11 +59,11 @@ def test_turns_time_the_operation_and_not_what_runs_between(monkeypatch):
 
 
 def test_a_gpu_works_for_a_while_before_the_clock_runs():
-    calls = []
-    timing.heat(lambda: calls.append(1), 1e3, torch.device("cuda"))
-    assert len(calls) == timing.HEAT_MS
-    timing.heat(lambda: calls.append(1), 1e3, torch.device("cpu"))
-    assert len(calls) == timing.HEAT_MS, "a CPU holds its clock"
+    calls, gpu = [], torch.device("cuda")
+    timing.heat(lambda: calls.append(1), 2e3, timing.heat_of(20, gpu))
+    assert len(calls) == 50, "100 ms of calls of 2 ms"
+    assert timing.heat_of(1000, gpu) == 3.0, "of many shapes each is warm from the one before"
+    assert timing.heat_of(20, torch.device("cpu")) == 0.0, "it holds its clock"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from stepgauge.bench.sweep import Job
 from stepgauge.calibrate import host, wrappers
 from stepgauge.calibrate.grids import grid_of
 from stepgauge.calibrate.operations import TimedOperation, operations, other_work
-from stepgauge.calibrate.timing import METRICS, Timing, clock_and_power, time_of
+from stepgauge.calibrate.timing import METRICS, Timing, clock_and_power, heat_of, time_of
 from stepgauge.measure import devices
 from stepgauge.measure.cpu_contention import Span, missed_cores, reading
 from stepgauge.measure.environment import environment
@@ -149,10 +149,12 @@ def _times(spec: CalibrationSpec, device: torch.device) -> Timed:
     torch.set_float32_matmul_precision(matmul)
     timed = Timed(operation.axes, [], [], 0)
     deadline = time.perf_counter() + spec.seconds
-    for sizes in spec.shapes or operation.grid:
+    shapes = list(spec.shapes or operation.grid)
+    heat_ms = heat_of(len(shapes), device)
+    for sizes in shapes:
         timing = None
         if _all_agree(time.perf_counter() < deadline):
-            timing = _time_of(operation, sizes, device, spec)
+            timing = _time_of(operation, sizes, device, spec, heat_ms)
         if timing is None:
             timed.left_out += 1
             continue
@@ -172,13 +174,14 @@ def _all_agree(here: bool) -> bool:
 
 
 def _time_of(
-    operation: TimedOperation, sizes: tuple[int, ...], device: torch.device, spec: CalibrationSpec
-) -> Timing | None:
+    operation: TimedOperation, sizes: tuple[int, ...], device: torch.device, spec: CalibrationSpec,
+    heat_ms: float,
+) -> Timing | None:  # fmt: skip
     """None for a shape that does not fit in memory."""
     try:
         make = functools.partial(operation.make, *sizes, device)
         beside = other_work(operation.beside, device) if operation.beside else None
-        return time_of(make, device, spec.milliseconds, beside)
+        return time_of(make, device, spec.milliseconds, beside, heat_ms=heat_ms)
     except (RuntimeError, MemoryError) as error:
         if devices.out_of_memory_reason(error) is None or spec.ranks > 1:
             raise

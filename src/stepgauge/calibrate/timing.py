@@ -24,8 +24,9 @@ TURN_US = 500.0
 LEAST_TURNS = 4
 # Before the clock runs a GPU does for so long what is timed: while a shape is made it rests, and begins
 # the next at a clock that no step holds. Products took 3.2 % longer so on one H200, as they do in a
-# step (docs/log/2026-11-23-predictions.md).
+# step (docs/log/2026-11-23-predictions.md). Of many shapes one after the other, less keeps it warm.
 HEAT_MS = 100.0
+HEATS_MS = 3000.0  # of all shapes of an operation
 SHORT_US = 500.0  # shorter calls may be launched slower than they run
 MOST_CALLS = 200
 METRICS = {"MHz": "clock_mhz", "W": "power_w"}  # what a device tells, as records name it
@@ -50,9 +51,12 @@ def time_of(
     device: torch.device,
     milliseconds: float,
     beside: OtherWork | None = None,
+    *,
+    heat_ms: float = 0.0,
 ) -> Timing:
     """Median over loops of the mean of a loop's calls, a loop of so many milliseconds; or over turns
-    with the other work, which together last as long as all loops.
+    with the other work, which together last as long as all loops. A GPU does the same for
+    `heat_ms` before.
     """
     with on_its_stream(device):
         call = make()
@@ -60,20 +64,20 @@ def time_of(
         once = loop(call, device, 2)
         is_short = device.type == "cuda" and once < SHORT_US
         if beside:
-            return _in_turns(call, once, device, milliseconds, beside, is_short=is_short)
+            return _in_turns(call, once, device, milliseconds, beside, heat_ms, is_short=is_short)
         count = max(2, min(MOST_CALLS, round(milliseconds * 1e3 / max(once, 1e-3))))
         replay = repeated(call, count, device) if is_short else None
         if replay is not None:
-            heat(replay, count * once, device)
+            heat(replay, count * once, heat_ms)
             return Timing(statistics.median(loop(replay, device, 2) for _ in range(LOOPS)) / count)
-        heat(call, once, device)
+        heat(call, once, heat_ms)
         us = statistics.median(loop(call, device, count) for _ in range(LOOPS))
         return Timing(us, at_host_pace=is_short)
 
 
 def _in_turns(
     call: Call, once: float, device: torch.device, milliseconds: float, beside: OtherWork,
-    *, is_short: bool,
+    heat_ms: float, *, is_short: bool,
 ) -> Timing:  # fmt: skip
     count = _calls(once)
     replay = repeated(call, count, device) if is_short else None
@@ -83,17 +87,23 @@ def _in_turns(
             count = _calls(once)
             replay = repeated(call, count, device)
     turn = Turn(replay or call, 1 if replay else count, beside, count * once)
-    heat(turn, 2 * turn.us, device)
+    heat(turn, 2 * turn.us, heat_ms)
     rounds = max(LEAST_TURNS, round(LOOPS * milliseconds * 1e3 / (2 * turn.us)))
     us = statistics.median(turn.times(device, rounds)) / count
     return Timing(us, at_host_pace=is_short and replay is None)
 
 
-def heat(call: Call, us: float, device: torch.device) -> None:
-    """The call, again and again, without waiting for it: what is timed follows without a rest."""
-    if device.type == "cuda":
-        for _ in range(math.ceil(HEAT_MS * 1e3 / us)):
-            call()
+def heat_of(shapes: int, device: torch.device) -> float:
+    """Milliseconds of heat before each of so many shapes; a CPU holds its clock."""
+    return min(HEAT_MS, HEATS_MS / max(1, shapes)) if device.type == "cuda" else 0.0
+
+
+def heat(call: Call, us: float, milliseconds: float) -> None:
+    """The call, which takes `us`, again and again without waiting for it, so that what is timed
+    follows without a rest.
+    """
+    for _ in range(math.ceil(milliseconds * 1e3 / us)):
+        call()
 
 
 def _calls(once: float) -> int:
