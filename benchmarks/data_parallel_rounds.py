@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from stepgauge.bench.build import LEARNING_RATE
-from stepgauge.bench.data_parallel import Figures, record
+from stepgauge.bench.data_parallel import DataParallelFigures, record
 from stepgauge.bench.rank_figures import kept_bytes, time_steps
 from stepgauge.bench.sweep import stamped
 from stepgauge.measure import devices
@@ -111,7 +111,7 @@ def traced(phases: Phases, path: Path, device: torch.device) -> None:
         profile.export_chrome_trace(str(path))
 
 
-def measure(spec: DataParallelSpec, way: str, trace: Path | None) -> Figures:
+def measure(spec: DataParallelSpec, way: str, trace: Path | None) -> DataParallelFigures:
     """On every rank."""
     world = joined_world()
     assert world is not None, "ranks run in a world"
@@ -130,7 +130,7 @@ def measure(spec: DataParallelSpec, way: str, trace: Path | None) -> Figures:
                 traced(phases, trace, device)
         name = step.optimizer_name
         del step, phases
-    return Figures(
+    return DataParallelFigures(
         phases=times,
         bytes=kept,
         optimizer=name,
@@ -155,7 +155,7 @@ def campaign(arguments: argparse.Namespace, started: float) -> None:
         name = f"{spec.size}_{spec.precision}_{spec.wrapper}.json.gz"
         trace = arguments.out / name if spec.wrapper in arguments.trace and not number else None
         try:
-            ours: Figures | str = measure(spec, way, trace)
+            ours: DataParallelFigures | str = measure(spec, way, trace)
         except (RuntimeError, ValueError) as error:  # a setting that NCCL refuses
             ours = f"{spec.wrapper} {way}: {error}"
         dist.all_gather_object(figures, ours)

@@ -38,7 +38,7 @@ from stepgauge.train.user_model import build_user_step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Figures(RankFigures):
+class DataParallelFigures(RankFigures):
     """Also ms of the step with communication off, and of communication alone, where they can be had;
     the buckets; traced steps; parameters of the whole network.
     """
@@ -50,7 +50,7 @@ class Figures(RankFigures):
     parameters: int
 
 
-def measure(spec: DataParallelSpec) -> Figures:
+def measure(spec: DataParallelSpec) -> DataParallelFigures:
     """Runs on every rank. Raises what torch raises: out of memory, mostly."""
     world = joined_world()
     assert world is not None, "ranks run in a world"
@@ -63,7 +63,7 @@ def measure(spec: DataParallelSpec) -> Figures:
         kept = kept_bytes(step, phases, device, initial, has_graphs=spec.cuda_graphs)
         traced = trace_steps(phases, device) if spec.trace else None
         without, communication = _without_and_alone(step, phases, device, spec.steps)
-    return Figures(
+    return DataParallelFigures(
         phases=times,
         bytes=kept,
         optimizer=step.optimizer_name,
@@ -122,7 +122,7 @@ def _without_and_alone(
     return without, alone
 
 
-def record(spec: DataParallelSpec, ranks: list[Figures]) -> Record:
+def record(spec: DataParallelSpec, ranks: list[DataParallelFigures]) -> Record:
     rates = {}
     if not isinstance(spec.model, UserModel):  # of which tokens are not known
         tokens = spec.batch * spec.model.context_length * spec.ranks
@@ -137,7 +137,7 @@ def record(spec: DataParallelSpec, ranks: list[Figures]) -> Record:
     )
 
 
-def _communication(spec: DataParallelSpec, ranks: list[Figures]) -> dict[str, Sample]:
+def _communication(spec: DataParallelSpec, ranks: list[DataParallelFigures]) -> dict[str, Sample]:
     metrics: dict[str, Sample] = {}
     if ranks[0].communication:
         alone = slowest([rank.communication for rank in ranks])

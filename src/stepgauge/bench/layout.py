@@ -42,7 +42,7 @@ Spans = list[tuple[str, float, float]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Figures(RankFigures):
+class LayoutFigures(RankFigures):
     """Also ms of steps without an axis' communication, by the axis; when the actions of a pipeline
     ran; the blocks of each stage; what a checkpointing budget came to.
     """
@@ -57,7 +57,7 @@ class Figures(RankFigures):
         return sum(end - start for _, start, end in self.spans)
 
 
-def measure(spec: LayoutSpec) -> Figures:
+def measure(spec: LayoutSpec) -> LayoutFigures:
     """Runs on every rank. Raises what torch raises: out of memory, mostly."""
     world = joined_world()
     assert world is not None, "ranks run in a world"
@@ -75,7 +75,7 @@ def measure(spec: LayoutSpec) -> Figures:
         kept = kept_bytes(step, phases, device, initial, has_graphs=spec.cuda_graphs)
         # Last: ranks that do not talk have different weights afterwards.
         without_axis = _without_axes(step, phases, device, spec.steps)
-    return Figures(
+    return LayoutFigures(
         phases=times,
         bytes=kept,
         optimizer=step.optimizer_name,
@@ -143,7 +143,7 @@ def _without_axes(
     return found
 
 
-def record(spec: LayoutSpec, ranks: list[Figures]) -> Record:
+def record(spec: LayoutSpec, ranks: list[LayoutFigures]) -> Record:
     """One record of all ranks' figures: of each step the slowest rank, of bytes the most."""
     exposed = _exposed(spec, ranks).items()
     found = record_of_ranks(
@@ -159,7 +159,7 @@ def record(spec: LayoutSpec, ranks: list[Figures]) -> Record:
     return dataclasses.replace(found, environment={**found.environment, **told})
 
 
-def _exposed(spec: LayoutSpec, ranks: list[Figures]) -> dict[str, float]:
+def _exposed(spec: LayoutSpec, ranks: list[LayoutFigures]) -> dict[str, float]:
     """ms by name: what each axis costs the step beside computing. Of a pipeline, in the last step."""
     step_ms = statistics.median(slowest_step(ranks))
     found = {}
@@ -180,7 +180,7 @@ def _rates(spec: LayoutSpec, step_ms: list[float]) -> dict[str, Sample]:
     return rates(spec, step_ms, tokens=spec.tokens_per_step, flops=flops / spec.ranks)
 
 
-def _note(spec: LayoutSpec, rank: Figures) -> str:
+def _note(spec: LayoutSpec, rank: LayoutFigures) -> str:
     """How the network is cut, where that was found out by measuring, what a budget came to, and why
     the data axis has no exposed time.
     """

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from stepgauge.bench.pipeline_alone import Probed, StagesAlone, durations
+from stepgauge.bench.pipeline_bytes import levels
 from stepgauge.bench.pipeline_parts import build_stage, heavier, mean_loss, times_of
 from stepgauge.bench.pipeline_torch import TorchPipeline
 from stepgauge.bench.rank_figures import held_table, spans_table
@@ -49,7 +50,7 @@ def check(spec: PipelineSpec) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RankFigures:
+class PipelineFigures:
     """What one rank measured: ms of each step, spans of one (action, start, end), what it held
     (ms, bytes from then on) where that is known, bytes by name; the parts of each stage.
     """
@@ -61,7 +62,7 @@ class RankFigures:
     parts: list[range]
 
 
-def measure(spec: PipelineSpec) -> RankFigures:
+def measure(spec: PipelineSpec) -> PipelineFigures:
     """Runs on every rank. Raises what torch raises: out of memory, mostly."""
     with PipelineBench(spec) as bench:
         bench.warm_up()
@@ -163,7 +164,7 @@ class PipelineBench:
         with self.precision.matmul_mode():
             self.pipeline.step(*self.batch)
 
-    def figures(self) -> RankFigures:
+    def figures(self) -> PipelineFigures:
         """The timed steps. All ranks must call it."""
         devices.reset_peak_memory(self.device)
         steps = [self.timed_step() for _ in range(self.spec.steps)]
@@ -172,7 +173,7 @@ class PipelineBench:
         if "peak_bytes" in found:
             found["peak_bytes"] += kept
         spans = self.spans()
-        return RankFigures(
+        return PipelineFigures(
             steps=steps, spans=spans, held=self._held(spans, kept), bytes=found, parts=self.parts
         )
 
@@ -195,11 +196,11 @@ class PipelineBench:
         """Of one more step, which is not timed, on the time axis of the last one."""
         if not isinstance(self.pipeline, Pipeline) or devices.allocated_memory(self.device) is None:
             return []
-        levels = self.pipeline.levels(
-            lambda: kept + (devices.allocated_memory(self.device) or 0), self.step
+        held = levels(
+            self.pipeline, lambda: kept + (devices.allocated_memory(self.device) or 0), self.step
         )
         times = [ms for _, start, end in spans for ms in (start, end)]
-        return list(zip(times, levels, strict=True))
+        return list(zip(times, held, strict=True))
 
     def probed(self) -> Probed:
         """What the stages take alone. All ranks must call it, after a step."""
@@ -219,7 +220,7 @@ class PipelineBench:
         ).probed()
 
 
-def measured(spec: PipelineSpec, ranks: list[RankFigures]) -> Record:
+def measured(spec: PipelineSpec, ranks: list[PipelineFigures]) -> Record:
     """One record of all ranks' figures: of each step the slowest rank, of bytes the most."""
     steps = slowest([rank.steps for rank in ranks])
     tokens = spec.batch * spec.model.context_length

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stepgauge.bench.pipeline_bytes import in_step, travelling_bytes
+from stepgauge.bench.pipeline_bytes import between, in_step, travelling_bytes
+from stepgauge.bench.stage_calls import stage_calls
 from stepgauge.cost.pipeline.timeline import Durations
 from stepgauge.measure import devices
 from stepgauge.parallel.pipeline import Pipeline
@@ -102,7 +103,7 @@ class StagesAlone:
         )
 
     def _stage(self, number: int) -> "_Alone":
-        splits, room = self.pipeline.schedule.splits(number), self.pipeline.room(number)
+        splits, room = self.pipeline.schedule.splits(number), self._room(number)
         run = (self.how, self.parts[number], splits, room, self.idle)
         if run not in KNOWN:
             KNOWN[run] = self._timed(number)
@@ -130,8 +131,8 @@ class StagesAlone:
         """Each kind of action for micro-batches one after another, without waiting for the device
         in between. The device is timed behind work of `lead_s`, for which the host is ahead of it.
         """
-        calls = self.pipeline.alone(number, *self.batch)
-        probed = min(PROBED, self.pipeline.room(number) or PROBED)
+        calls = stage_calls(self.pipeline, number, *self.batch)
+        probed = min(PROBED, self._room(number) or PROBED)
         timed = min(ISSUED, probed)
         ms, issued = {}, 0.0
         levels, within = [self._allocated()], 0.0
@@ -160,6 +161,10 @@ class StagesAlone:
             held=Held(held[0], held[1] if len(held) > 2 else 0.0),
             within_bytes=round(within),
         )
+
+    def _room(self, number: int) -> int | None:
+        """For how many micro-batches between forward and backward; None: any."""
+        return self.pipeline.stages[number].num_slots
 
     def _mark(self) -> Any:
         """Now, in ms on the host or as an event on the device."""
@@ -197,7 +202,7 @@ class StagesAlone:
         if dist.get_world_size() == 1:
             return 0.0
         tensor = max(
-            (meta.empty(self.device) for metas in self.pipeline.between for meta in metas),
+            (meta.empty(self.device) for metas in between(self.pipeline) for meta in metas),
             key=lambda t: t.nbytes,
         )
         times = []

@@ -2,7 +2,7 @@
 on their way there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from stepgauge.parallel.pipeline import Pipeline
 from stepgauge.parallel.pipeline.between import Meta
@@ -18,10 +18,31 @@ def in_step(alone: Held, pipeline: Pipeline, stage: int) -> Held:
     """
     schedule, inputs, gradients = pipeline.schedule, 0, 0
     if stage > 0 and schedule.crosses(stage, stage - 1):
-        inputs = _bytes(pipeline.between[stage - 1])
+        inputs = _bytes(between(pipeline)[stage - 1])
     if stage < schedule.num_stages - 1 and schedule.crosses(stage, stage + 1):
-        gradients = _bytes(_trained(pipeline.between[stage]))
+        gradients = _bytes(_trained(between(pipeline)[stage]))
     return Held(alone.activations + inputs, alone.for_weights + gradients)
+
+
+def between(pipeline: Pipeline) -> list[list[Meta]]:
+    """What goes into each stage but the first, after the first step."""
+    return [metas for stage, metas in sorted(pipeline.metas.items()) if stage > 0]
+
+
+def levels(
+    pipeline: Pipeline, level: Callable[[], float], run: Callable[[], object]
+) -> list[float]:
+    """What `level` gives at the start and the end of each computation of the step that `run` runs,
+    of a pipeline that records.
+    """
+    clock = pipeline.clock
+    assert clock is not None, "it records"
+    clock.level = level
+    try:
+        run()
+    finally:
+        clock.level = None
+    return clock.levels
 
 
 def travelling_bytes(pipeline: Pipeline, rank: int) -> int:
@@ -33,8 +54,8 @@ def travelling_bytes(pipeline: Pipeline, rank: int) -> int:
 
 def _message(pipeline: Pipeline, channel: Channel) -> Sequence[Meta]:
     if channel.sender < channel.receiver:
-        return pipeline.between[channel.sender]
-    return _trained(pipeline.between[channel.receiver])
+        return between(pipeline)[channel.sender]
+    return _trained(between(pipeline)[channel.receiver])
 
 
 def _trained(metas: Sequence[Meta]) -> list[Meta]:

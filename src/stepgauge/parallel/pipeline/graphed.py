@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepgauge.parallel.pipeline.between import Meta
+from stepgauge.parallel.pipeline.between import Given, Meta
+from stepgauge.parallel.pipeline.runs_stage import RunsStage
 from stepgauge.parallel.pipeline.stage import Stage
 from stepgauge.parallel.trial import trial
 from stepgauge.runtime.recording import WARM_UPS, Call, Recorder, places
@@ -38,7 +39,7 @@ class Slot:
     replays: dict[str, Call] = dataclasses.field(default_factory=dict)
 
 
-class GraphedStage:
+class GraphedStage(RunsStage):
     """A Stage with as many slots as micro-batches are in flight at once; the same calls.
 
     What a module does in Python is done once, when it is recorded: shapes, branches and parameters
@@ -48,14 +49,21 @@ class GraphedStage:
     def __init__(self, stage: Stage, recorder: Recorder, slots: int, device: torch.device):
         self.module, self.splits = stage.module, stage.splits
         self._stage, self._recorder, self._device = stage, recorder, device
-        self.num_slots = slots
+        self.num_slots: int = slots
         self._slots: list[Slot] = []
         self._free: list[Slot] = []
         self._used: dict[int, Slot] = {}
         self._sums: list[tuple[nn.Parameter, Tensor]] = []
         self._apart: list[tuple[nn.Parameter, Tensor]] = []
         self._recorded_at: list[tuple[int, bool]] = []
-        self.prepare, self.evaluate = stage.prepare, stage.evaluate
+
+    def prepare(
+        self, inputs: Sequence[Tensor], trained: Sequence[bool], targets: Sequence[Tensor] = ()
+    ) -> tuple[Given, list[Tensor]]:
+        return self._stage.prepare(inputs, trained, targets)
+
+    def evaluate(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
+        return self._stage.evaluate(inputs, targets)
 
     # -- recording -------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from stepgauge.parallel.pipeline.between import Given, Meta, inputs_of
 from stepgauge.parallel.pipeline.clock import Clock
 from stepgauge.parallel.pipeline.graphed import GraphedStage
 from stepgauge.parallel.pipeline.peer_transfers import PeerTransfers
+from stepgauge.parallel.pipeline.runs_stage import RunsStage
 from stepgauge.parallel.pipeline.stage import Stage
 from stepgauge.parallel.pipeline.step import Batch, PipelineStep, ShardedWeights, on_device
 from stepgauge.parallel.pipeline.tied import Tie, TiedWeights, with_shared
@@ -105,11 +106,13 @@ class Pipeline:
             graphs=graphs,
             whole=_shared_layers(self.modules),
         )
-        self._stages = {number: make(number, module) for number, module in self.modules.items()}
+        self.stages: dict[int, RunsStage] = {
+            number: make(number, module) for number, module in self.modules.items()
+        }
         self._transfers = _transfers(transport, self.schedule, group, self.device)
         self._tied = TiedWeights(ties, self.modules, self.schedule, group)
-        self._metas: dict[int, list[Meta]] = {}
-        self._clock = Clock(self.device) if recording else None
+        self.metas: dict[int, list[Meta]] = {}  # what goes into each stage, after the first step
+        self.clock = Clock(self.device) if recording else None
 
     def _stage(
         self,
@@ -120,7 +123,7 @@ class Pipeline:
         loss: Callable[..., Tensor] | None,
         graphs: Recorder | None,
         whole: Collection[nn.Module],
-    ) -> Stage | GraphedStage:
+    ) -> RunsStage:
         stage = Stage(
             module,
             context=context,
@@ -143,7 +146,7 @@ class Pipeline:
         tensors are split along their first dimension. Raises ValueError for a batch that the
         micro-batches do not divide.
         """
-        step = self.begun(inputs, targets, batches=batches)
+        step = self._begin_step(inputs, targets, batches=batches)
         for action in self.schedule.ranks[self.rank]:
             try:
                 step.act(action)
@@ -157,20 +160,19 @@ class Pipeline:
                 self._reduce(number, self.modules[number])
         return step.loss
 
-    def begun(self, inputs: Batch, targets: Batch = (), *, batches: int = 1) -> PipelineStep:
-        """A step before its first action, as `step` goes on with it: the rest is its actions."""
-        if self._clock:
-            self._clock.begin()
+    def _begin_step(self, inputs: Batch, targets: Batch, *, batches: int) -> PipelineStep:
+        if self.clock:
+            self.clock.begin()
         parts = _split(inputs, self.schedule.num_micro_batches)
         answers = _split(targets, self.schedule.num_micro_batches)
         self._prepare(parts[0], answers[0])
         self._tied.begin()
-        for stage in self._stages.values():
+        for stage in self.stages.values():
             stage.begin()
         return PipelineStep(
             schedule=self.schedule,
-            stages=self._stages,
-            metas=self._metas,
+            stages=self.stages,
+            metas=self.metas,
             transfers=self._transfers,
             device=self.device,
             inputs=parts,
@@ -178,7 +180,7 @@ class Pipeline:
             shares=self._shares(targets) / batches,
             reduce=self._reduce_early,
             weights=self._weights,
-            clock=self._clock,
+            clock=self.clock,
         )
 
     def _reduce_early(self, stage: int, module: nn.Module) -> None:
@@ -194,16 +196,16 @@ class Pipeline:
         last, values = self.schedule.num_stages - 1, on_device(inputs, self.device)
         for number in range(last + 1):
             answers = on_device(targets, self.device) if number == last else ()
-            if number in self._stages:
-                values = self._stages[number].evaluate(values, answers)
+            if number in self.stages:
+                values = self.stages[number].evaluate(values, answers)
             if self.schedule.crosses(number, number + 1):
                 values = handed(self.schedule.rank_of, number, values, self._group, self.device)
-        return values[0] if last in self._stages else None
+        return values[0] if last in self.stages else None
 
     def _shares(self, targets: Batch) -> Tensor:
         """Of each micro-batch, its part of the whole batch's mean. The last stage's rank reads them."""
         parts = self.schedule.num_micro_batches
-        if self._mean is None or self.schedule.num_stages - 1 not in self._stages:
+        if self._mean is None or self.schedule.num_stages - 1 not in self.stages:
             return torch.full((parts,), 1.0 / parts, device=self.device)
         return self._mean.weights_of_equal(targets, parts, self.device)
 
@@ -235,84 +237,30 @@ class Pipeline:
 
         Raises ValueError where the pipeline does not record.
         """
-        return self._recording.spans()
-
-    def levels(self, level: Callable[[], float], run: Callable[[], object]) -> list[float]:
-        """What `level` gives at the start and the end of each computation of the step that `run` runs.
-
-        Raises ValueError where the pipeline does not record.
-        """
-        clock = self._recording
-        clock.level = level
-        try:
-            run()
-        finally:
-            clock.level = None
-        return clock.levels
-
-    @property
-    def _recording(self) -> Clock:
-        if self._clock is None:
+        if self.clock is None:
             raise ValueError("recording is False; a pipeline that records has spans")
-        return self._clock
-
-    @property
-    def between(self) -> list[list[Meta]]:
-        """What goes into each stage but the first, after the first step."""
-        return [metas for stage, metas in sorted(self._metas.items()) if stage > 0]
-
-    def alone(
-        self, stage: int, inputs: Batch, targets: Batch = ()
-    ) -> dict[str, Callable[[int], Any]]:
-        """What a stage of this rank does for a micro-batch, by kind, to be called one kind after
-        the other: without any other rank, on noise where the stages beside would have written (on
-        zeros a GPU draws less power and runs faster). After the first step.
-        """
-        first = _split(inputs, self.schedule.num_micro_batches)[0]
-        answers = _split(targets, self.schedule.num_micro_batches)[0]
-        run, metas = self._stages[stage], self._metas[stage]
-        last = stage == self.schedule.num_stages - 1
-        given = on_device(first, self.device) if stage == 0 else [
-            meta.noise(self.device) for meta in metas
-        ]  # fmt: skip
-        back = [torch.ones((), device=self.device)] if last else [
-            meta.noise(self.device) if meta.has_gradient else None
-            for meta in self._metas[stage + 1]
-        ]  # fmt: skip
-        own_targets = on_device(answers, self.device) if last else []
-        trained = [meta.is_trained for meta in metas]
-        calls: dict[str, Callable[[int], Any]] = {
-            "F": lambda k: run.forward(k, given, trained, own_targets)
-        }
-        if not run.splits:
-            return calls | {"B": lambda k: run.backward(k, back)}
-        return calls | {"I": lambda k: run.backward_input(k, back), "W": run.backward_weight}
-
-    def room(self, stage: int) -> int | None:
-        """How many micro-batches `alone` has room for between forward and backward; None: any."""
-        run = self._stages[stage]
-        return run.num_slots if isinstance(run, GraphedStage) else None
+        return self.clock.spans()
 
     def close(self) -> None:
         """Gives the modules back as they were."""
-        self._metas = {}
-        for stage in self._stages.values():
+        self.metas = {}
+        for stage in self.stages.values():
             stage.close()
 
     # -- before the first step, and before one with other shapes ---------------------------------
 
     def _prepare(self, inputs: Batch, targets: Batch) -> None:
         first = [Meta.of(tensor) for tensor in inputs]
-        if self._metas.get(0) == first:
+        if self.metas.get(0) == first:
             return
         given = self._given(inputs, targets)
-        self._metas = inputs_of(first, given)
-        self._transfers.prepare(_messages(self._metas))
+        self.metas = inputs_of(first, given)
+        self._transfers.prepare(_messages(self.metas))
         last = self.schedule.num_stages - 1
-        for number, stage in self._stages.items():
+        for number, stage in self.stages.items():
             answers = on_device(targets, self.device) if number == last else ()
-            outputs = given[last].outputs if number == last else self._metas[number + 1]
-            stage.record(self._metas[number], outputs, answers)
+            outputs = given[last].outputs if number == last else self.metas[number + 1]
+            stage.record(self.metas[number], outputs, answers)
 
     def _given(self, inputs: Batch, targets: Batch) -> dict[int, Given]:
         """What each stage gives for a micro-batch, found by one after the other."""
@@ -320,9 +268,9 @@ class Pipeline:
         values, trained, given = on_device(inputs, self.device), [False] * len(inputs), {}
         for number in range(last + 1):
             found = None
-            if number in self._stages:
+            if number in self.stages:
                 answers = on_device(targets, self.device) if number == last else ()
-                found, values = self._stages[number].prepare(values, trained, answers)
+                found, values = self.stages[number].prepare(values, trained, answers)
             given[number] = shared(found, owners[number], self._group)
             trained = [meta.is_trained for meta in given[number].outputs]
             if self.schedule.crosses(number, number + 1):

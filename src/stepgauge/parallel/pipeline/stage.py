@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from stepgauge.parallel.pipeline.between import Given, Meta
+from stepgauge.parallel.pipeline.runs_stage import RunsStage
 from stepgauge.parallel.pipeline.split import Calls, Factors, SplitBackward, Watch
 from stepgauge.parallel.trial import trial
 
@@ -30,7 +31,7 @@ class Kept:
     factors: list[Factors] = dataclasses.field(default_factory=list)
 
 
-class Stage:
+class Stage(RunsStage):
     """A module that runs forward and the parts of backward for many micro-batches.
 
     module   called with the tensors of the stage before (or the batch), gives one or several
@@ -86,18 +87,10 @@ class Stage:
         self._outputs = given.outputs
         return given, [output.detach() for output in outputs]
 
-    def record(
-        self, inputs: Sequence[Meta], outputs: Sequence[Meta], targets: Sequence[Tensor]
-    ) -> None:
-        """Nothing: it runs eagerly. As all three, for GraphedStage."""
-
     def begin(self) -> None:
         """Before a step."""
         if self._split is not None:
             self._split.begin()
-
-    def finish(self) -> None:
-        """When the gradients of a step are there."""
 
     def close(self) -> None:
         """Gives the module back as it was, and drops what unfinished micro-batches keep."""
