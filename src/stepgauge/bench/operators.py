@@ -17,7 +17,6 @@ from stepgauge.cost.operations.terms import TRAFFIC, Term
 from stepgauge.cost.traced.network import (
     Run,
     Traced,
-    TracedSpec,
     gathers_weights,
     require_traceable,
 )
@@ -29,10 +28,10 @@ from stepgauge.measure.operators import OperatorTrace, record_step
 from stepgauge.parallel.fsdp.sharded_unit import repeated_blocks
 from stepgauge.runtime.load_file import user_line
 from stepgauge.runtime.workers import run_isolated
-from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import WorkSpec
+from stepgauge.spec.steps import AnyStep, work_of
 from stepgauge.spec.user_model import UserModel
 
 STEPS = 2  # the optimizer makes its state in the first
@@ -62,26 +61,26 @@ class Counted:
         return {**found, "optimizer": len(self.parameters)}
 
 
-def traced_apart(spec: TracedSpec, architecture: str) -> Traced:
+def traced_apart(spec: AnyStep, architecture: str) -> Traced:
     """As `traced` in a process of its own, which leaves no memory on a GPU; once for all layouts of
     a step.
     """
     return _of_layout(spec, functools.partial(_in_a_process, architecture))
 
 
-def traced(spec: TracedSpec, architecture: str) -> Traced:
+def traced(spec: AnyStep, architecture: str) -> Traced:
     """The step of the spec as it would run on a device of the architecture: cpu, sm80 or
     sm90. Raises ValueError for a step that is not predicted, or does what cannot be traced.
     """
     return _of_layout(spec, functools.partial(_traced, architecture))
 
 
-def _of_layout(spec: TracedSpec, trace: Callable[[WorkSpec, bool], Traced]) -> Traced:
+def _of_layout(spec: AnyStep, trace: Callable[[WorkSpec, bool], Traced]) -> Traced:
     """ZeRO 3 gathers weights in the type that is computed in; what a rank updates is in theirs."""
     require_traceable(spec)
-    work = _work(spec)
+    work = work_of(spec)
     found = trace(work, False)
-    if not gathers_weights(spec) or work.precision != "bf16":
+    if not gathers_weights(spec.parsed_layout) or work.precision != "bf16":
         return found
     return dataclasses.replace(trace(work, True), update=found.update)
 
@@ -137,15 +136,6 @@ def _traced_or_why(architecture: str, work: WorkSpec, gathered: bool) -> Traced 
         return _traced(architecture, work, gathered)
     except ValueError as error:
         return str(error)
-
-
-def _work(spec: TracedSpec) -> WorkSpec:
-    """What a rank of the spec computes."""
-    own = {field.name for field in dataclasses.fields(WorkSpec)}
-    values = {name: value for name, value in vars(spec).items() if name in own}
-    if isinstance(spec, LayoutSpec) and not isinstance(spec.model, UserModel):
-        values["batch"] = spec.rank_batch
-    return WorkSpec(**values)
 
 
 def _counted(spec: WorkSpec, architecture: str, weights: torch.dtype | None = None) -> Counted:

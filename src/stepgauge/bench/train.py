@@ -16,6 +16,7 @@ from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
 from stepgauge.runtime.workers import run_isolated
 from stepgauge.runtime.world import joined_world
+from stepgauge.spec.fields import as_kind
 from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.record import Record, Sample
@@ -79,9 +80,8 @@ def require_memory(spec: TrainSpec) -> None:
     free = devices.available_host_bytes()
     if free is None or least * NEAR < free or spec.compile != "off":
         return
-    fields = {field.name for field in dataclasses.fields(WorkSpec)}
-    shared = {name: value for name, value in vars(spec).items() if name in fields}
-    step = MemorySpec(**{**shared, "batch": spec.batch // spec.parsed_layout.data})
+    work = as_kind(WorkSpec, spec, batch=spec.batch // spec.parsed_layout.data)
+    step = as_kind(MemorySpec, work)
     if peak := run_isolated(memory.predicted, step).median("peak_bytes"):
         devices.require_host_memory(int(peak) * whole)
 

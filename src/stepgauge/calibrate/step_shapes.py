@@ -17,7 +17,6 @@ from stepgauge.calibrate.host import narrow_network
 from stepgauge.calibrate.machine import TIMED_MS
 from stepgauge.calibrate.operations import operations
 from stepgauge.calibrate.passes import BATCH, HEAD_WIDTH
-from stepgauge.spec.blocks import layout_of
 from stepgauge.spec.calibration import CalibrationSpec, launched_under
 from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.model import ModelSpec
@@ -51,14 +50,15 @@ def host_job(spec: Any, turn: int) -> Job | None:
     if spec.compile != "off" or spec.device.startswith("cpu"):
         return None
     kind = "bf16" if spec.precision in ("bf16", "fp16") else "fp32"
-    under = launched_under(layout_of(spec), spec.checkpointing)
-    narrower = 1.0 if WRAPPERS[layout_of(spec).wrapper].buckets else 0.0
+    layout = spec.parsed_layout
+    under = launched_under(layout, spec.checkpointing)
+    narrower = 1.0 if WRAPPERS[layout.wrapper].buckets else 0.0
     if narrower and isinstance(spec.model, ModelSpec):
         narrow = narrow_network(1, heads=2).block_matrix_parameters
         narrower = narrow / spec.model.block_matrix_parameters
     return run.job(
         CalibrationSpec(
-            operation=f"host eager {kind}{under}", turn=turn, ranks=getattr(spec, "ranks", 1),
+            operation=f"host eager {kind}{under}", turn=turn, ranks=spec.ranks,
             bucket_mb=narrower * getattr(spec, "bucket_mb", 0.0), device=spec.device,
         )
     )  # fmt: skip

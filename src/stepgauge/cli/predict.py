@@ -18,9 +18,9 @@ from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.step import StepSpec
+from stepgauge.spec.steps import AnyStep, as_layout_step, kind_for, under
 from stepgauge.spec.user_model import UserModel
 from stepgauge.validate.predicted import predicted
-from stepgauge.validate.rows import rank_batch
 
 Hardware = Annotated[
     Path,
@@ -78,7 +78,7 @@ def predict(
                 print_in(format, memory_table(record, label))
     if hides and format == "table":
         for spec in specs:
-            _print_what_hides(as_layout(spec), file)
+            _print_what_hides(_whole_step(spec), file)
 
 
 def _print_what_hides(spec: LayoutSpec, file: HardwareFile) -> None:
@@ -91,17 +91,13 @@ def _print_what_hides(spec: LayoutSpec, file: HardwareFile) -> None:
     print_points(f"{spec.layout}, {spec.size}", points)
 
 
-def as_layout(spec: StepSpec | DataParallelSpec | PipelineSpec | LayoutSpec) -> LayoutSpec:
-    """The same step as bench layout has it. Raises ValueError for one of a user's model, whose shape
-    is not known, and for a pipeline alone.
+def _whole_step(spec: AnyStep | PipelineSpec) -> LayoutSpec:
+    """Raises ValueError for a step of a user's model, whose shape is not known, and for a pipeline
+    alone.
     """
     if isinstance(spec.model, UserModel) or isinstance(spec, PipelineSpec):
         raise ValueError("--hides takes whole steps of a preset: leave --model and --phases out")
-    if isinstance(spec, LayoutSpec):
-        return spec
-    layout = spec.parsed_layout
-    alike = {f.name: getattr(spec, f.name) for f in fields(LayoutSpec) if hasattr(spec, f.name)}
-    return LayoutSpec(**{**alike, "layout": str(layout), "batch": spec.batch * layout.data})
+    return as_layout_step(spec)
 
 
 def specs_of(layout: Layout, values: Values) -> list[Any]:
@@ -112,27 +108,20 @@ def specs_of(layout: Layout, values: Values) -> list[Any]:
         values = {name: value for name, value in values.items() if name != "batch"}
         if set(layout.sizes) - {"data"}:
             raise ValueError(f"layout is {str(layout)!r}; {LAYOUTS}")
-    spec: type = LayoutSpec
-    asked: dict[str, Any] = {"layout": str(layout)}
-    if set(values.get("size", ())) & set(BertSpec.preset_names()):
-        pass  # which bench layout alone measures
-    elif layout.ranks == 1:
-        spec, asked = StepSpec, {}
-    elif set(layout.sizes) == {"data"}:
-        spec, asked = DataParallelSpec, {"ranks": layout.data, "wrapper": layout.wrapper}
-        batches = tuple(rank_batch(batch, layout) for batch in values.get("batch", ()))
-        values = {**values, "batch": batches} if batches else values
-    elif set(layout.sizes) == {"pipeline"} and values.get("phases") == ("backward",):
-        spec = PipelineSpec
+    is_bert = bool(set(values.get("size", ())) & set(BertSpec.preset_names()))
+    kind: type = LayoutSpec if is_bert else kind_for(layout)
+    if set(layout.sizes) == {"pipeline"} and values.get("phases") == ("backward",) and not is_bert:
+        kind = PipelineSpec
         values = {name: value for name, value in values.items() if name != "phases"}
-        asked = {"ranks": layout.pipeline, "schedule": layout.schedule,
-                 "micro_batches": layout.microbatches, "per_rank": layout.per_rank or 2}  # fmt: skip
-    known = {field.name for each in (spec, ModelSpec) for field in fields(each)}
+    known = {field.name for each in (kind, ModelSpec) for field in fields(each)}
     if foreign := [n for n in values if n not in known and n not in ("size", "hf_config")]:
-        raise ValueError(f"{foreign[0]} is no option of a row of {COMMANDS[spec]}")
-    return expand(
-        spec, {**values, **{name: (value,) for name, value in asked.items()}}, network=Networks
-    )
+        raise ValueError(f"{foreign[0]} is no option of a row of {COMMANDS[kind]}")
+    if kind is PipelineSpec:
+        values = {**values, "ranks": (layout.pipeline,), "schedule": (layout.schedule,),
+                  "micro_batches": (layout.microbatches,), "per_rank": (layout.per_rank or 2,)}  # fmt: skip
+    else:
+        values = under(layout, kind, values)
+    return expand(kind, values, network=Networks)
 
 
 COMMANDS = {

@@ -4,8 +4,6 @@ The plans are those that the wrappers execute. A bucket is sent when its last gr
 what computes beside a collective, and the collective, run slower meanwhile (cost/rates/contention.py).
 """
 
-import dataclasses
-
 from stepgauge.cost.data_axis.buckets import Bucketed, Sending
 from stepgauge.cost.data_axis.wrapper_host import unknown_host
 from stepgauge.cost.data_axis.wrappers import data_axis
@@ -14,7 +12,7 @@ from stepgauge.cost.memory.peak import step_memory
 from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.cost.rates.machine import Machine
-from stepgauge.cost.rates.prices import GLOO, NCCL, Prices
+from stepgauge.cost.rates.prices import Prices, library_of
 from stepgauge.cost.step import modelled, rates
 from stepgauge.cost.streams.ledger import step_rows
 from stepgauge.cost.streams.outcome import exposed_ms, outcome, without_communication_ms
@@ -23,7 +21,7 @@ from stepgauge.cost.timed_blocks import as_timed
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import WRAPPERS, sent_bytes
 from stepgauge.spec.record import Record, Sample
-from stepgauge.spec.step import StepSpec
+from stepgauge.spec.steps import work_of
 from stepgauge.spec.throughput import throughput
 
 UNITS = {"sent_bytes": "bytes", "buckets": "", "tail_bytes": "bytes"}
@@ -35,11 +33,11 @@ def predict_data_parallel(spec: DataParallelSpec, machine: Machine) -> Record:
     """
     if spec.cuda_graphs:
         raise ValueError("cuda_graphs is True; a step that is replayed is not predicted yet")
-    alone = _alone(spec)
+    alone = work_of(spec)
     sharded = WRAPPERS[spec.wrapper].shards("weights") and spec.ranks > 1
     priced = StepOperations(alone, NetworkPart(batch=spec.batch, gathered=sharded))
     layout = spec.parsed_layout
-    prices = Prices(machine, layout, _backend(spec)).paced_by(priced)
+    prices = Prices(machine, layout, library_of(spec)).paced_by(priced)
     operations = as_timed(priced, prices)
     step = RankStep(operations, prices, launching(alone, machine, layout))
     axis = data_axis(
@@ -67,17 +65,6 @@ def predict_data_parallel(spec: DataParallelSpec, machine: Machine) -> Record:
     rows = step_rows(operations, prices, found)
     note = unknown_host(machine, alone, layout)
     return modelled(spec, machine, metrics, rows, step_memory(operations, layout), note=note)
-
-
-def _alone(spec: DataParallelSpec) -> StepSpec:
-    """The step of one rank."""
-    own = {field.name for field in dataclasses.fields(StepSpec)}
-    values = {k: v for k, v in vars(spec).items() if k in own and k not in ("warmup", "steps")}
-    return StepSpec(**values)
-
-
-def _backend(spec: DataParallelSpec) -> str:
-    return GLOO if spec.group_backend == "gloo" else NCCL
 
 
 def _sent_bytes(spec: DataParallelSpec, operations: StepOperations) -> float:

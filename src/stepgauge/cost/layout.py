@@ -20,7 +20,7 @@ from stepgauge.cost.pipeline.stages import Halves, durations
 from stepgauge.cost.pipeline.step import span_rows
 from stepgauge.cost.pipeline.timeline import Timeline, simulate
 from stepgauge.cost.rates.machine import Machine
-from stepgauge.cost.rates.prices import GLOO, NCCL, Prices
+from stepgauge.cost.rates.prices import Prices, library_of
 from stepgauge.cost.step import modelled, rates
 from stepgauge.cost.streams.ledger import Rows, pipeline_rows, step_rows
 from stepgauge.cost.streams.outcome import Outcome, exposed_ms, outcome
@@ -32,7 +32,7 @@ from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.plan.pipeline import Schedule, lower
 from stepgauge.spec.plan.stages import describe_cuts
 from stepgauge.spec.record import Record, Sample
-from stepgauge.spec.step import WorkSpec
+from stepgauge.spec.steps import work_of
 from stepgauge.spec.throughput import throughput
 
 SHORTEST = 3  # rounds of a pipeline's ranks, after which a schedule repeats itself
@@ -145,8 +145,7 @@ class LayoutParts:
             passes=spec.accumulation * (layout.microbatches if layout.pipeline > 1 else 1),
         )
         whole = StepOperations(work, share)
-        backend = GLOO if spec.group_backend == "gloo" else NCCL
-        prices = Prices(machine, layout, backend).paced_by(whole)
+        prices = Prices(machine, layout, library_of(spec)).paced_by(whole)
         times = Halves.of(as_timed(whole, prices)).times(prices) if spec.needs_times else None
         stages = [
             as_timed(StepOperations(work, dataclasses.replace(share, blocks=blocks)), prices)
@@ -277,10 +276,3 @@ def _waits(timeline: Timeline, rank: int, sent_us: Sequence[float]) -> tuple[flo
         arrived = max(arrived, ends[stage]) + sent_us[stage] / 1e3
     computed = max(ends.values())
     return computed, max(0.0, arrived - computed)
-
-
-def work_of(spec: LayoutSpec) -> WorkSpec:
-    """The same step as one process would run it."""
-    own = {field.name for field in dataclasses.fields(WorkSpec)}
-    values = {name: value for name, value in vars(spec).items() if name in own}
-    return WorkSpec(**{**values, "batch": spec.micro_batch})

@@ -8,9 +8,7 @@ from typing import Any, ClassVar
 from stepgauge.spec.calibration import OperationTable
 from stepgauge.spec.fields import option
 from stepgauge.spec.layout import WRAPPERS, Layout
-from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.step import BUDGET, WorkSpec
 
 LAYERS = (2, 5)
@@ -79,26 +77,20 @@ def blocks_of(spec: Any) -> list[BlocksSpec]:
     weights also with weights that are there. None where ranks share a sequence, for networks that
     are hardly deeper, and for those without a known shape.
     """
-    model, layout = spec.model, layout_of(spec)
+    model, layout = spec.model, spec.parsed_layout
     if not isinstance(model, ModelSpec) or model.num_layers <= max(LAYERS):
         return []
-    is_step = getattr(spec, "phases", "step") == "step" and spec.checkpointing != BUDGET
+    is_step = spec.phases == "step" and spec.checkpointing != BUDGET
     if not is_step or layout.context > 1 or layout.torch_tensor:
         return []
     how = {name: getattr(spec, name) for name in WORK_FIELDS}
-    batch = spec.micro_batch if isinstance(spec, LayoutSpec) else spec.batch
     few = dataclasses.replace(model, num_layers=max(LAYERS))
     asked = [
-        BlocksSpec(model=few, size=spec.size, batch=batch, device=spec.device, cut=str(inside),
+        BlocksSpec(model=few, size=spec.size, batch=spec.micro_batch, device=spec.device, cut=str(inside),
                    ranks=inside.ranks if inside.ranks > 1 else layout.ranks, **how)
         for inside in map(inside_of_blocks, (layout, whole_weights(layout)))
     ]  # fmt: skip
     return list(dict.fromkeys(asked))
-
-
-def layout_of(spec: Any) -> Layout:
-    """Of a pipeline's stages timed alone there is none: each is what one process has."""
-    return Layout() if isinstance(spec, PipelineSpec) else spec.parsed_layout
 
 
 @dataclasses.dataclass(frozen=True)

@@ -98,6 +98,9 @@ class DataParallelSpec(OnBackend):
     device: str = option("cpu", "cpu or cuda: each rank takes the GPU of its own number")
     seed: int = option(0, "of weights and tokens", least=0, most=2**63 - 1, label="changed")
 
+    phases: ClassVar[str] = "step"
+    accumulation: ClassVar[int] = 1
+
     def __post_init__(self) -> None:
         check(self)
         if isinstance(self.model, UserModel):
@@ -145,6 +148,16 @@ class DataParallelSpec(OnBackend):
         wrapper = WRAPPERS[self.wrapper]
         used = {"bucket_mb": wrapper.buckets, "reduce_dtype": wrapper.reduce_dtype}
         return with_defaults(self, used)
+
+    @property
+    def micro_batch(self) -> int:
+        return self.batch
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all ranks."""
+        assert not isinstance(self.model, UserModel)
+        return self.ranks * self.batch * self.model.context_length
 
     @property
     def parsed_layout(self) -> Layout:

@@ -76,6 +76,15 @@ def with_defaults(spec: Spec, used: Mapping[str, bool]) -> Spec:
     return dataclasses.replace(spec, **unused)  # type: ignore[type-var]
 
 
+def as_kind(kind: type[Spec], spec: Any, **changes: Any) -> Spec:
+    """A spec of another kind: with the fields that both have, and changes; its own are as by
+    default.
+    """
+    own = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    shared = {name: value for name, value in vars(spec).items() if name in own}
+    return kind(**{**shared, **changes})
+
+
 def naming_fields(field: "dataclasses.Field[Any]") -> tuple[str, ...]:
     """The fields that name a row together with this one, itself first; none without a `label`."""
     if not field.metadata.get("label"):

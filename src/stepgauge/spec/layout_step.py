@@ -82,6 +82,8 @@ class LayoutSpec(OnBackend):
     device: str = option("cpu", "cpu or cuda: each rank takes the GPU of its own number")
     seed: int = as_in(DataParallelSpec, "seed")
 
+    phases: ClassVar[str] = "step"
+
     def __post_init__(self) -> None:
         check(self)
         check_budget(self)
@@ -131,8 +133,9 @@ class LayoutSpec(OnBackend):
 
     @property
     def rank_batch(self) -> int:
-        """Sequences of a forward and backward on each data rank."""
-        return self.batch // self.parsed_layout.data
+        """Sequences of a forward and backward on each data rank; of a user's model its one batch."""
+        is_users = isinstance(self.model, UserModel)
+        return self.batch if is_users else self.batch // self.parsed_layout.data
 
     @property
     def micro_batch(self) -> int:

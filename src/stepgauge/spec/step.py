@@ -83,6 +83,8 @@ class WorkSpec:
     device: str = option("cpu", "cpu, cuda, cuda:1, mps; auto takes the fastest there is")
     seed: int = option(0, "of weights and tokens", least=0, most=2**63 - 1, label="changed")
 
+    accumulation: ClassVar[int] = 1
+
     def __post_init__(self) -> None:
         check(self)
         if isinstance(self.model, UserModel):
@@ -134,3 +136,15 @@ class StepSpec(WorkSpec):
     warmup: int = option(5, "untimed steps first", least=0, most=100_000)
     steps: int = option(10, "timed steps, at least", least=1, most=1_000_000)
     seconds: float = option(1.0, "go on timing for this long", least=0.0, most=86_400.0)
+
+    # Of one process, as specs of several ranks have them.
+    ranks: ClassVar[int] = 1
+    group_backend: ClassVar[str] = ""
+
+    @property
+    def micro_batch(self) -> int:
+        return self.batch
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.network.context_length

@@ -5,7 +5,7 @@ from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.pipeline.step import predict_pipeline
 from stepgauge.cost.rates.machine import Machine
 from stepgauge.cost.step import predict
-from stepgauge.cost.traced.network import TRACED, Traced, TracedSpec, has_formulas
+from stepgauge.cost.traced.network import TRACED, Traced, has_formulas
 from stepgauge.cost.traced.step import predict_traced
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
@@ -13,6 +13,7 @@ from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
+from stepgauge.spec.steps import AnyStep
 
 
 def predicted(
@@ -32,7 +33,7 @@ def predicted(
     machine = Machine(hardware.on_ranks(getattr(spec, "ranks", 1)))
     if asked is not None:
         machine.asked = asked
-    if isinstance(spec, TracedSpec) and not has_formulas(spec.model):
+    if isinstance(spec, AnyStep) and not has_formulas(spec.model):
         return predict_traced(spec, traced_on(spec, hardware), machine)
     match spec:
         case StepSpec():
@@ -46,7 +47,7 @@ def predicted(
     raise ValueError(f"{type(spec).__name__} has no cost model yet")
 
 
-def traced_on(spec: TracedSpec, hardware: HardwareFile) -> Traced:
+def traced_on(spec: AnyStep, hardware: HardwareFile) -> Traced:
     """The operators of a step on a device of that kind, for which torch is imported. Raises
     ValueError for a step that cannot be traced.
     """

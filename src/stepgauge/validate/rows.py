@@ -19,6 +19,7 @@ from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.options import Values, expand, options_of, read
 from stepgauge.spec.step import StepSpec
+from stepgauge.spec.steps import kind_for, under
 
 BESIDE = ("layout", "expect")
 # Of the commands that run a row; what `layout` says is no option.
@@ -85,33 +86,15 @@ def specs_of(values: Mapping[str, tuple[Any, ...]], layouts: Sequence[str]) -> l
     """
     found = []
     for layout in map(Layout.parse, layouts):
-        kind = _kind(layout)
+        kind = kind_for(layout)
         own: Values = {n: v for n, v in values.items() if n in options_of(kind, ModelSpec)}
         own = {"device": ("auto",), **own}
         if foreign := [n for n in values if n not in own and n not in ("seconds", "phases")]:
             raise ValueError(f"{foreign[0]} is no option of a step over {layout.ranks} ranks")
         if kind is DataParallelSpec:
-            own |= {"ranks": (layout.data,), "wrapper": (layout.wrapper,)}
-            own["batch"] = tuple(
-                rank_batch(batch, layout) for batch in own.get("batch", (StepSpec.batch,))
-            )
-        elif kind is LayoutSpec:
-            own["layout"] = (str(layout),)
-        found += [spec.canonical() for spec in expand(kind, own)]
+            own = {"batch": (StepSpec.batch,), **own}
+        found += [spec.canonical() for spec in expand(kind, under(layout, kind, own))]
     return list(dict.fromkeys(found))
-
-
-def _kind(layout: Layout) -> type:
-    if layout.ranks == 1:
-        return StepSpec
-    return DataParallelSpec if set(layout.sizes) == {"data"} else LayoutSpec
-
-
-def rank_batch(batch: int, layout: Layout) -> int:
-    """Sequences of each data rank. Raises ValueError for a batch that they cannot share."""
-    if batch % layout.data:
-        raise ValueError(f"batch is {batch}; {layout.data} data ranks cannot share it")
-    return batch // layout.data
 
 
 def usual_rows(gpus: int) -> list[Asked]:

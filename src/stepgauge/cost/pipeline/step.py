@@ -13,13 +13,14 @@ from stepgauge.cost.rates.estimate import ASSUMED
 from stepgauge.cost.rates.machine import Machine
 from stepgauge.cost.rates.prices import Prices
 from stepgauge.cost.step import modelled, term_rows
+from stepgauge.spec.fields import as_kind
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.plan.pipeline import lower
 from stepgauge.spec.plan.stages import TIME, describe_cuts
 from stepgauge.spec.record import Record, Sample
-from stepgauge.spec.step import StepSpec
+from stepgauge.spec.step import WorkSpec
 from stepgauge.spec.throughput import throughput
 
 
@@ -86,7 +87,6 @@ def _whole(spec: PipelineSpec) -> StepOperations:
     model = spec.model
     if not isinstance(model, ModelSpec):
         raise ValueError("only presets of the Transformer are predicted")
-    own = {field.name for field in dataclasses.fields(StepSpec)}
-    values = {k: v for k, v in vars(spec).items() if k in own and k not in ("warmup", "steps")}
-    work = StepSpec(**{**values, "batch": spec.batch // spec.micro_batches, "phases": "backward"})
+    batch = spec.batch // spec.micro_batches
+    work = as_kind(WorkSpec, spec, batch=batch, phases="backward")
     return StepOperations(work, NetworkPart(batch=work.batch, passes=spec.micro_batches))

@@ -1,7 +1,7 @@
 """What a term takes on a machine, under a layout."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from stepgauge.cost.operations.terms import COLLECTIVES, TRAFFIC, TRANSFER, Term
 from stepgauge.cost.rates.contention import ContentionTable
@@ -13,6 +13,11 @@ from stepgauge.spec.layout import Layout
 NCCL, GLOO = "nccl", "gloo"
 # Of a collective beside a product: a copy, a flag and a wait before it and after it.
 LEAST_EXPOSED_US = 10.0
+
+
+def library_of(spec: Any) -> str:
+    """What carries the collectives of a step."""
+    return GLOO if spec.group_backend == "gloo" else NCCL
 
 
 class Computing(Protocol):

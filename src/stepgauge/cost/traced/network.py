@@ -8,13 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from stepgauge.cost.operations.supported import PRICED
 from stepgauge.cost.operations.terms import Arithmetic, Term
 from stepgauge.cost.streams.program import LaunchGroup, Launching
-from stepgauge.spec.data_parallel import DataParallelSpec
-from stepgauge.spec.layout import WRAPPERS
-from stepgauge.spec.layout_step import LayoutSpec
+from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.step import StepSpec
+from stepgauge.spec.steps import AnyStep
 
-TracedSpec = StepSpec | DataParallelSpec | LayoutSpec
 TRACED = "a user's model, BERT, experts, windows and other masks"
 LAYOUTS = f"of {TRACED} one device and data axes are predicted"
 
@@ -58,10 +55,12 @@ class Traced:
 class TracedOperations:
     """What StepOperations is of a preset."""
 
-    def __init__(self, spec: TracedSpec, traced: Traced):
+    def __init__(self, spec: AnyStep, traced: Traced):
         self.spec, self.traced = spec, traced
         self.how = Arithmetic.of(
-            spec.precision, is_compiled=spec.compile != "off", gathered=gathers_weights(spec)
+            spec.precision,
+            is_compiled=spec.compile != "off",
+            gathered=gathers_weights(spec.parsed_layout),
         )
         self.blocks = range(1)  # the host launches all of it as one block
         self.block_matrices: list[int] = []
@@ -118,25 +117,19 @@ def has_formulas(model: object) -> bool:
     return True
 
 
-def require_traceable(spec: TracedSpec) -> None:
+def require_traceable(spec: AnyStep) -> None:
     """Raises ValueError for what is not predicted by operators, before anything is traced."""
     if spec.compile not in ("off", "on"):
         raise ValueError(f"compile is {spec.compile!r}; of {TRACED} off and on are predicted")
-    if isinstance(spec, LayoutSpec) and set(spec.parsed_layout.sizes) - {"data"}:
-        raise ValueError(f"layout is {spec.layout!r}; {LAYOUTS}")
-    if spec.compile == "on" and gathers_weights(spec):
+    layout = spec.parsed_layout
+    if set(layout.sizes) - {"data"}:
+        raise ValueError(f"layout is {str(layout)!r}; {LAYOUTS}")
+    if spec.compile == "on" and gathers_weights(layout):
         raise ValueError(
-            f"compile is 'on'; of {TRACED} under {wrapper_of(spec)} only off is predicted"
+            f"compile is 'on'; of {TRACED} under {layout.wrapper} only off is predicted"
         )
 
 
-def gathers_weights(spec: TracedSpec) -> bool:
+def gathers_weights(layout: Layout) -> bool:
     """Whether ranks gather each other's parts of weights before they compute."""
-    return WRAPPERS[wrapper_of(spec)].shards("weights")
-
-
-def wrapper_of(spec: TracedSpec) -> str:
-    """How the ranks of the data axis are kept equal."""
-    if isinstance(spec, LayoutSpec):
-        return spec.parsed_layout.wrapper
-    return spec.wrapper if isinstance(spec, DataParallelSpec) else "none"
+    return WRAPPERS[layout.wrapper].shards("weights")

@@ -7,7 +7,7 @@ from stepgauge.cost.data_axis.wrapper_host import unknown_host
 from stepgauge.cost.data_axis.wrappers import data_axis
 from stepgauge.cost.host import launching
 from stepgauge.cost.rates.machine import Machine
-from stepgauge.cost.rates.prices import GLOO, NCCL, Prices
+from stepgauge.cost.rates.prices import Prices, library_of
 from stepgauge.cost.step import modelled
 from stepgauge.cost.streams.ledger import step_rows
 from stepgauge.cost.streams.outcome import Outcome, exposed_ms, outcome, without_communication_ms
@@ -16,7 +16,6 @@ from stepgauge.cost.traced.memory import traced_memory
 from stepgauge.cost.traced.network import (
     Traced,
     TracedOperations,
-    TracedSpec,
     gathers_weights,
     require_traceable,
 )
@@ -24,55 +23,44 @@ from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import Layout, sent_bytes
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.record import Record, Sample
-from stepgauge.spec.step import StepSpec
+from stepgauge.spec.step import StepSpec, WorkSpec
+from stepgauge.spec.steps import AnyStep, work_of
 from stepgauge.spec.throughput import throughput
 from stepgauge.spec.user_model import UserModel
 
 
-def predict_traced(spec: TracedSpec, traced: Traced, machine: Machine) -> Record:
+def predict_traced(spec: AnyStep, traced: Traced, machine: Machine) -> Record:
     """The modelled record of `bench step`, `bench data-parallel` or `bench layout`. Raises
     ValueError for what is not predicted, and for an operator that the hardware file does not have.
     """
     require_traceable(spec)
-    layout, operations = spec.parsed_layout, TracedOperations(spec, traced)
-    backend = GLOO if getattr(spec, "group_backend", "") == "gloo" else NCCL
-    prices = Prices(machine, layout, backend).paced_by(operations)
-    step = RankStep(operations, prices, _host(spec, traced, machine, layout))
-    accumulation = spec.accumulation if isinstance(spec, LayoutSpec) else 1
+    layout, work = spec.parsed_layout, work_of(spec)
+    operations = TracedOperations(spec, traced)
+    prices = Prices(machine, layout, library_of(spec)).paced_by(operations)
+    step = RankStep(operations, prices, _host(work, traced, machine, layout))
     program = step.program(
-        data_axis(_sending(spec, layout), step),
-        passes=accumulation,
-        phases=spec.phases if isinstance(spec, StepSpec) else "step",
+        data_axis(_sending(spec, layout), step), passes=spec.accumulation, phases=spec.phases
     )
     found = outcome(program, prices.contention)
     figures = _figures(spec, found, program)
     metrics = {name: Sample.exact(value, "ms") for name, value in figures.items()}
     if isinstance(spec, DataParallelSpec):
         how = operations.how
-        travelling = how.activation if gathers_weights(spec) else how.weight
+        travelling = how.activation if gathers_weights(layout) else how.weight
         nbytes = operations.num_parameters * travelling
         sent = sent_bytes(
             spec.wrapper, gradient_bytes=nbytes, weight_bytes=nbytes, ranks=spec.ranks
         )
         metrics["sent_bytes"] = Sample.exact(sent, "bytes")
     if not isinstance(spec.model, UserModel):  # of which tokens are not known
-        metrics |= throughput([found.step_ms], tokens=_tokens(spec))
-    memory = traced_memory(operations, layout, accumulates=accumulation > 1)
-    rows = step_rows(operations, prices, found, passes=accumulation)
-    note = unknown_host(machine, spec, layout)  # type: ignore[arg-type]
+        metrics |= throughput([found.step_ms], tokens=spec.tokens_per_step)
+    memory = traced_memory(operations, layout, accumulates=spec.accumulation > 1)
+    rows = step_rows(operations, prices, found, passes=spec.accumulation)
+    note = unknown_host(machine, work, layout)
     return modelled(spec, machine, metrics, rows, memory, note=note)
 
 
-def _tokens(spec: TracedSpec) -> int:
-    """Of a step of all ranks."""
-    if isinstance(spec, LayoutSpec):
-        return spec.tokens_per_step
-    ranks = spec.ranks if isinstance(spec, DataParallelSpec) else 1
-    assert not isinstance(spec.model, UserModel)
-    return ranks * spec.batch * spec.model.context_length
-
-
-def _sending(spec: TracedSpec, layout: Layout) -> Sending:
+def _sending(spec: AnyStep, layout: Layout) -> Sending:
     if isinstance(spec, StepSpec):
         return Sending(wrapper="none", ranks=1)
     return Sending(
@@ -81,15 +69,15 @@ def _sending(spec: TracedSpec, layout: Layout) -> Sending:
     )  # fmt: skip
 
 
-def _figures(spec: TracedSpec, found: Outcome, program: Program) -> dict[str, float]:
+def _figures(spec: AnyStep, found: Outcome, program: Program) -> dict[str, float]:
     """ms by the names of the command that measures the spec."""
     phases = dict(found.phases)
-    if isinstance(spec, LayoutSpec) and spec.accumulation > 1:
+    if spec.accumulation > 1:
         both = phases.pop("forward") + phases.pop("backward")
         phases = {"forward_and_backward": both, **phases}
     figures = {f"{name}_ms": ms for name, ms in phases.items()}
     figures |= {"step_ms": found.step_ms, "device_ms": found.device_ms}
-    if isinstance(spec, StepSpec) or spec.ranks == 1:
+    if spec.ranks == 1:
         return figures
     without = without_communication_ms(program, DATA)
     exposed = exposed_ms(found.step_ms, without)
@@ -103,13 +91,11 @@ def _figures(spec: TracedSpec, found: Outcome, program: Program) -> dict[str, fl
     }
 
 
-def _host(
-    spec: TracedSpec, traced: Traced, machine: Machine, layout: Layout
-) -> dict[str, Launching]:
+def _host(work: WorkSpec, traced: Traced, machine: Machine, layout: Layout) -> dict[str, Launching]:
     """Each phase's launches as so many blocks of the calibrated network's: all of it is one block,
     and what the calibrated network has outside of blocks comes first.
     """
-    known = launching(spec, machine, layout)  # type: ignore[arg-type]
+    known = launching(work, machine, layout)
     return {
         phase: Launching(launch.block_us * traced.blocks.get(phase, 0.0), launch.us(0))
         for phase, launch in known.items()

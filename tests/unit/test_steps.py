@@ -1,0 +1,49 @@
+"""Specs of one step that different commands measure say the same of it."""
+
+import pytest
+
+from stepgauge.spec.data_parallel import DataParallelSpec
+from stepgauge.spec.layout import Layout
+from stepgauge.spec.layout_step import LayoutSpec
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.options import expand
+from stepgauge.spec.step import StepSpec
+from stepgauge.spec.steps import as_layout_step, kind_for, under, work_of
+
+NANO = ModelSpec.preset("nano")
+OVER_DATA = DataParallelSpec(model=NANO, ranks=2, wrapper="zero1", batch=3, precision="bf16")
+IN_LAYOUT = LayoutSpec(model=NANO, layout="dp2 zero1", batch=6, precision="bf16")
+ONE = StepSpec(model=NANO, batch=3, precision="bf16")
+OPTIONS = {"size": ("nano",), "batch": (6,)}
+
+
+def test_a_rank_of_a_data_axis_computes_what_one_process_does():
+    assert work_of(OVER_DATA) == work_of(IN_LAYOUT) == work_of(ONE)
+    assert OVER_DATA.tokens_per_step == IN_LAYOUT.tokens_per_step == 2 * ONE.tokens_per_step
+    assert OVER_DATA.parsed_layout == IN_LAYOUT.parsed_layout
+    accumulation = ONE.accumulation, OVER_DATA.accumulation, IN_LAYOUT.accumulation
+    assert accumulation == (1, 1, 1)
+
+
+def test_a_stage_of_a_pipeline_computes_a_micro_batch():
+    spec = LayoutSpec(model=NANO, layout="dp2 pp2 1f1b m3", batch=12)
+    assert work_of(spec).batch == 2
+
+
+def test_every_step_is_one_of_a_layout():
+    assert as_layout_step(OVER_DATA) == as_layout_step(IN_LAYOUT) == IN_LAYOUT
+    assert as_layout_step(ONE) == LayoutSpec(model=NANO, batch=3, precision="bf16")
+
+
+@pytest.mark.parametrize("text", ["none", "dp2 zero1", "dp2 tp2", "pp2 1f1b m3"])
+def test_options_under_a_layout_are_those_of_the_command_that_measures_it(text):
+    layout = Layout.parse(text)
+    (spec,) = expand(kind_for(layout), under(layout, kind_for(layout), OPTIONS))
+    assert spec.parsed_layout == layout
+    assert as_layout_step(spec).batch == 6
+
+
+def test_a_batch_that_data_ranks_cannot_share_is_refused():
+    layout = Layout.parse("dp2")
+    with pytest.raises(ValueError, match="batch is 5; 2 data ranks cannot share it"):
+        under(layout, kind_for(layout), {"batch": (4, 5)})
