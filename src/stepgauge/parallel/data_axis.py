@@ -225,10 +225,12 @@ def over_data(
             for stage, module in modules.items()
         }
         return DataAxis(wrapped, modules, sharded, ranks)
+    sums = {stage: cut.sums for stage, cut in cuts.items()} if number == 3 else {}
+    for stage in sums:
+        cuts[stage].hooking.remove()
     wrapped = {stage: _wrapped(wrapper, each, settings) for stage, each in modules.items()}
-    for stage, cut in cuts.items() if number == 3 else ():
-        cut.hooking.remove()
-        _hook_shards(modules[stage], cut.sums)
+    for stage, of_stage in sums.items():
+        _hook_shards(modules[stage], of_stage)
     stepping = optimizer(groups(everything))
     if number == 3:
         require_steps_by_parts(stepping)

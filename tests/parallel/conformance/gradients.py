@@ -267,6 +267,16 @@ def gradients_that_are_there_before_the_first_backward(setup):
     return t.results()
 
 
+def gradients_that_are_there_before_wrapping(setup):
+    network = Net()
+    for parameter in network.parameters():
+        parameter.grad = torch.full_like(parameter, 0.25)
+    t = Training(setup, network)
+    t.backward(0)
+    t.step()
+    return t.results()
+
+
 def a_gradient_that_is_there_of_a_module_with_one_weight(setup):
     """It is all one rank's where whole weights have owners."""
     torch.manual_seed(0)
@@ -465,14 +475,26 @@ def a_hook_on_a_weight(setup):
     return t.results()
 
 
+def _double(parameter):
+    parameter.grad.mul_(2)
+
+
+def hooks_of_before_wrapping(setup):
+    network = Net()
+    network.head.weight.register_hook(lambda gradient: gradient * 3)
+    network.blocks[0].linear.weight.register_post_accumulate_grad_hook(_double)
+    removed = network.blocks[1].linear.weight.register_hook(lambda gradient: gradient * 3)
+    t = Training(setup, network)
+    t.train(0)
+    removed.remove()
+    t.train(1)
+    return t.results()
+
+
 def a_hook_after_accumulation(setup):
     """What it does to `.grad` holds; it may run before or after the average."""
     t = Training(setup, Net())
-
-    def double(parameter):
-        parameter.grad.mul_(2)
-
-    t.parameter("head.weight").register_post_accumulate_grad_hook(double)
+    t.parameter("head.weight").register_post_accumulate_grad_hook(_double)
     t.backward(0)
     t.step()
     return t.results()

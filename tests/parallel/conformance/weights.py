@@ -250,6 +250,46 @@ def called_with_weights_that_are_computed(setup):
     return t.results()
 
 
+def attributes_of_a_weight(setup):
+    """Such as say what does not decay."""
+    network = Net()
+    network.head.weight.does_not_decay = True
+    module = Training(setup, network).inner
+    found = [n for n, p in module.named_parameters() if getattr(p, "does_not_decay", False)]
+    assert found == ["head.weight"], found
+    return {}
+
+
+class Listing(nn.Module):
+    """It has a weight a second time, where no wrapper looks."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(6, 6).double()
+        self.listed = [self.linear.weight]
+
+    def forward(self, x):
+        return torch.tanh(x @ self.listed[0] + self.linear.bias)
+
+
+def a_weight_that_the_module_has_in_a_list(setup):
+    t = Training(setup, Listing())
+    t.train(0, 1)
+    return t.results()
+
+
+def an_optimizer_of_before_wrapping(setup):
+    network = Net()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    t = Training(setup, network)
+    if setup.wrapper == "zero2":
+        return None
+    t.optimizer = optimizer
+    t.train(0, 1)
+    return t.results()
+
+
 def _on_meta(setup):
     """Sharded where it has no values, and then made; one process builds it as ever."""
     with torch.device("cpu" if setup.wrapper == "none" else "meta"):

@@ -53,6 +53,12 @@ def num_hooks(parameter: Tensor) -> int:
     return len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
 
 
+def share_hooks(first: Tensor, second: Tensor) -> None:
+    """The second has the hooks of the first, with the handles that remove them."""
+    second._backward_hooks = first._backward_hooks
+    second._post_accumulate_grad_hooks = first._post_accumulate_grad_hooks
+
+
 def hooks_of_module(module: nn.Module) -> list[str]:
     """The kinds of hooks that a module has; torch lists them in one attribute each."""
     return [name for name, value in vars(module).items() if name.endswith("_hooks") and value]

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from stepgauge.parallel.fsdp.gradient_reductions import GradientReductions
 from stepgauge.parallel.fsdp.prefetcher import Prefetcher
 from stepgauge.parallel.fsdp.residency import Residency
-from stepgauge.parallel.fsdp.sharded_unit import SHARDED, Place, ShardedUnit, repeated_blocks
+from stepgauge.parallel.fsdp.sharded_unit import Place, ShardedUnit, repeated_blocks
 from stepgauge.parallel.replicas import device_of, prepare_replicas, registrations, require_known
 from stepgauge.parallel.sharding import Sharding
 
@@ -41,8 +41,8 @@ class FullyShardedDataParallel(nn.Module):
     `reset_parameters` or `load_state_dict` fill them.
 
     Raises DifferentModelsError, on every rank, where the ranks hold different modules; ValueError
-    for a parameter without dimensions or of a module that is sharded already, and for an embedding
-    with max_norm. Backward raises RuntimeError
+    for a parameter without dimensions and for an embedding with max_norm; whoever uses the whole
+    weights of before, RuntimeError. Backward raises RuntimeError
     for create_graph=True, and for weights that were written since forward.
 
     residency  keeps all weights whole over several forwards and backwards
@@ -119,19 +119,13 @@ class FullyShardedDataParallel(nn.Module):
 
 def _places_of_parameters(module: nn.Module) -> dict[str, list[Place]]:
     """Of each whole parameter, under its first name, the modules and attributes where it is:
-    several if it is tied. Raises ValueError for one without dimensions, and for one that a module
-    which is sharded already had: its shards are no longer tied to it.
+    several if it is tied. Raises ValueError for one without dimensions.
     """
     whole = {p: name for name, p in module.named_parameters() if not isinstance(p, DTensor)}
     places: dict[str, list[Place]] = {name: [] for name in whole.values()}
     for parameter, name in whole.items():
         if parameter.ndim == 0:
             raise ValueError(f"{name} has no dimensions; ZeRO 3 shards the first one of each")
-        if parameter in SHARDED:
-            raise ValueError(
-                f"{name} is a weight of another module too, which was sharded before and has its "
-                f"shards; wrap one module that holds both"
-            )
     for owner in module.modules():
         for attribute, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             if parameter in whole:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
+from stepgauge.parallel.fsdp.replaced_weight import sharded_in_place_of
 from stepgauge.parallel.fsdp.unsharded_unit import UnshardedUnit
 from stepgauge.parallel.sharding import Sharding, local
 
@@ -27,8 +27,6 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 KEPT = frozenset((Tensor, list, tuple))  # attributes in which a module may keep what it computed
 Place = tuple[nn.Module, str]  # a module, and the name of its parameter
 Seen = tuple[weakref.ref[Tensor], torch.UntypedStorage]  # of a sharded weight
-# Whole parameters in whose places shards were put: another module that has one has not its shards.
-SHARDED = WeakIdKeyDictionary()
 
 
 def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
@@ -73,11 +71,7 @@ class ShardedUnit:
         for of_weight in places:
             whole = of_weight[0][0]._parameters[of_weight[0][1]]
             assert whole is not None, "it has a place"
-            sharded: Any = nn.Parameter(
-                sharding.shard(whole.detach()), requires_grad=whole.requires_grad
-            )
-            _set_weight(of_weight, sharded)
-            SHARDED[whole] = None
+            _set_weight(of_weight, sharded_in_place_of(whole, sharding))
             for owner, _ in of_weight:
                 owner.register_load_state_dict_pre_hook(functools.partial(_cut, sharding))
         self.shards = self.parameters
@@ -93,12 +87,12 @@ class ShardedUnit:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The sharded weights, where they are in their places."""
-        return [owner._parameters[name] for (owner, name), *_ in self.places]  # type: ignore[misc]
+        return [owner._parameters.get(name) for (owner, name), *_ in self.places]  # type: ignore[misc]
 
     def _require_tied(self, parameters: Sequence[nn.Parameter]) -> None:
         for of_weight, parameter in zip(self.places, parameters, strict=True):
             for owner, name in of_weight[1:]:
-                if owner._parameters[name] is not parameter:
+                if owner._parameters.get(name) is not parameter:
                     raise RuntimeError(
                         f"{name} of a {type(owner).__name__} was tied to another weight when the "
                         f"module was wrapped, and is not now; tie it again"
@@ -115,7 +109,8 @@ class ShardedUnit:
             if not isinstance(parameter, DTensor):
                 raise RuntimeError(
                     f"{name} of a {type(owner).__name__} is not sharded now; ZeRO 3 computes with the "
-                    f"module's own weights, not with others that torch.func.functional_call is given"
+                    f"weights that it has sharded, not with others that are put there or that "
+                    f"torch.func.functional_call is given"
                 )
             if parameter is not self.shards[index]:
                 self._take(index, parameter)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from stepgauge.parallel.autograd.parameter_hooks import num_hooks, taking_hooks
 from stepgauge.parallel.autograd.present_backward import adds_to, at_end_of_backward
@@ -70,10 +71,20 @@ class Hooking:
     and `load_state_dict(assign=True)` leave others in their place. Before forward; all ranks alike.
     """
 
-    def __init__(self, sums: Mapping[str, GradientSum], stream: ResidualStream):
+    def __init__(self, module: nn.Module, sums: Mapping[str, GradientSum], stream: ResidualStream):
         self._sums, self._stream = sums, stream
         self._looked = (0, 0)  # at which module, after how many registrations
         self._hooked: dict[str, weakref.ref[nn.Parameter]] = {}
+        self._handles = [module.register_forward_pre_hook(self)]
+        self(module)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_handles": []}
+
+    def remove(self) -> None:
+        """Takes the hooks away, of the module and of its parameters."""
+        for handle in self._handles:
+            handle.remove()
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
         if torch.compiler.is_compiling() or self._looked == (id(module), registrations()):
@@ -88,8 +99,8 @@ class Hooking:
                 together.append(parameter)
                 continue
             with taking_hooks(parameter):
-                parameter.register_hook(each)
-        SumsTogether(together, self._stream)
+                self._handles.append(parameter.register_hook(each))
+        self._handles += SumsTogether(together, self._stream).handles
         self._looked = id(module), registrations()
 
 
@@ -107,9 +118,11 @@ class SumsTogether:
         # the gradient.
         self._waiting: dict[int, tuple[Tensor, Tensor] | None] = {}
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self.handles: list[RemovableHandle] = []
         for number, parameter in enumerate(parameters):
             with taking_hooks(parameter):
-                parameter.register_hook(functools.partial(self._arrive, number))
+                hook = functools.partial(self._arrive, number)
+                self.handles.append(parameter.register_hook(hook))
 
     def _parameter(self, number: int) -> nn.Parameter:
         parameter = self._parameters[number]()

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from stepgauge.parallel.communication.peer_memory import on_one_machine
 from stepgauge.parallel.replicas import prepare_replicas
@@ -46,14 +45,14 @@ class TensorParallel:
     sums  how the gradients are summed over ranks of which each finds a part, by name. Hooks of the
           parameters do it
     hooking  gives the hooks to parameters that forward finds in their place. Whoever puts
-          parameters there that need other hooks removes it
+          parameters there that need other hooks removes it before
     """
 
     module: nn.Module
     stream: ResidualStream
     cuts: Cuts
     sums: Mapping[str, GradientSum]
-    hooking: RemovableHandle
+    hooking: Hooking
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a parameter, or of what belongs to one, that is given whole."""
@@ -143,9 +142,7 @@ def parallelize_tensor(
     _apply(module, rules, stream, cuts)
     _prepare_parts(module, partial_loss)
     sums = gradient_sums(module, rules, cuts, stream)
-    hooking = Hooking(sums, stream)
-    hooking(module)
-    return TensorParallel(module, stream, cuts, sums, module.register_forward_pre_hook(hooking))
+    return TensorParallel(module, stream, cuts, sums, Hooking(module, sums, stream))
 
 
 def _apply(module: nn.Module, rules: Rules, stream: ResidualStream, cuts: Cuts) -> None:
