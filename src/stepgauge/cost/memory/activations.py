@@ -94,28 +94,33 @@ def narrow_copies(operations: StepOperations) -> float:
 
 def of_products(operations: StepOperations) -> Parts:
     """What selective checkpointing keeps of a block: results of products and attention, and what
-    ranks sent for them (models/checkpointing.py).
+    ranks sent for them (models/checkpointing.py). Compiled, not the feed-forward layer's, which
+    backward does not need.
     """
-    whole, m, a = of_block(operations), operations.tokens, operations.how.activation
-    d, share = operations.model.d_model, operations.share
-    names = ("queries, keys and values", "attention output", "attention statistics",
-             "feed-forward up")  # fmt: skip
-    found = {**{name: whole[name] for name in names}, "outputs of row layers": 2 * m * d * a}
-    if share.tensor > 1 and not operations.overlapped:
-        found["pieces of outputs of row layers"] = 2 * operations.own_tokens * d * a
-    if share.ulysses:
-        exchanged = ("queries, keys and values", "attention output")
-        found["exchanged heads"] = sum(whole[name] for name in exchanged)
+    found = of_attention(operations)
+    found["feed-forward up"] = of_block(operations)["feed-forward up"]
+    if not operations.how.is_compiled:
+        found |= {f"feed-forward {name}": n for name, n in _of_row_layer(operations).items()}
     return found
 
 
 def of_attention(operations: StepOperations) -> Parts:
     """What feed-forward checkpointing keeps of a block: of attention and of its two products."""
-    return {
-        name: nbytes / 2 if name.endswith("outputs of row layers") else nbytes
-        for name, nbytes in of_products(operations).items()
-        if name != "feed-forward up"
-    }
+    whole = of_block(operations)
+    names = "queries, keys and values", "attention output", "attention statistics"
+    found = {name: whole[name] for name in names} | _of_row_layer(operations)
+    if operations.share.ulysses:
+        found["exchanged heads"] = sum(whole[name] for name in names[:2])
+    return found
+
+
+def _of_row_layer(operations: StepOperations) -> Parts:
+    """The output of one, and of several ranks its pieces, which they sent."""
+    d, a = operations.model.d_model, operations.how.activation
+    found = {"output of row layer": operations.tokens * d * a}
+    if operations.share.tensor > 1 and not operations.overlapped:
+        found["pieces of output of row layer"] = operations.own_tokens * d * a
+    return found
 
 
 def of_ends(operations: StepOperations) -> Parts:

@@ -267,8 +267,9 @@ def _levels(
     if operations.spec.checkpointing != "none":
         # a loss by parts holds most in forward; another has narrow logits, half of their gradients
         part = 1.0 if operations.share.tensor > 1 else 0.5
-        copies = layers * narrow_copies(operations) + part * of_loss(operations)
-        levels["end of forward"] = level(0.0, keeps.total, copies)
+        # compiled blocks make their copies of weights again
+        copies = 0.0 if operations.how.is_compiled else layers * narrow_copies(operations)
+        levels["end of forward"] = level(0.0, keeps.total, copies + part * of_loss(operations))
     return levels
 
 
