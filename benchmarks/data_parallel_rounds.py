@@ -138,7 +138,6 @@ def measure(spec: DataParallelSpec, way: str, trace: Path | None) -> DataParalle
         communication=[],
         plan={},
         traced=None,
-        parameters=spec.model.num_parameters,
     )
 
 

@@ -81,10 +81,7 @@ def test_bytes_are_those_of_the_plan(rows):
     for wrapper in ("zero3", "torch-fsdp"):
         for part in ("parameter", "gradient"):
             assert rows[wrapper].median(f"{part}_bytes") == pytest.approx(parameters / 2, rel=0.05)
-    assert rows["naive"].median("sent_bytes") == parameters  # 2(N−1)/N of it at N = 2
-    assert rows["none"].median("sent_bytes") == 0
-    assert rows["zero1"].median("sent_bytes") == parameters * 3 / 2  # with the weights' broadcasts
-    assert rows["narrow"].median("sent_bytes") == parameters  # gradients of half the bytes
+    assert all("sent_bytes" not in row.metrics for row in rows.values()), "they are not counted"
     assert rows["narrow"].median("gradient_bytes") == parameters  # and widened after all
 
 

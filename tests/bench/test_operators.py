@@ -18,7 +18,7 @@ from stepgauge.cost.data_axis.wrappers import data_axis
 from stepgauge.cost.data_parallel import predict_data_parallel
 from stepgauge.cost.host import launching
 from stepgauge.cost.operations.terms import Term
-from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import GLOO, Prices
 from stepgauge.cost.step import predict
 from stepgauge.cost.streams.program import DATA, RankStep
@@ -191,7 +191,8 @@ def test_a_presets_operators_cost_what_its_formulas_say(tmp_path):
     was with one copy more.
     """
     machine, dgx = (
-        Machine(HardwareFile.read(HARDWARE / f"{name}.json")) for name in ("h200-sxm", "dgx-h100")
+        CalibratedMachine(HardwareFile.read(HARDWARE / f"{name}.json"))
+        for name in ("h200-sxm", "dgx-h100")
     )
     model = ModelSpec.preset("medium", num_layers=2)
     spec = StepSpec(model=model, size="medium", precision="bf16", batch=16, device="cuda")
@@ -222,7 +223,7 @@ def test_a_presets_operators_cost_what_its_formulas_say(tmp_path):
 
 
 def test_a_compiled_presets_operators_are_passes_between_products():
-    machine = Machine(HardwareFile.read(HARDWARE / "h200-sxm.json"))
+    machine = CalibratedMachine(HardwareFile.read(HARDWARE / "h200-sxm.json"))
     model = ModelSpec.preset("medium", num_layers=2)
     spec = StepSpec(model=model, size="medium", precision="bf16", batch=16, device="cuda",
                     compile="on")  # fmt: skip
@@ -347,7 +348,7 @@ def test_units_of_a_users_network_are_gathered_ahead_and_each_gradient_is_reduce
     assert [run.unit for run in seen.forward if run.unit] == ["layers.0", "layers.1", "layers.0"]
     assert [run.unit for run in seen.backward if run.unit] == ["layers.0", "layers.1", "layers.0"]
     assert seen.units == {"layers.0": 16 * 16, "layers.1": 16 * 16}
-    machine = Machine(wired(2))
+    machine = CalibratedMachine(wired(2))
     operations = TracedOperations(spec, seen)
     step = RankStep(operations, Prices(machine, spec.parsed_layout, GLOO), launching(spec, machine))
     program = step.program(data_axis(Sending(wrapper="zero3", ranks=2), step))

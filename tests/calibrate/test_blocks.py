@@ -2,12 +2,12 @@
 
 from stepgauge.calibrate import blocks as calibrated
 from stepgauge.calibrate.blocks import run, with_blocks
-from stepgauge.spec.blocks import LAYERS, PHASES, BlocksSpec, TimedBlocks, blocks_of, operation_of
+from stepgauge.spec.blocks import LAYERS, BlocksSpec, TimedBlocks, blocks_of, operation_of
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
-from stepgauge.spec.step import StepSpec
+from stepgauge.spec.step import TRAINING_PHASES, StepSpec
 
 MODEL = ModelSpec(d_model=32, d_ff=64, num_heads=2, vocab_size=64, context_length=16, num_layers=9)
 
@@ -23,7 +23,7 @@ def test_blocks_are_timed_and_stand_in_the_file_under_the_steps_name(tmp_path, m
     table = file.operations[operation_of(asked, Layout())]
     assert {row[0] for row in table.rows} == set(LAYERS) and all(row[-1] > 0 for row in table.rows)
     timed = TimedBlocks(table)
-    for phase in PHASES:
+    for phase in TRAINING_PHASES:
         few = timed.outside_us(phase, "device") + LAYERS[0] * timed.block_us(phase, "device")
         assert few >= timed.outside_us(phase, "device") >= 0
     assert isinstance(blocks, BlocksSpec) and blocks.model.num_layers == max(LAYERS)

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from stepgauge.calibrate import passes
 from stepgauge.calibrate.grids import CPU, GPU
 from stepgauge.calibrate.operations import operations
-from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.step import predict
 from stepgauge.kernels import swiglu
 from stepgauge.models.feed_forward import GatedFeedForward
@@ -117,7 +117,7 @@ def test_a_compiled_prediction_takes_the_times_of_compiled_passes():
              for direction in ("forward", "backward")]  # fmt: skip
     table = OperationTable(("m", "n"), ((4096, 4096, 1000.0),))
     tables = {**H100.operations, **dict.fromkeys(named, table)}
-    slow = predict(spec, Machine(dataclasses.replace(H100, operations=tables)))
+    slow = predict(spec, CalibratedMachine(dataclasses.replace(H100, operations=tables)))
     us = {row[1]: row[5] / row[4] for row in slow.tables["terms"][1:] if row[0] == "backward"}
     tokens = 4 * 512
     assert us["attention.heads"] == pytest.approx(1000 * tokens * 5120 / 4096**2)
@@ -128,13 +128,13 @@ def test_a_compiled_prediction_takes_the_times_of_compiled_passes():
 def test_a_prediction_takes_their_times_where_a_file_has_them():
     spec = StepSpec(model=ModelSpec.preset("2.7b"), size="2.7b", batch=4, precision="bf16",
                     device="cuda")  # fmt: skip
-    plain = predict(spec, Machine(H100))
+    plain = predict(spec, CalibratedMachine(H100))
     named = {f"{name} {direction} bf16" for name in ("heads", "gate")
              for direction in ("forward", "backward")}  # fmt: skip
     tables = {name: OperationTable(("m", "n"), ((2048, 5120, 1000.0),)) for name in named}
     tables["residual mixed"] = OperationTable(("numel",), ((2048 * 2560, 1000.0),))
     file = dataclasses.replace(H100, operations={**H100.operations, **tables})
-    slow = predict(spec, Machine(file))
+    slow = predict(spec, CalibratedMachine(file))
 
     def rows(record):
         head, *rows = record.tables["terms"]
@@ -144,4 +144,4 @@ def test_a_prediction_takes_their_times_where_a_file_has_them():
     assert not named & set(rows(plain)) and "traffic" in rows(plain)
     assert slow.median("step_ms") > 2 * plain.median("step_ms")
     compiled = dataclasses.replace(spec, compile="on")
-    assert not named & set(rows(predict(compiled, Machine(file))))
+    assert not named & set(rows(predict(compiled, CalibratedMachine(file))))

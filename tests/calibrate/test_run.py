@@ -12,7 +12,7 @@ from stepgauge.calibrate.grids import CPU, GPU
 from stepgauge.calibrate.machine import hardware_file, jobs, require_same_machine
 from stepgauge.calibrate.operations import operations
 from stepgauge.calibrate.run import job, names, run, table_of
-from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.step import modelled
 from stepgauge.measure.cpu_contention import Reading
 from stepgauge.report.views import remark
@@ -54,7 +54,7 @@ def test_every_shape_has_a_time_and_the_file_gives_it_back(tmp_path, few_shapes)
     assert read.other == {"later": 1} and read.device == records[0].environment["device"]
     assert read.threads == torch.get_num_threads()
     (*sizes, us) = table_of(records[1]).rows[-1]  # the largest, which is never taken for the host's
-    assert Machine(read).time("layernorm backward fp32", *sizes).us == us
+    assert CalibratedMachine(read).time("layernorm backward fp32", *sizes).us == us
 
 
 def test_a_row_of_today_takes_the_place_of_an_older_one():
@@ -175,7 +175,7 @@ def test_what_stays_disturbed_is_said_by_the_row_the_file_and_each_prediction(co
     read = HardwareFile.read(path)
     assert read.disturbance.startswith(words) and not read.other
     asked = StepSpec(model=ModelSpec.preset("nano"), size="nano", device="cpu")
-    assert modelled(asked, Machine(read), {}, [], None).note == read.disturbance
+    assert modelled(asked, CalibratedMachine(read), {}, [], None).note == read.disturbance
     cores(0.0)
     quiet = hardware_file([run(spec("traffic"))], read)
     assert not quiet.disturbance

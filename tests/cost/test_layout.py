@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.pipeline.step import predict_pipeline
-from stepgauge.cost.rates.machine import Machine
-from stepgauge.cost.rates.network import Axis, Network, axes_of
+from stepgauge.cost.rates.machine import CalibratedMachine
+from stepgauge.cost.rates.network import Axis, Links, axes_of
 from stepgauge.cost.rates.prices import LEAST_EXPOSED_US
 from stepgauge.cost.step import predict
 from stepgauge.cost.streams.outcome import exposed_ms
@@ -36,7 +36,7 @@ def wired(within=450e9, between=50e9):
         return {"bytes_per_s": rate, "latency_us": 20.0, "efficiency": 1.0, "source": "made"}
 
     fabric = {"gpus_per_node": 8, "within": wire(within), "between": wire(between)}
-    return Machine(dataclasses.replace(H100, other={"fabric": fabric}))
+    return CalibratedMachine(dataclasses.replace(H100, other={"fabric": fabric}))
 
 
 def step(layout, machine, **changes):
@@ -55,7 +55,7 @@ def test_a_ring_by_hand():
     """Eight ranks of a node: 2 · 7/8 of 1 GB at 450 GB/s. Over two nodes of eight the ring leaves a
     node eight times over, at 8 · 50 GB/s; alone on its node a rank has one wire.
     """
-    network = Network(wired().hardware)
+    network = Links(wired().hardware)
     within = network.collective("all_reduce", 1e9, Axis(8, 8)).us
     assert within == pytest.approx(20 + 2 * 7 / 8 * 1e9 / 450e9 * 1e6)
     across = network.collective("all_gather", 1e9, Axis(16, 8)).us
@@ -197,7 +197,7 @@ def test_pipelines_measured_on_four_gpus(schedule):
     ideal = next(r["ms"] for r in rows if r["part"] == "ideal")
     record = Record.from_json(json.dumps(row["record"]))
     spec = PipelineSpec(**{**record.spec, "model": ModelSpec(**record.spec["model"])})
-    found = predict_pipeline(spec, Machine(H100.with_links(H200.links)))
+    found = predict_pipeline(spec, CalibratedMachine(H100.with_links(H200.links)))
     assert abs(found.median("step_ms") / record.median("step_ms") - 1) < 0.10
     over = record.median("step_ms") / ideal
     assert abs(found.median("over_ideal") / over - 1) < 0.05
@@ -221,7 +221,7 @@ def test_gradients_of_later_passes_are_added_to_those_of_earlier_ones():
 
 def test_tensor_parallel_rows_of_several_sequences():
     """Their exchanges are between strided copies, and their loss is fullest in its forward."""
-    machine = Machine(HardwareFile.read(ROOT / "hardware" / "h200-sxm.json"))
+    machine = CalibratedMachine(HardwareFile.read(ROOT / "hardware" / "h200-sxm.json"))
     lines = (ROOT / "benchmarks/results/2026-11-23-h200-validation.jsonl").read_text().splitlines()
     rows = [row for row in map(Record.from_json, lines) if row.spec.get("layout") == "tp2"]
     measured = [row for row in rows if row.provenance == "measured"]

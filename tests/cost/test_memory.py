@@ -11,7 +11,7 @@ from stepgauge.cost.data_parallel import predict_data_parallel
 from stepgauge.cost.memory.peak import pipeline_memory, step_memory
 from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.step_operations import StepOperations
-from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout import WRAPPERS, Layout
@@ -22,7 +22,7 @@ from stepgauge.spec.step import WorkSpec
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-H200 = Machine(HardwareFile.read(ROOT / "hardware" / "h200-sxm.json"))
+H200 = CalibratedMachine(HardwareFile.read(ROOT / "hardware" / "h200-sxm.json"))
 
 
 def records(name, kind):

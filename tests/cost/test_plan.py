@@ -18,7 +18,7 @@ from stepgauge.cost.planning.planner import (
     plan,
 )
 from stepgauge.cost.planning.screen import Screen, candidates
-from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.spec.hardware import CUDA_CONTEXT, NOT_FOR_TENSORS, HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
@@ -35,7 +35,7 @@ def asked(**changes):
 
 
 def test_rows_fit_are_ranked_and_fill_the_gpus():
-    machine = Machine(DGX_H100)
+    machine = CalibratedMachine(DGX_H100)
     found = plan(asked(tokens="1B"), machine, top=2)
     times = [row.median("step_ms") for row in found.rows]
     assert times == sorted(times) and len(times) == 2
@@ -58,7 +58,7 @@ def test_rows_fit_are_ranked_and_fill_the_gpus():
 def test_the_first_row_does_not_depend_on_how_many_are_asked_for():
     model = ModelSpec.preset("2.7b")
     spec = asked(model=model, size="2.7b", gpus=8, global_batch=64)
-    machine = Machine(DGX_H100)
+    machine = CalibratedMachine(DGX_H100)
     few, many = (plan(spec, machine, top=top).rows[0] for top in (1, 20))
     assert few == many
 
@@ -67,7 +67,7 @@ def test_tensor_collectives_beside_products_are_not_said_to_be_waited_for():
     waits = [
         overlaps(
             LayoutSpec(model=MODEL, layout=layout, batch=batch, precision="bf16", device="cuda"),
-            Machine(DGX_H100),
+            CalibratedMachine(DGX_H100),
         )[0].waits
         for layout, batch in (("tp2", 4), ("tp2 overlap", 4), ("tp4 overlap", 1))
     ]
@@ -97,18 +97,18 @@ def test_micro_batches_are_all_that_divide_a_ranks_batch():
     assert sizes == {(1, 25), (5, 5), (25, 1)}
     on_a_cpu = asked(model=ModelSpec.preset("nano"), gpus=1, global_batch=192, device="cpu")
     assert max(c.micro_batch for c in candidates(on_a_cpu, 1)) == 64
-    row = plan(of_25, Machine(DGX_H100), top=1).rows[0]
+    row = plan(of_25, CalibratedMachine(DGX_H100), top=1).rows[0]
     assert row.spec["layout"] == "dp4 zero3 tp4 overlap"
-    alone = predict_layout(layout_spec(candidate_of(row), of_25), Machine(DGX_H100))
+    alone = predict_layout(layout_spec(candidate_of(row), of_25), CalibratedMachine(DGX_H100))
     assert row.median("step_ms") == pytest.approx(alone.median("step_ms"), rel=0.01)
 
 
 def test_the_context_of_a_process_is_counted_once():
     """An H100 of 80 GB has 79.2 GiB for programs; tensors have what their context leaves."""
     spec = LayoutSpec(model=MODEL, layout="dp16 zero3", batch=16, precision="bf16", device="cuda")
-    row = predict_layout(spec, Machine(DGX_H100))
+    row = predict_layout(spec, CalibratedMachine(DGX_H100))
     outside = sum(size for name, size, _ in row.tables["memory"][1:] if "(outside)" in name)
-    left = memory_limit(Machine(DGX_H100)) - CUDA_CONTEXT
+    left = memory_limit(CalibratedMachine(DGX_H100)) - CUDA_CONTEXT
     assert outside > CUDA_CONTEXT and left == 80 * 2**30 - NOT_FOR_TENSORS
 
 
@@ -117,7 +117,7 @@ def test_the_head_of_a_small_network_counts_for_its_stage():
     would take the places of what is faster.
     """
     model = ModelSpec.preset("nano", vocab_size=100_000, context_length=1024)
-    machine, spec = Machine(DGX_H100), asked(model=model, gpus=2, global_batch=8)
+    machine, spec = CalibratedMachine(DGX_H100), asked(model=model, gpus=2, global_batch=8)
     row = plan(spec, machine, top=1).rows[0]
     screen = Screen(spec, machine)
     for candidate in candidates(spec, 8):
@@ -130,12 +130,12 @@ def test_the_head_of_a_small_network_counts_for_its_stage():
 
 def test_nothing_fits_is_said_with_what_is_missing():
     with pytest.raises(ValueError, match=r"the least that a layout needs is \d+\.\d GiB a GPU"):
-        plan(asked(gpus=1, global_batch=1), Machine(DGX_H100))
+        plan(asked(gpus=1, global_batch=1), CalibratedMachine(DGX_H100))
     with pytest.raises(ValueError, match="no layout spreads 3 sequences over 64 GPUs"):
-        plan(asked(global_batch=3, gpus=64), Machine(DGX_H100))
+        plan(asked(global_batch=3, gpus=64), CalibratedMachine(DGX_H100))
     unknown = dataclasses.replace(DGX_H100, device="", base=DGX_H100.base)
     with pytest.raises(ValueError, match="published peaks"):
-        plan(asked(), Machine(unknown))
+        plan(asked(), CalibratedMachine(unknown))
 
 
 def test_1024_gpus_are_planned_without_torch():

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from stepgauge.cost.layout import predict_layout
-from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 
 ROOT = Path(__file__).parents[2]
-DGX_A100 = Machine(HardwareFile.read(ROOT / "hardware" / "dgx-a100.json"))
+DGX_A100 = CalibratedMachine(HardwareFile.read(ROOT / "hardware" / "dgx-a100.json"))
 
 
 def gpt(heads, width, layers):

@@ -12,7 +12,7 @@ from stepgauge.cost.data_parallel import predict_data_parallel
 from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.cost.rates.estimate import CALIBRATED, EXTRAPOLATED, INTERPOLATED
-from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import Prices
 from stepgauge.cost.step import predict
 from stepgauge.report.prediction_tables import error_table
@@ -28,7 +28,7 @@ from stepgauge.spec.step import StepSpec
 
 ROOT = Path(__file__).parents[2]
 H100, H200, DGX = (
-    Machine(HardwareFile.read(ROOT / "hardware" / f"{name}.json"))
+    CalibratedMachine(HardwareFile.read(ROOT / "hardware" / f"{name}.json"))
     for name in ("h100-sxm", "h200-sxm", "dgx-h100")
 )
 
@@ -44,12 +44,12 @@ def machine(*, product_us, traffic_us):
         "matmul nt bf16": OperationTable(("m", "n", "k"), ((512, 512, 512, product_us),)),
         "traffic": OperationTable(("bytes",), ((1e6, traffic_us), (1e9, 1e3 * traffic_us))),
     }
-    return Machine(HardwareFile(name="made", device="none", operations=tables))
+    return CalibratedMachine(HardwareFile(name="made", device="none", operations=tables))
 
 
 def test_a_calibrated_shape_is_looked_up_and_others_say_how_they_were_found():
     table = OperationTable(("m", "n", "k"), ((64, 64, 64, 1.0), (128, 64, 64, 1.0)))
-    made = Machine(HardwareFile(name="made", operations={"matmul nt bf16": table}))
+    made = CalibratedMachine(HardwareFile(name="made", operations={"matmul nt bf16": table}))
     assert made.time("matmul nt bf16", 128, 64, 64).source == CALIBRATED
     between = made.time("matmul nt bf16", 96, 64, 64)
     assert between.source == INTERPOLATED and 0.75 < between.us < 1.5
@@ -64,7 +64,7 @@ def test_products_run_at_the_pace_of_their_share_of_the_step():
         "matmul nt bf16": OperationTable(axes, ((*large, 10.0), (512, 512, 1024, 22.0))),
         "matmul nt bf16 alone": OperationTable(axes, ((*large, 12.0),)),
     }
-    half = Machine(HardwareFile(name="made", operations=tables))
+    half = CalibratedMachine(HardwareFile(name="made", operations=tables))
     assert half.time("matmul nt bf16", *large).us == 10.0
     assert half.at(1.0).time("matmul nt bf16", *large).us == pytest.approx(12.0)
     assert half.at(0.3).time("matmul nt bf16", *large).us == pytest.approx(9.2)
@@ -100,7 +100,7 @@ def test_what_is_not_modelled_is_refused():
         with pytest.raises(ValueError, match=said):
             predict(step(**changes), H100)
     with pytest.raises(ValueError, match="run stepgauge calibrate"):
-        Machine(HardwareFile(name="empty"))
+        CalibratedMachine(HardwareFile(name="empty"))
 
 
 def test_steps_that_the_gpu_bounds_are_predicted_within_five_percent():
@@ -185,7 +185,7 @@ def linked(bytes_per_s):
              range_bytes=(1, 2**30), fitted={}, held_out={}, measured={})
         for op in ("all_reduce", "all_gather", "reduce_scatter")
     ]  # fmt: skip
-    return Machine(dataclasses.replace(H100.hardware, links=links))
+    return CalibratedMachine(dataclasses.replace(H100.hardware, links=links))
 
 
 def test_wrappers_hide_what_they_can():
@@ -251,7 +251,7 @@ def test_a_compiled_backward_gives_gradients_by_its_graphs():
 def test_a_machine_s_own_contention_counts():
     rows = [Contention(kind, "all_reduce", 1.0, 1.0) for kind in ("matmul", "attention", "traffic")]
     machine = linked(300e9)
-    quiet = Machine(machine.hardware.with_contention(rows))
+    quiet = CalibratedMachine(machine.hardware.with_contention(rows))
     free, usual = (predict_data_parallel(two_ranks(), m) for m in (quiet, machine))
     alone = predict(step(batch=16, model=two_ranks().model), H100)
     assert free.median("backward_ms") - free.median("exposed_ms") == pytest.approx(
@@ -264,7 +264,7 @@ def test_a_machine_s_own_contention_counts():
 def test_contention_is_that_of_as_many_ranks():
     rows = [Contention("matmul", "all_reduce", 1.0 + n / 10, 1.5, n) for n in (2, 8)]
     hardware = linked(300e9).hardware.with_contention(rows)
-    prices = Prices(Machine(hardware), Layout.parse("dp8 tp2"))
+    prices = Prices(CalibratedMachine(hardware), Layout.parse("dp8 tp2"))
     beside = [prices.contention.of("matmul nt bf16", "all_reduce", axis).kernel
               for axis in ("data", "tensor")]  # fmt: skip
     assert beside == [1.8, 1.2]
@@ -290,7 +290,7 @@ def test_a_time_at_the_launch_floor_says_nothing_about_larger_shapes():
         "attention sdpa forward fp32": table,
         "traffic": OperationTable(("bytes",), ((1e6, 1.0), (1e9, 1e3))),
     }
-    made = Machine(HardwareFile(name="made", operations=tables))
+    made = CalibratedMachine(HardwareFile(name="made", operations=tables))
     found = made.time("attention sdpa forward fp32", 512, 128, 64)
     of_its_bytes = 4 * 4 * 512 * 128 * 64 / 1e3  # 1 GB in a millisecond
     assert found.us == pytest.approx(of_its_bytes / 1e3, rel=0.05)
@@ -302,7 +302,7 @@ def test_a_captured_backward_is_the_gpu_s_at_any_size():
     rows = ((512, 512, 30.0), (512, 4096, 31.0), (8192, 512, 31.0), (8192, 4096, 200.0))
     for captured, source in ((True, CALIBRATED), (False, EXTRAPOLATED)):
         operations = {**H100.hardware.operations, name: OperationTable(("m", "n"), rows, captured)}
-        machine = Machine(dataclasses.replace(H100.hardware, operations=operations))
+        machine = CalibratedMachine(dataclasses.replace(H100.hardware, operations=operations))
         assert machine.time(name, 512, 512).source == source
 
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from stepgauge.spec.blocks import AXES, CLOCKS, LAYERS, PHASES, blocks_of, operation_of
+from stepgauge.spec.blocks import AXES, CLOCKS, LAYERS, blocks_of, operation_of
 from stepgauge.spec.calibration import OperationTable
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.step import StepSpec
+from stepgauge.spec.step import TRAINING_PHASES, StepSpec
 from stepgauge.validate.predicted import predicted
 
 FILE = Path(__file__).parents[2] / "hardware" / "h200-sxm.json"
@@ -25,7 +25,7 @@ HOST = {"forward": (400.0, 100.0), "backward": (500.0, 100.0), "optimizer": (40.
 
 def machine(device=DEVICE, host=HOST, layout="none", spec=STEP) -> HardwareFile:
     rows = [
-        (layers, PHASES.index(phase), CLOCKS.index(clock), outside + layers * block)
+        (layers, TRAINING_PHASES.index(phase), CLOCKS.index(clock), outside + layers * block)
         for layers in LAYERS
         for clock, times in (("host", host), ("device", device))
         for phase, (block, outside) in times.items()

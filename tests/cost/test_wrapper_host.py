@@ -7,7 +7,7 @@ import pytest
 
 from stepgauge.cost.data_axis.wrapper_host import Hooks, hooks_of
 from stepgauge.cost.data_parallel import predict_data_parallel
-from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.spec.calibration import (
     CALIBRATED_WRAPPERS,
     WRAPPER_PHASES,
@@ -52,7 +52,7 @@ def machine(wrapper=None, **phases):
     ]  # fmt: skip
     tables = {wrapper_operation(wrapper): table(wrapper, **phases)} if wrapper else {}
     operations = {**H100.operations, **tables}
-    return Machine(dataclasses.replace(H100, links=links, operations=operations))
+    return CalibratedMachine(dataclasses.replace(H100, links=links, operations=operations))
 
 
 def predicted(wrapper, on, **changes):

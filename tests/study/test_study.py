@@ -28,14 +28,16 @@ from stepgauge.study import (
     step_time,
     warm_up,
 )
-from stepgauge.study.experiment import Machine, shipped
+from stepgauge.study.experiment import StudyMachine, shipped
 from stepgauge.study.notes import remember, remember_rows
 from stepgauge.study.pages import page_of
 from stepgauge.study.run import plan, select
 from stepgauge.study.sizes import sizes
 
-CPU = Machine(device="cpu", name="Test CPU", bytes=24 * 2**30, has_compiler=True)
-H100 = Machine(device="cuda", name="NVIDIA H100 80GB HBM3", bytes=80 * 2**30, has_compiler=True)
+CPU = StudyMachine(device="cpu", name="Test CPU", bytes=24 * 2**30, has_compiler=True)
+H100 = StudyMachine(
+    device="cuda", name="NVIDIA H100 80GB HBM3", bytes=80 * 2**30, has_compiler=True
+)
 LAPTOP = dataclasses.replace(H100, name="Laptop GPU", bytes=8 * 2**30)
 
 

@@ -10,9 +10,9 @@ from stepgauge.spec.predictions import BEFORE
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 from stepgauge.study import validation
-from stepgauge.study.experiment import Machine
+from stepgauge.study.experiment import StudyMachine
 
-CPU = Machine(device="cpu", name="Test CPU", bytes=24 * 2**30, has_compiler=True)
+CPU = StudyMachine(device="cpu", name="Test CPU", bytes=24 * 2**30, has_compiler=True)
 AXES = {"matmul": "mnk", "rmsnorm": "mn", "attention": "htd", "cross-entropy": "mv",
         "embedding": "mn"}  # fmt: skip
 

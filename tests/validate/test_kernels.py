@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.step import predict
 from stepgauge.spec.analysis import Analysis, Cell, Idle
 from stepgauge.spec.hardware import HardwareFile
@@ -35,7 +35,7 @@ def test_parts_have_their_terms_and_kernels_and_add_up():
         cell("optimizer", "", "optimizer", 3000.0),
         cell("", "", "host", 9e9),  # no kernel of a step
     )
-    prediction = predict(STEP, Machine(H100))
+    prediction = predict(STEP, CalibratedMachine(H100))
     parts = {(p.phase, p.part, p.kind): p for p in parts_beside(prediction, found)}
     product = parts["forward", "feed_forward.gate_up", "matmul"]
     assert product.measured_ms == 4.0 and product.launches == 1 and product.longest == "nvjet"
@@ -58,7 +58,7 @@ def test_parts_have_their_terms_and_kernels_and_add_up():
 
 def test_a_compiled_step_has_no_ranges_and_its_classes_stand_as_wholes():
     found = trace(cell("forward", "", "matmul", 8000.0), cell("forward", "", "elementwise", 2000.0))
-    parts = parts_beside(predict(STEP, Machine(H100)), found)
+    parts = parts_beside(predict(STEP, CalibratedMachine(H100)), found)
     forward = {p.kind: p for p in parts if p.phase == "forward"}
     assert {p.part for p in parts} == {""} and len(forward) >= 3
     assert forward["matmul"].measured_ms == 4.0 and forward["traffic"].measured_ms == 1.0
@@ -67,4 +67,4 @@ def test_a_compiled_step_has_no_ranges_and_its_classes_stand_as_wholes():
 def test_a_trace_without_kernels_is_refused():
     empty = Analysis(source="", on_device=True, steps=2, cells=[], idle=[])
     with pytest.raises(ValueError, match="the trace has no kernels"):
-        kernels_beside(predict(STEP, Machine(H100)), empty)
+        kernels_beside(predict(STEP, CalibratedMachine(H100)), empty)

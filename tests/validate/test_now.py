@@ -11,7 +11,7 @@ from stepgauge.calibrate import host, run, step_shapes
 from stepgauge.calibrate.step_shapes import host_job, shape_jobs, usual_host
 from stepgauge.cli import validate as command
 from stepgauge.cost.layout import predict_layout
-from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.spec.calibration import ASKED, CalibrationSpec, OperationTable
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
@@ -61,7 +61,9 @@ def test_shapes_of_several_gpus_hold_for_steps_of_as_many(monkeypatch):
     timed = [run.Timed(("m", "n", "k"), [(7, 7, 7, us)], [{}], 0) for us in (3.0, 5.0)]
     record = run.ON_RANKS.record(spec, timed)
     after = run.with_operations(FILE, [record])
-    assert Machine(after.on_ranks(2)).time("matmul nt bf16", 7, 7, 7).us > 3.0  # the slowest's
+    assert (
+        CalibratedMachine(after.on_ranks(2)).time("matmul nt bf16", 7, 7, 7).us > 3.0
+    )  # the slowest's
     assert f"matmul nt bf16 {ASKED}" not in after.operations
     assert after.on_ranks(2).operations.keys() >= FILE.operations.keys()
 
@@ -97,7 +99,7 @@ def test_a_step_takes_what_its_host_took_under_its_layout():
     spec = LayoutSpec(model=LARGE, layout="tp2", batch=4, precision="bf16", device="cuda")
     slow = [(layers, phase, 9e3 * layers) for layers in host.LAYERS for phase in range(3)]
     bound = with_table("host eager bf16 tp2", *slow)
-    ms = predict_layout(spec, Machine(bound)).median("step_ms")
+    ms = predict_layout(spec, CalibratedMachine(bound)).median("step_ms")
     assert ms == pytest.approx(3 * 9 * LARGE.num_layers, rel=0.05)
     zero3 = DataParallelSpec(
         model=LARGE, wrapper="zero3", ranks=2, batch=1, precision="bf16", device="cuda"

@@ -34,8 +34,8 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.recompute import AGAIN, BlockCosts, RecomputePlan, cheapest
 from stepgauge.spec.step import WorkSpec
 from stepgauge.spec.train import TrainSpec
+from stepgauge.spec.units import GIB
 
-GIB = 2**30
 TRIALS = 8  # plans that are predicted, each with more to save than the one before
 # Only the ratio of a product's rate to memory's decides; a device without a data sheet has an H100's.
 LIKE = ACCELERATORS["NVIDIA H100 80GB HBM3"]

@@ -17,7 +17,7 @@ from stepgauge.bench.rank_figures import (
     time_steps,
 )
 from stepgauge.bench.ranks import OnRanks, slowest
-from stepgauge.bench.traced import STEPS, Traced, trace_steps
+from stepgauge.bench.traced import STEPS, TraceFigures, trace_steps
 from stepgauge.measure import devices
 from stepgauge.measure.timing import Phases, time_phases
 from stepgauge.parallel.data_parallel.graphed_gradients import recorded
@@ -26,13 +26,12 @@ from stepgauge.parallel.wrappers import parallelise
 from stepgauge.runtime.recording import CudaGraphs
 from stepgauge.runtime.world import joined_world
 from stepgauge.spec.data_parallel import DataParallelSpec
-from stepgauge.spec.layout import WRAPPERS, sent_bytes
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.throughput import throughput
 from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import batch_for, build_step
 from stepgauge.train.layout import wrapper_settings
-from stepgauge.train.precision import PRECISIONS, REDUCE_DTYPES
+from stepgauge.train.precision import PRECISIONS
 from stepgauge.train.step import TrainingStep
 from stepgauge.train.user_model import build_user_step
 
@@ -40,14 +39,13 @@ from stepgauge.train.user_model import build_user_step
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataParallelFigures(RankFigures):
     """Also ms of the step with communication off, and of communication alone, where they can be had;
-    the buckets; traced steps; parameters of the whole network.
+    the buckets; traced steps.
     """
 
     without_communication: list[float]
     communication: list[float]
     plan: dict[str, int]
-    traced: Traced | None
-    parameters: int
+    traced: TraceFigures | None
 
 
 def measure(spec: DataParallelSpec) -> DataParallelFigures:
@@ -55,7 +53,7 @@ def measure(spec: DataParallelSpec) -> DataParallelFigures:
     world = joined_world()
     assert world is not None, "ranks run in a world"
     device = world.device(spec.device)
-    step, batch, parameters = build(spec, device, world.rank)
+    step, batch = build(spec, device, world.rank)
     initial = devices.allocated_memory(device)
     phases = step.phases(batch)
     with step.precision.matmul_mode():
@@ -71,26 +69,25 @@ def measure(spec: DataParallelSpec) -> DataParallelFigures:
         communication=communication,
         plan=_plan(step),
         traced=traced,
-        parameters=parameters,
     )
 
 
 def build(
     spec: DataParallelSpec, device: torch.device, rank: int
-) -> tuple[TrainingStep, Sequence[Any], int]:
-    """The step of this rank, its batch, and the number of parameters. All ranks must call it."""
+) -> tuple[TrainingStep, Sequence[Any]]:
+    """The step of this rank and its batch. All ranks must call it."""
     settings = wrapper_settings(spec, spec.wrapper)
     spread: Parallelise = functools.partial(parallelise, spec.wrapper, settings=settings)
     if isinstance(spec.model, UserModel):
         built = build_user_step(spec, device, parallelise=spread, lr=LEARNING_RATE)
-        return built.step, built.arguments(rank), built.num_parameters
+        return built.step, built.arguments(rank)
     on_device = dataclasses.replace(spec, device=str(device))
     if spec.cuda_graphs:
         context = functools.partial(PRECISIONS[spec.precision].autocasting, device)
         spread = recorded(spread, CudaGraphs(device), context)
     step = build_step(on_device, parallelise=spread, lr=LEARNING_RATE)
     batch = batch_for(spec.model, spec.batch, spec.seed + 1 + rank)
-    return step, [part.to(device) for part in batch], spec.model.num_parameters
+    return step, [part.to(device) for part in batch]
 
 
 def _plan(step: TrainingStep) -> dict[str, int]:
@@ -132,12 +129,12 @@ def record(spec: DataParallelSpec, ranks: list[DataParallelFigures]) -> Record:
         spec,
         ranks,
         rates=rates,
-        figures=_communication(spec, ranks),
+        figures=_communication(ranks),
         series=traced[0].tracks if traced else {},
     )
 
 
-def _communication(spec: DataParallelSpec, ranks: list[DataParallelFigures]) -> dict[str, Sample]:
+def _communication(ranks: list[DataParallelFigures]) -> dict[str, Sample]:
     metrics: dict[str, Sample] = {}
     if ranks[0].communication:
         alone = slowest([rank.communication for rank in ranks])
@@ -149,15 +146,14 @@ def _communication(spec: DataParallelSpec, ranks: list[DataParallelFigures]) -> 
         metrics["exposed_ms"] = Sample.exact(exposed, "ms")
     if traced := [rank.traced for rank in ranks if rank.traced]:
         metrics |= _overlap(traced)
-    sent = _sent_bytes(spec, ranks[0].parameters)
     plan = {
         n: Sample.exact(value, "bytes" if n == "tail_bytes" else "")
         for n, value in ranks[0].plan.items()
     }
-    return {**metrics, **plan, "sent_bytes": Sample.exact(sent, "bytes")}
+    return {**metrics, **plan}
 
 
-def _overlap(ranks: list[Traced]) -> dict[str, Sample]:
+def _overlap(ranks: list[TraceFigures]) -> dict[str, Sample]:
     found = [rank.overlap for rank in ranks]
     return {
         "overlap_ratio": Sample.of((o.ratio for o in found), "of communication"),
@@ -165,23 +161,6 @@ def _overlap(ranks: list[Traced]) -> dict[str, Sample]:
         "traced_communication_us": Sample.of((o.communication_us / STEPS for o in found), "us"),
         "profiled_step_ms": Sample.of(slowest([rank.step_ms for rank in ranks]), "ms"),
     }
-
-
-def _sent_bytes(spec: DataParallelSpec, values: int) -> float:
-    precision = PRECISIONS[spec.precision]
-    kept = precision.parameters.itemsize
-    travelling = (
-        precision.autocast.itemsize
-        if precision.autocast and WRAPPERS[spec.wrapper].shards("weights")
-        else kept
-    )
-    narrowed = REDUCE_DTYPES[spec.reduce_dtype]
-    return sent_bytes(
-        spec.wrapper,
-        gradient_bytes=values * (min(narrowed.itemsize, travelling) if narrowed else travelling),
-        weight_bytes=values * travelling,
-        ranks=spec.ranks,
-    )
 
 
 ON_RANKS = OnRanks(measure=measure, record=record, shared=True)

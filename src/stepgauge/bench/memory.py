@@ -30,6 +30,7 @@ from stepgauge.measure.memory.timeline import LARGEST, MemoryTimeline, by_block,
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.plan.recompute import RecomputePlan
 from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.step import TRAINING_PHASES
 from stepgauge.spec.user_model import UserModel
 
 UNSEEN_PEAK = (
@@ -149,8 +150,7 @@ def _measured_by_allocator(
         history.save(found, snapshot_path(spec, folder))
     lives = history.joined(history.trace_of(found, device), tracker, first=first)
     shown = step_memory(tracker, lives, caching=True)
-    phases = ("forward", "backward", "optimizer")
-    peaks["peak_bytes"] = max(peaks[f"{name}_peak_bytes"] for name in phases)
+    peaks["peak_bytes"] = max(peaks[f"{name}_peak_bytes"] for name in TRAINING_PHASES)
     held = shown.step.peak.held
     parts = {f"{_metric(name)}_bytes": float(held[name]) for name in CATEGORIES}
     parts["unexplained_bytes"] = peaks["peak_bytes"] - sum(held.values())

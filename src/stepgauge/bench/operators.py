@@ -16,7 +16,7 @@ from stepgauge.bench.storage_tracking import predict as predict_memory
 from stepgauge.cost.operations.terms import TRAFFIC, Term
 from stepgauge.cost.traced.network import (
     Run,
-    Traced,
+    TracedNetwork,
     gathers_weights,
     require_traceable,
 )
@@ -61,21 +61,21 @@ class Counted:
         return {**found, "optimizer": len(self.parameters)}
 
 
-def traced_apart(spec: AnyStep, architecture: str) -> Traced:
+def traced_apart(spec: AnyStep, architecture: str) -> TracedNetwork:
     """As `traced` in a process of its own, which leaves no memory on a GPU; once for all layouts of
     a step.
     """
     return _of_layout(spec, functools.partial(_in_a_process, architecture))
 
 
-def traced(spec: AnyStep, architecture: str) -> Traced:
+def traced(spec: AnyStep, architecture: str) -> TracedNetwork:
     """The step of the spec as it would run on a device of the architecture: cpu, sm80 or
     sm90. Raises ValueError for a step that is not predicted, or does what cannot be traced.
     """
     return _of_layout(spec, functools.partial(_traced, architecture))
 
 
-def _of_layout(spec: AnyStep, trace: Callable[[WorkSpec, bool], Traced]) -> Traced:
+def _of_layout(spec: AnyStep, trace: Callable[[WorkSpec, bool], TracedNetwork]) -> TracedNetwork:
     """ZeRO 3 gathers weights in the type that is computed in; what a rank updates is in theirs."""
     require_traceable(spec)
     work = work_of(spec)
@@ -85,7 +85,7 @@ def _of_layout(spec: AnyStep, trace: Callable[[WorkSpec, bool], Traced]) -> Trac
     return dataclasses.replace(trace(work, True), update=found.update)
 
 
-def _traced(architecture: str, work: WorkSpec, gathered: bool) -> Traced:
+def _traced(architecture: str, work: WorkSpec, gathered: bool) -> TracedNetwork:
     """`gathered`: with weights as ZeRO 3 gathers them under autocast."""
     weights = torch.bfloat16 if gathered else None
     try:
@@ -98,7 +98,7 @@ def _traced(architecture: str, work: WorkSpec, gathered: bool) -> Traced:
         raise ValueError(f"the step cannot be traced: {_why(error, work)}") from error
     blocks = {} if architecture == "cpu" else _in_blocks(found, work, architecture)
     update = [term for run in found.runs.get("optimizer", ()) for term in run.terms]
-    return Traced(
+    return TracedNetwork(
         forward=found.runs["forward"],
         backward=found.runs.get("backward", ()),
         update=_as_one(update),
@@ -119,7 +119,7 @@ def _why(error: Exception, spec: WorkSpec) -> str:
     return ": ".join(filter(None, (where, type(error).__name__, first)))
 
 
-def _in_a_process(architecture: str, work: WorkSpec, gathered: bool) -> Traced:
+def _in_a_process(architecture: str, work: WorkSpec, gathered: bool) -> TracedNetwork:
     found = _told_by_a_process(architecture, work, gathered)
     if isinstance(found, str):
         raise ValueError(found)
@@ -127,11 +127,11 @@ def _in_a_process(architecture: str, work: WorkSpec, gathered: bool) -> Traced:
 
 
 @functools.cache
-def _told_by_a_process(architecture: str, work: WorkSpec, gathered: bool) -> Traced | str:
+def _told_by_a_process(architecture: str, work: WorkSpec, gathered: bool) -> TracedNetwork | str:
     return run_isolated(_traced_or_why, architecture, work, gathered)
 
 
-def _traced_or_why(architecture: str, work: WorkSpec, gathered: bool) -> Traced | str:
+def _traced_or_why(architecture: str, work: WorkSpec, gathered: bool) -> TracedNetwork | str:
     try:
         return _traced(architecture, work, gathered)
     except ValueError as error:

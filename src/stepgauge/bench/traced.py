@@ -12,19 +12,18 @@ import torch.distributed as dist
 
 from stepgauge.measure.profiler import ProfilerSchedule, profile_phases
 from stepgauge.measure.timing import Phases
-from stepgauge.spec.analysis import Overlap
+from stepgauge.spec.analysis import TRACKS, Overlap
 from stepgauge.trace.attribution import Resolver
 from stepgauge.trace.events import load
 from stepgauge.trace.intervals import Intervals
 from stepgauge.trace.overlap import busy, overlap
 
 STEPS = 2
-TRACKS = ("communication", "computation")
 MOST_INTERVALS = 500  # of a track in a record: what a picture can show
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Traced:
+class TraceFigures:
     """What one rank's profiled steps said.
 
     step_ms  of each profiled step by the stopwatch: far from an unprofiled one's, the overlap is
@@ -38,7 +37,7 @@ class Traced:
     tracks: dict[str, list[float]]
 
 
-def trace_steps(phases: Phases, device: torch.device) -> Traced | None:
+def trace_steps(phases: Phases, device: torch.device) -> TraceFigures | None:
     """Profiles a few steps, each in a trace of its own; None for steps without communication."""
     with tempfile.TemporaryDirectory() as folder:
         schedule = ProfilerSchedule(wait=0, warmup=1, active=1, repeat=STEPS)
@@ -51,7 +50,7 @@ def trace_steps(phases: Phases, device: torch.device) -> Traced | None:
         if found is None:
             return None
         step_ms = [sum(times) for times in zip(*(watched[name] for name in phases), strict=True)]
-        return Traced(step_ms=step_ms, overlap=found, tracks=_tracks(paths))
+        return TraceFigures(step_ms=step_ms, overlap=found, tracks=_tracks(paths))
 
 
 def _align_hosts() -> None:
@@ -67,7 +66,8 @@ def _tracks(paths: Sequence[Path]) -> dict[str, list[float]]:
         begin, end = min(k.start for k in trace.kernels), max(k.end for k in trace.kernels)
     tracks: dict[str, list[float]] = {}
     works = list(Resolver(trace).work())
-    for name, intervals in zip(TRACKS, busy(trace, works), strict=True):
+    communication, computation = busy(trace, works)
+    for name, intervals in zip(TRACKS, (computation, communication), strict=True):
         shown = _longest([(a, b) for a, b in intervals if a >= begin and b <= end])
         tracks[f"{name}_start_ms"] = [(a - begin) / 1e3 for a, _ in shown]
         tracks[f"{name}_end_ms"] = [(b - begin) / 1e3 for _, b in shown]

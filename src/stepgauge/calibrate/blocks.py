@@ -20,7 +20,6 @@ from stepgauge.spec.blocks import (
     AXES,
     CLOCKS,
     LAYERS,
-    PHASES,
     WORK_FIELDS,
     BlocksSpec,
     TimedBlocks,
@@ -31,6 +30,7 @@ from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.step import TRAINING_PHASES
 from stepgauge.train.build import batch_for, build_step
 from stepgauge.train.layout import build_layout_step
 from stepgauge.train.step import TrainingStep
@@ -61,7 +61,12 @@ def measure(spec: BlocksSpec) -> Times:
 def record(spec: BlocksSpec, ranks: Sequence[Times]) -> Record:
     """Of each time the slowest rank's."""
     rows = tuple(
-        (layers, PHASES.index(phase), CLOCKS.index(clock), 1e3 * max(t[key] for t in ranks))
+        (
+            layers,
+            TRAINING_PHASES.index(phase),
+            CLOCKS.index(clock),
+            1e3 * max(t[key] for t in ranks),
+        )
         for key in ranks[0]
         for layers, phase, clock in [key]
     )
@@ -71,7 +76,7 @@ def record(spec: BlocksSpec, ranks: Sequence[Times]) -> Record:
         spec=dataclasses.asdict(spec),
         metrics={
             f"{phase}_{clock}_us": Sample.exact(blocks.block_us(phase, clock), "us")
-            for phase in PHASES
+            for phase in TRAINING_PHASES
             for clock in CLOCKS
         },
         tables={"times": [[*AXES, "us"], *map(list, rows)]},
@@ -93,7 +98,7 @@ def _times(spec: BlocksSpec, device: torch.device) -> Times:
         launched = host_times(step, phases, device, warmup=WARMUP, steps=STEPS)
         with step.precision.matmul_mode():
             taken = time_phases({**lead, **phases}, device, warmup=1, steps=STEPS)
-        for phase in PHASES:
+        for phase in TRAINING_PHASES:
             host = NOTHING_MS if device.type == "cpu" else statistics.median(launched[phase])
             found[layers, phase, "host"] = host
             found[layers, phase, "device"] = statistics.median(taken[phase])

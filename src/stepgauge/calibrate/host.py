@@ -16,14 +16,13 @@ from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.tensor import LEAST_OVERLAPPED_BYTES
-from stepgauge.spec.step import StepSpec
+from stepgauge.spec.step import TRAINING_PHASES, StepSpec
 from stepgauge.train.build import build_step
 from stepgauge.train.data import random_batch
 from stepgauge.train.layout import build_layout_step
 from stepgauge.train.step import TrainingStep
 
 AXES = ("layers", "phase")
-PHASES = ("forward", "backward", "optimizer")  # by number in the table
 LAYERS = (2, 10)
 MODES = {"eager": "off", "compiled": "on", "blocks": "blocks"}
 LENGTH, WORDS = 16, 256
@@ -58,13 +57,13 @@ def measure(spec: CalibrationSpec, device: torch.device) -> OperationTable:
         for layers, (step, phases) in built.items():
             warmup = 1 if number else WARMUP
             found = host_times(step, phases, device, warmup=warmup, steps=STEPS)
-            for phase in PHASES:
+            for phase in TRAINING_PHASES:
                 times.setdefault((layers, phase), []).extend(found[phase])
     torch.compiler.reset()
     rows = [
         (layers, number, 1e3 * statistics.median(times[layers, phase]))
         for layers in LAYERS
-        for number, phase in enumerate(PHASES)
+        for number, phase in enumerate(TRAINING_PHASES)
     ]
     return OperationTable(AXES, tuple(rows))
 

@@ -64,7 +64,7 @@ def _phases_us(
         precision="bf16",
         device=device.type,
     )
-    step, batch, _ = data_parallel.build(asked, device, dist.get_rank())
+    step, batch = data_parallel.build(asked, device, dist.get_rank())
     steps = max(2, round(STEPS_A_MILLISECOND * spec.milliseconds))
     with step.precision.matmul_mode():
         dist.barrier()

@@ -20,7 +20,7 @@ from stepgauge.cost.planning.planner import (
     longest_context,
     plan,
 )
-from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import Prices
 from stepgauge.cost.streams.program import DATA
 from stepgauge.cost.traced.plan import plan_traced
@@ -70,7 +70,7 @@ def command(
     file = HardwareFile.read(hardware)
     (spec,) = expand(PlanSpec, {"device": (file.device_kind,), **values})
     file.require_kind(spec.device)
-    machine = Machine(file.on_ranks(spec.gpus))
+    machine = CalibratedMachine(file.on_ranks(spec.gpus))
     found = _planned(spec, file, machine, top=max(top, verify))
     if not (verify and format == "json"):  # one document
         _show(spec, found, machine, values, top=top, format=format)
@@ -80,7 +80,7 @@ def command(
         compare([Asked(row) for row in asked], hardware, out=out, fresh=fresh, format=format)
 
 
-def _planned(spec: PlanSpec, file: HardwareFile, machine: Machine, *, top: int) -> Plan:
+def _planned(spec: PlanSpec, file: HardwareFile, machine: CalibratedMachine, *, top: int) -> Plan:
     """Of a user's network from its traced operators, for which torch is imported."""
     if not isinstance(spec.model, UserModel):
         return plan(spec, machine, top=top)
@@ -88,7 +88,13 @@ def _planned(spec: PlanSpec, file: HardwareFile, machine: Machine, *, top: int) 
 
 
 def _show(
-    spec: PlanSpec, found: Plan, machine: Machine, values: Values, *, top: int, format: Format
+    spec: PlanSpec,
+    found: Plan,
+    machine: CalibratedMachine,
+    values: Values,
+    *,
+    top: int,
+    format: Format,
 ) -> None:
     """The plan's best layouts, and as tables for eyes what follows from them."""
     rows = found.rows[:top]
@@ -110,7 +116,9 @@ def _show(
     print("\nRun the first", f"  {_started(command, spec, machine)}", sep="\n")
 
 
-def _headed(spec: PlanSpec, found: Plan, machine: Machine) -> Iterator[tuple[str, Iterable[str]]]:
+def _headed(
+    spec: PlanSpec, found: Plan, machine: CalibratedMachine
+) -> Iterator[tuple[str, Iterable[str]]]:
     """Headings with their sentences; the shape of a user's network, on which formulas rest, is not
     known.
     """
@@ -124,7 +132,7 @@ def _headed(spec: PlanSpec, found: Plan, machine: Machine) -> Iterator[tuple[str
     yield "Assumed", _assumptions(machine)
 
 
-def _started(command: str, spec: PlanSpec, machine: Machine) -> str:
+def _started(command: str, spec: PlanSpec, machine: CalibratedMachine) -> str:
     """The command as it is started, on several nodes by torchrun on each."""
     fewest = -(-spec.gpus // machine.network.gpus_per_node)
     if fewest == 1:
@@ -180,7 +188,7 @@ def runnable(spec: PlanSpec, rows: Sequence[Record], count: int) -> list[LayoutS
     return specs
 
 
-def _caption(spec: PlanSpec, found: Plan, machine: Machine) -> str:
+def _caption(spec: PlanSpec, found: Plan, machine: CalibratedMachine) -> str:
     every, fitting = found.counted
     limit = found.limit_bytes / 2**30
     fit = f", {fitting} fit in {limit:.0f} GiB" if spec.device != "cpu" else ""
@@ -195,7 +203,7 @@ def _caption(spec: PlanSpec, found: Plan, machine: Machine) -> str:
     return f"{what} a step in {spec.precision} on {spec.gpus} x {name}: {every} layouts{fit}; predicted"
 
 
-def _answers(spec: PlanSpec, found: Plan, machine: Machine) -> Iterator[str]:
+def _answers(spec: PlanSpec, found: Plan, machine: CalibratedMachine) -> Iterator[str]:
     best = candidate_of(found.rows[0])
     if spec.device == "cpu":
         yield "memory of a CPU is not predicted: everything is taken to fit"
@@ -211,7 +219,7 @@ def _answers(spec: PlanSpec, found: Plan, machine: Machine) -> Iterator[str]:
         yield f"fastest by {noun}: {'; '.join(words)}"
 
 
-def _assumptions(machine: Machine) -> Iterator[str]:
+def _assumptions(machine: CalibratedMachine) -> Iterator[str]:
     hardware = machine.hardware
     if hardware.base and hardware.base.device != hardware.device:
         yield (

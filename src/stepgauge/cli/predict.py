@@ -83,10 +83,10 @@ def predict(
 
 def _print_what_hides(spec: LayoutSpec, file: HardwareFile) -> None:
     from stepgauge.cost.planning.hiding import overlaps, scales
-    from stepgauge.cost.rates.machine import Machine
+    from stepgauge.cost.rates.machine import CalibratedMachine
     from stepgauge.report.plan import magnitudes
 
-    sentences = [o.sentence for o in overlaps(spec, Machine(file.on_ranks(spec.ranks)))]
+    sentences = [o.sentence for o in overlaps(spec, CalibratedMachine(file.on_ranks(spec.ranks)))]
     points = [magnitudes(scales(spec)), *(sentences or ["nothing is sent"])]
     print_points(f"{spec.layout}, {spec.size}", points)
 

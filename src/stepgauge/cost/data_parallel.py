@@ -11,7 +11,7 @@ from stepgauge.cost.host import launching
 from stepgauge.cost.memory.peak import step_memory
 from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.step_operations import StepOperations
-from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import Prices, library_of
 from stepgauge.cost.step import modelled, rates
 from stepgauge.cost.streams.ledger import step_rows
@@ -27,7 +27,7 @@ from stepgauge.spec.throughput import throughput
 UNITS = {"sent_bytes": "bytes", "buckets": "", "tail_bytes": "bytes"}
 
 
-def predict_data_parallel(spec: DataParallelSpec, machine: Machine) -> Record:
+def predict_data_parallel(spec: DataParallelSpec, machine: CalibratedMachine) -> Record:
     """The modelled record. Raises ValueError for what the cost model or the hardware file does not
     know.
     """

@@ -19,7 +19,7 @@ from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.cost.pipeline.stages import Halves, durations
 from stepgauge.cost.pipeline.step import span_rows
 from stepgauge.cost.pipeline.timeline import Timeline, simulate
-from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import Prices, library_of
 from stepgauge.cost.step import modelled, rates
 from stepgauge.cost.streams.ledger import Rows, pipeline_rows, step_rows
@@ -58,7 +58,9 @@ class Predicted:
     bubble: float = 0.0
 
 
-def predict_layout(spec: LayoutSpec, machine: Machine, *, shortened: bool = False) -> Record:
+def predict_layout(
+    spec: LayoutSpec, machine: CalibratedMachine, *, shortened: bool = False
+) -> Record:
     """The modelled record. Raises ValueError for what the cost model or the hardware file does not
     know. `shortened` is for layouts by the hundred: passes and, of a long pipeline, micro-batches
     that repeat one another are counted, not simulated.
@@ -125,7 +127,9 @@ class LayoutParts:
     shortened: bool = False
 
     @classmethod
-    def of(cls, spec: LayoutSpec, machine: Machine, *, shortened: bool = False) -> "LayoutParts":
+    def of(
+        cls, spec: LayoutSpec, machine: CalibratedMachine, *, shortened: bool = False
+    ) -> "LayoutParts":
         """Raises ValueError for what is not modelled."""
         layout, work = spec.parsed_layout, work_of(spec)
         if spec.cuda_graphs:

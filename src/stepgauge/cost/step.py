@@ -13,7 +13,7 @@ from stepgauge.cost.memory.peak import Memory, step_memory
 from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.cost.operations.terms import TRAFFIC, Term
 from stepgauge.cost.rates.estimate import ASSUMED, TIMED_WHOLE
-from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import Prices
 from stepgauge.cost.streams.outcome import Outcome, outcome
 from stepgauge.cost.streams.program import DataParallelCost, RankStep
@@ -27,7 +27,7 @@ from stepgauge.spec.throughput import throughput
 HEADINGS = ["phase", "term", "operation", "sizes", "count", "us", "source"]
 
 
-def predict(spec: StepSpec, machine: Machine) -> Record:
+def predict(spec: StepSpec, machine: CalibratedMachine) -> Record:
     """The modelled record of the step, its terms in a table. Raises ValueError for a step that the
     cost model or the hardware file does not know.
     """
@@ -54,7 +54,7 @@ def predict(spec: StepSpec, machine: Machine) -> Record:
 
 def modelled(
     spec: Any,
-    machine: Machine,
+    machine: CalibratedMachine,
     metrics: Mapping[str, Sample],
     rows: list[list[object]],
     memory: Memory | None,
@@ -80,7 +80,7 @@ def modelled(
     )
 
 
-def lacking(memory: Memory, machine: Machine) -> str:
+def lacking(memory: Memory, machine: CalibratedMachine) -> str:
     """That a rank needs more than its device has, a clause; "" where it fits or nobody knows."""
     peaks = machine.hardware.peaks
     has = peaks.program_bytes if peaks else 0
@@ -91,7 +91,13 @@ def lacking(memory: Memory, machine: Machine) -> str:
 
 
 def rates(
-    spec: WorkSpec, model: ModelSpec, machine: Machine, step_ms: float, *, ranks: int, batch: int
+    spec: WorkSpec,
+    model: ModelSpec,
+    machine: CalibratedMachine,
+    step_ms: float,
+    *,
+    ranks: int,
+    batch: int,
 ) -> dict[str, Sample]:
     """Model FLOPs a second of one of the ranks, and their part of its peak, where that is known."""
     count = model.forward_flops if spec.phases == "forward" else model.step_flops

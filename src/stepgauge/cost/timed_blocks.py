@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 
 from stepgauge.cost.operations.step_operations import StepOperations
-from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import Prices
 from stepgauge.spec.blocks import LAYERS, TimedBlocks, operation_of, whole_weights
 from stepgauge.spec.layout import Layout
@@ -19,7 +19,7 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import WorkSpec
 
 
-def timed_blocks(work: WorkSpec, machine: Machine, layout: Layout) -> TimedBlocks | None:
+def timed_blocks(work: WorkSpec, machine: CalibratedMachine, layout: Layout) -> TimedBlocks | None:
     """Those of the machine itself: another one's pace is not this one's. They are of whole steps and sequences."""
     is_whole = layout.context == 1 and getattr(work, "phases", "step") != "forward"
     if not is_whole or not isinstance(work.model, ModelSpec):

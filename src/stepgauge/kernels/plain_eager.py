@@ -8,14 +8,14 @@ public function that says whether any is active (torch.utils._python_dispatch ha
 import torch
 from torch import Tensor, nn
 
-_PLAIN_TYPES = (Tensor, nn.Parameter)
+PLAIN_TYPES = (Tensor, nn.Parameter)
 
 
 def is_plain_eager(*tensors: Tensor) -> bool:
     """Whether nothing but eager autograd looks at a call with these tensors."""
     return (
         not torch.compiler.is_compiling()
-        and all(type(x) in _PLAIN_TYPES for x in tensors)
+        and all(type(x) in PLAIN_TYPES for x in tensors)
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
     )

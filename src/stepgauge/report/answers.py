@@ -13,8 +13,8 @@ from stepgauge.report.views import undisturbed
 from stepgauge.spec.fallbacks import fallbacks
 from stepgauge.spec.kernel import KERNELS, OURS
 from stepgauge.spec.record import Record
+from stepgauge.spec.step import TRAINING_PHASES
 
-PHASES = ("forward", "backward", "optimizer")
 SAME = 0.05  # relative: a change below it is called none
 NOT_OURS = "Our kernels did not run on this machine: nothing here measures them."
 
@@ -39,7 +39,7 @@ def step_answer(records: Sequence[Record]) -> str:
         return ""
     names = dict(zip(map(id, timed), labels(timed), strict=True))
     longest, shortest = (pick(timed, key=_step) for pick in (max, min))
-    phases = {phase: longest.median(f"{phase}_ms") or 0.0 for phase in PHASES}
+    phases = {phase: longest.median(f"{phase}_ms") or 0.0 for phase in TRAINING_PHASES}
     whole = sum(phases.values())
     shares = [f"{phase} {100 * ms / whole:.0f} %" for phase, ms in phases.items() if ms]
     parts = f": {', '.join(shares)}" if shares else ""
@@ -71,7 +71,7 @@ def choice_answer(records: Sequence[Record], field: str) -> str:
         told.append((ratios[0], f"{change} takes {reach} of {found[0].instead_of}'s step"))
     best = min((pair for found in by_change.values() for pair in found), key=lambda p: p.ratio)
     sentences = [f"{'; '.join(text for _, text in sorted(told)[:4])}."]
-    phases = ", ".join(_gain(best, phase) for phase in PHASES if _gain(best, phase))
+    phases = ", ".join(_gain(best, phase) for phase in TRAINING_PHASES if _gain(best, phase))
     if phases:
         sentences.append(f"With {best.change} at {_size(best.after)}: {phases}.")
     return " ".join(sentences)

@@ -15,8 +15,7 @@ from stepgauge.report.page import Plot
 from stepgauge.report.table import Table
 from stepgauge.spec.predictions import Row, paired
 from stepgauge.spec.record import Record
-
-GIB = 2**30
+from stepgauge.spec.units import GIB
 
 
 @dataclasses.dataclass(frozen=True)

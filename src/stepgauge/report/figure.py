@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # Placeholder -> CSS variable. Any colours that nothing else draws with.
 INK, FAINT, GRID = "#010203", "#010204", "#010205"
+MOST_BARS = 24  # of a plot
 SERIES = ("#020301", "#020302", "#020303", "#020304", "#020305", "#020306")
 _VARIABLES = {
     INK: "ink",

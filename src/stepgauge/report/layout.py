@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from stepgauge.report.figure import stacked_bars
+from stepgauge.report.figure import MOST_BARS, stacked_bars
 from stepgauge.report.names import flatten, labels
 from stepgauge.report.numbers import number
 from stepgauge.report.page import Block, Plot, Text
@@ -17,7 +17,6 @@ AXES: Mapping[str, str] = {
     "tensor": "tensor: the residual stream",
     "pipeline": "pipeline: transfers and bubbles",
 }
-MOST_BARS = 24
 MEANING = (
     "Exposed time of data and tensor is the step less the same step without that axis' "
     "communication; of a pipeline, forward and backward less what its busiest rank computes. A "

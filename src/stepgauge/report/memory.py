@@ -14,6 +14,7 @@ from stepgauge.report.views import record_table
 from stepgauge.spec.hardware import fits
 from stepgauge.spec.predictions import Row, paired
 from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.step import TRAINING_PHASES
 
 CATEGORIES = ("parameters", "optimizer state", "gradients", "activations", "temporaries", "other")
 SHOWN = (
@@ -256,7 +257,7 @@ def timeline(
         name: [series[name.replace(" ", "_")][i] / unit.bytes for i in points]
         for name in CATEGORIES
     }
-    starts = dict(zip(("forward", "backward", "optimizer"), series["phase_start"], strict=True))
+    starts = dict(zip(TRAINING_PHASES, series["phase_start"], strict=True))
     predicted = prediction.median("peak_bytes") if prediction and prediction != record else None
     level = ("predicted peak", predicted / unit.bytes) if predicted else None
     svg = areas(

@@ -6,9 +6,9 @@ from typing import Any
 from stepgauge.report.table import Table
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.record import Record
+from stepgauge.spec.units import GIB
 
 SETTINGS = ("micro batch", "accumulation", "checkpointing")
-GIB = 2**30
 
 
 def plan_table(rows: Sequence[Record], caption: str) -> Table:

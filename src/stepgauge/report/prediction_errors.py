@@ -14,9 +14,9 @@ from stepgauge.spec.disturbance import is_disturbed
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.predictions import STEP, Row, steps_beside
 from stepgauge.spec.record import Record
+from stepgauge.spec.step import TRAINING_PHASES
 
-PHASES = ("forward", "backward", "optimizer")
-TERMS = ("computing", *PHASES, "communication", "bubble", "host", "unexplained")
+TERMS = ("computing", *TRAINING_PHASES, "communication", "bubble", "host", "unexplained")
 # Metrics of what communication adds to a step, and of what a pipeline waits.
 EXPOSED = ("exposed", "data_exposed", "tensor_exposed")
 BUBBLE = "pipeline_exposed"
@@ -68,7 +68,7 @@ def parts(record: Record, known: Collection[str]) -> dict[str, float]:
     backward is the rest; under tensor or pipeline axes, which communicate in forward too, computing
     is.
     """
-    names = (*PHASES, "synchronize", "busy", *EXPOSED, BUBBLE)
+    names = (*TRAINING_PHASES, "synchronize", "busy", *EXPOSED, BUBBLE)
     ms = {n: record.metrics[f"{n}_ms"].median for n in names if f"{n}_ms" in known}
     step = record.metrics[STEP].median
     if "busy" in ms:  # a pipeline without an optimizer

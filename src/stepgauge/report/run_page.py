@@ -9,6 +9,7 @@ from stepgauge.report.comm import comm_blocks
 from stepgauge.report.data_parallel import plots as data_parallel_plots
 from stepgauge.report.dtypes import dtype_table
 from stepgauge.report.facts import page_facts
+from stepgauge.report.figure import MOST_BARS
 from stepgauge.report.findings import findings
 from stepgauge.report.kernel_plots import kernel_bars
 from stepgauge.report.kernels import kernel_table
@@ -33,7 +34,6 @@ from stepgauge.spec.record import Record
 from stepgauge.spec.store import StoreError
 
 NAMED = 4  # of disturbed rows, in a section
-MOST_BARS = 24
 
 
 def reservations(records: Sequence[Record]) -> list[Text]:

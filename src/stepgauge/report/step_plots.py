@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from stepgauge.report.figure import INK, SERIES, Series, canvas, grouped_bars, stacked_bars
 from stepgauge.report.page import Plot
 from stepgauge.report.views import plotted
+from stepgauge.spec.analysis import TRACKS
 from stepgauge.spec.record import Record
-
-PHASES = ("forward", "backward", "optimizer")
+from stepgauge.spec.step import TRAINING_PHASES
 
 
 def phase_bars(
@@ -19,7 +19,9 @@ def phase_bars(
     most: float | None = None,
 ) -> Plot:
     """A bar a record, made of its phases; `points` and `most` as those of stacked_bars."""
-    phases = {phase: [record.median(f"{phase}_ms") for record in records] for phase in PHASES}
+    phases = {
+        phase: [record.median(f"{phase}_ms") for record in records] for phase in TRAINING_PHASES
+    }
     totals = [plotted(record, "step_ms") for record in records]
     unit = "ms a step (medians)"
     return Plot(
@@ -48,9 +50,6 @@ def step_bars(
         if group in known
     }
     return Plot(grouped_bars(names, groups, unit=unit), caption)
-
-
-TRACKS = ("computation", "communication")
 
 
 def overlap_tracks(records: Sequence[tuple[str, Record]]) -> str:

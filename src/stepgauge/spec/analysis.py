@@ -30,6 +30,7 @@ KINDS = (
     "pooling",
     "sort",
 )
+TRACKS = ("computation", "communication")  # of a step's overlap, as they are drawn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

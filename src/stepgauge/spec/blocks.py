@@ -9,10 +9,9 @@ from stepgauge.spec.calibration import OperationTable
 from stepgauge.spec.fields import option
 from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.step import BUDGET, WorkSpec
+from stepgauge.spec.step import BUDGET, TRAINING_PHASES, WorkSpec
 
 LAYERS = (2, 5)
-PHASES = ("forward", "backward", "optimizer")
 # What a phase takes until the host has launched it, and until the device has computed it.
 CLOCKS = ("host", "device")
 AXES = ("layers", "phase", "clock")  # of the table, the last two by their places above
@@ -100,7 +99,7 @@ class TimedBlocks:
     table: OperationTable
 
     def _at(self, layers: int, phase: str, clock: str) -> float:
-        key = layers, PHASES.index(phase), CLOCKS.index(clock)
+        key = layers, TRAINING_PHASES.index(phase), CLOCKS.index(clock)
         return next(us for *sizes, us in self.table.rows if tuple(sizes) == key)
 
     def block_us(self, phase: str, clock: str) -> float:

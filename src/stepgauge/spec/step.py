@@ -20,6 +20,7 @@ CHECKPOINTING = ("none", "blocks", "nested", "selective", "feed-forward")
 BUDGET = "budget"
 # What a timed step contains: no-grad forward; forward and backward; both and the optimizer.
 PHASES = ("forward", "backward", "step")
+TRAINING_PHASES = ("forward", "backward", "optimizer")  # that a whole step is timed in
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

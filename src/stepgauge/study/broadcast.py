@@ -7,14 +7,14 @@ from stepgauge.report.broadcast import broadcast_blocks
 from stepgauge.report.page import Block
 from stepgauge.spec.broadcast import BLOCKLESS, SCHEDULES, BroadcastSpec
 from stepgauge.spec.record import Record
-from stepgauge.study.experiment import Experiment, Machine
+from stepgauge.study.experiment import Experiment, StudyMachine
 from stepgauge.study.published import beside
 
 _MIB = 1 << 20
 PUBLISHED_AT = "S3 does not state its tensor's size: compare each with the naive way"
 
 
-def specs(machine: Machine, folder: Path) -> Sequence[BroadcastSpec]:
+def specs(machine: StudyMachine, folder: Path) -> Sequence[BroadcastSpec]:
     if not machine.is_gpu:
         return [BroadcastSpec(schedule=s, size_bytes=8 * _MIB, block_bytes=_MIB) for s in SCHEDULES]
     return [

@@ -7,7 +7,7 @@ from stepgauge.report.comm import comm_blocks
 from stepgauge.report.page import Block
 from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.record import Record
-from stepgauge.study.experiment import Experiment, Machine, needs_two_gpus
+from stepgauge.study.experiment import Experiment, StudyMachine, needs_two_gpus
 from stepgauge.study.published import beside
 
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_recv")
@@ -17,7 +17,7 @@ _CPU_SIZES = (_MIB // 16, _MIB // 4, _MIB // 2, _MIB, 4 * _MIB, 10 * _MIB)
 _RANKS = (2, 4, 6, 8)
 
 
-def specs(machine: Machine, folder: Path) -> Sequence[CommSpec]:
+def specs(machine: StudyMachine, folder: Path) -> Sequence[CommSpec]:
     if not machine.is_gpu:
         rows = [(op, "library") for op in _OPS] + [("all_reduce", "ring")]
         return [

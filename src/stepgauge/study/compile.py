@@ -12,14 +12,14 @@ from stepgauge.report.step_plots import step_bars
 from stepgauge.report.views import record_table
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
-from stepgauge.study.experiment import Experiment, Machine
+from stepgauge.study.experiment import Experiment, StudyMachine
 from stepgauge.study.published import SWIGLU, beside
 from stepgauge.study.sizes import S1, sizes, step_spec
 
 MODES = {"off": "eager", "on": "compiled"}
 
 
-def needs(machine: Machine) -> str | None:
+def needs(machine: StudyMachine) -> str | None:
     return (
         None
         if machine.has_compiler
@@ -27,7 +27,7 @@ def needs(machine: Machine) -> str | None:
     )
 
 
-def specs(machine: Machine, folder: Path) -> Sequence[StepSpec]:
+def specs(machine: StudyMachine, folder: Path) -> Sequence[StepSpec]:
     if not machine.is_gpu:
         return [step_spec(machine, "tiny", compile=mode) for mode in MODES]
     fit = sizes(machine)

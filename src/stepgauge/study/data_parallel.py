@@ -10,7 +10,7 @@ from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
-from stepgauge.study.experiment import Experiment, Machine, needs_two_gpus
+from stepgauge.study.experiment import Experiment, StudyMachine, needs_two_gpus
 from stepgauge.study.published import beside
 from stepgauge.study.sizes import S1, sizes
 
@@ -19,7 +19,7 @@ CPU_BUCKETS_MB = (0.05, 0.2, 0.5, 1.0, 5.0)
 TRACED = ("naive", "overlapped")
 
 
-def specs(machine: Machine, folder: Path) -> Sequence[DataParallelSpec]:
+def specs(machine: StudyMachine, folder: Path) -> Sequence[DataParallelSpec]:
     shown = [size for size in sizes(machine) if size != "10b"] if machine.is_gpu else ["tiny"]
     wrappers = [
         name for name, wrapper in WRAPPERS.items() if machine.is_gpu or not wrapper.is_torch
@@ -31,7 +31,7 @@ def specs(machine: Machine, folder: Path) -> Sequence[DataParallelSpec]:
     return list(dict.fromkeys(rows))
 
 
-def _spec(machine: Machine, size: str, **fields: Any) -> DataParallelSpec:
+def _spec(machine: StudyMachine, size: str, **fields: Any) -> DataParallelSpec:
     batch, context = S1 if machine.is_gpu else (2, 64)
     model = ModelSpec.preset(size, context_length=context)
     counts = {"warmup": 5, "steps": 10} if machine.is_gpu else {"warmup": 2, "steps": 4}

@@ -14,7 +14,7 @@ from stepgauge.report.views import record_table, remark, undisturbed
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.record import Record, Sample
-from stepgauge.study.experiment import Experiment, Machine, needs_two_gpus
+from stepgauge.study.experiment import Experiment, StudyMachine, needs_two_gpus
 from stepgauge.study.published import beside
 
 MOST_RANKS = 4  # as S3
@@ -29,7 +29,7 @@ PUBLISHED_AT = (
 )
 
 
-def specs(machine: Machine, folder: Path) -> Sequence[DataParallelSpec]:
+def specs(machine: StudyMachine, folder: Path) -> Sequence[DataParallelSpec]:
     ranks = min(machine.gpus, MOST_RANKS) if machine.is_gpu else 2
     batches = [batch for batch in GLOBAL_BATCHES if batch % ranks == 0] if machine.is_gpu else [4]
     return [
@@ -41,7 +41,9 @@ def specs(machine: Machine, folder: Path) -> Sequence[DataParallelSpec]:
     ]
 
 
-def _spec(machine: Machine, wrapper: str, ranks: int, batch: int, seed: int) -> DataParallelSpec:
+def _spec(
+    machine: StudyMachine, wrapper: str, ranks: int, batch: int, seed: int
+) -> DataParallelSpec:
     on_gpu = {"device": "cuda", "warmup": 5, "steps": 10}
     on_cpu = {"device": "cpu", "warmup": 1, "steps": 3}
     counts: dict[str, Any] = on_gpu if machine.is_gpu else on_cpu

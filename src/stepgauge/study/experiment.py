@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Machine:
+class StudyMachine:
     """What experiments decide by. `bytes` is the memory of the device; `gpus` how many there are."""
 
     device: str
@@ -49,14 +49,14 @@ class Experiment:
     title: str
     question: str
     method: str
-    specs: Callable[[Machine, Path], Sequence[Any]]
+    specs: Callable[[StudyMachine, Path], Sequence[Any]]
     blocks: Callable[[Sequence[Record]], Sequence[Block]]
     answer: Callable[[Sequence[Record]], str] = answer
     pictures: Callable[[Sequence[Record], Path], Sequence[Block]] = lambda records, folder: ()
-    needs: Callable[[Machine], str | None] = lambda machine: None
+    needs: Callable[[StudyMachine], str | None] = lambda machine: None
     on_cpu: str = ""
 
-    def jobs(self, machine: Machine, folder: Path) -> list["Job"]:
+    def jobs(self, machine: StudyMachine, folder: Path) -> list["Job"]:
         """What measures it on the machine."""
         from stepgauge.bench.jobs import jobs_of  # torch, which a page needs not
         from stepgauge.bench.sweep import Job
@@ -66,7 +66,7 @@ class Experiment:
         return [job for jobs in own for job in jobs]
 
 
-def needs_two_gpus(machine: Machine) -> str | None:
+def needs_two_gpus(machine: StudyMachine) -> str | None:
     """Of ranks: on a machine without GPUs they are processes."""
     return "needs two GPUs" if machine.is_gpu and machine.gpus < 2 else None
 

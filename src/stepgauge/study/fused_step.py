@@ -13,13 +13,13 @@ from stepgauge.report.views import plotted, record_table
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
-from stepgauge.study.experiment import Experiment, Machine
+from stepgauge.study.experiment import Experiment, StudyMachine
 from stepgauge.study.sizes import needs_gpu, step_spec
 
 OUR_PARTS = {"norm": "triton", "attention": "triton", "loss": "fused"}
 
 
-def specs(machine: Machine, folder: Path) -> Sequence[StepSpec]:
+def specs(machine: StudyMachine, folder: Path) -> Sequence[StepSpec]:
     modes = ("off", "on") if machine.has_compiler else ("off",)
     return [
         _spec(machine, size, ours=ours, precision="bf16", compile=mode)
@@ -29,7 +29,7 @@ def specs(machine: Machine, folder: Path) -> Sequence[StepSpec]:
     ]
 
 
-def _spec(machine: Machine, size: str, *, ours: bool, **fields: Any) -> StepSpec:
+def _spec(machine: StudyMachine, size: str, *, ours: bool, **fields: Any) -> StepSpec:
     stock = step_spec(machine, size, **fields)
     if not ours:
         return stock

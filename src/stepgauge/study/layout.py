@@ -6,18 +6,18 @@ from pathlib import Path
 from stepgauge.report.layout import layout_answer, layout_blocks
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
-from stepgauge.study.experiment import Experiment, Machine, needs_two_gpus
+from stepgauge.study.experiment import Experiment, StudyMachine, needs_two_gpus
 
 ON_TWO = ("none", "dp2 bucketed", "dp2 zero3", "tp2", "pp2 1f1b m4")
 ON_FOUR = ("dp4 bucketed", "dp4 zero3", "tp4", "pp4 1f1b m8", "dp2 zero1 tp2", "pp2 1f1b m8 tp2")
 
 
-def specs(machine: Machine, folder: Path) -> Sequence[LayoutSpec]:
+def specs(machine: StudyMachine, folder: Path) -> Sequence[LayoutSpec]:
     layouts = ON_TWO + (ON_FOUR if machine.gpus >= 4 else ()) if machine.is_gpu else ON_TWO
     return [_spec(machine, layout) for layout in layouts]
 
 
-def _spec(machine: Machine, layout: str) -> LayoutSpec:
+def _spec(machine: StudyMachine, layout: str) -> LayoutSpec:
     if machine.is_gpu:
         return LayoutSpec(
             model=ModelSpec.preset("large", context_length=512), size="large", layout=layout,

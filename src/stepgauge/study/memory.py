@@ -15,7 +15,7 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.predictions import paired
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
-from stepgauge.study.experiment import Experiment, Machine
+from stepgauge.study.experiment import Experiment, StudyMachine
 from stepgauge.study.fused_step import OUR_PARTS
 from stepgauge.study.published import beside
 from stepgauge.study.sizes import S1, S2, sizes, step_spec
@@ -28,7 +28,7 @@ CHOICES = (("none", 1), ("blocks", 1), ("blocks", 2), ("nested", 2), ("selective
 BEYOND = (("10b", 512), ("2.7b", 2048))
 
 
-def specs(machine: Machine, folder: Path) -> Sequence[Any]:
+def specs(machine: StudyMachine, folder: Path) -> Sequence[Any]:
     """Memory by size, and of one size by checkpointing, which is timed too."""
     from stepgauge.bench import memory
 
@@ -52,7 +52,7 @@ def specs(machine: Machine, folder: Path) -> Sequence[Any]:
 
 
 def _spec(
-    machine: Machine,
+    machine: StudyMachine,
     size: str,
     load: tuple[int, int],
     *,

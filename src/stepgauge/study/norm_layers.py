@@ -9,12 +9,12 @@ from stepgauge.report.page import Block
 from stepgauge.spec.grids import NORM_LAYERS
 from stepgauge.spec.kernel import KernelSpec
 from stepgauge.spec.record import Record
-from stepgauge.study.experiment import Experiment, Machine
+from stepgauge.study.experiment import Experiment, StudyMachine
 from stepgauge.study.published import beside
 from stepgauge.study.sizes import kernel_specs, needs_gpu
 
 
-def specs(machine: Machine, folder: Path) -> Sequence[KernelSpec]:
+def specs(machine: StudyMachine, folder: Path) -> Sequence[KernelSpec]:
     return kernel_specs(machine, "rms-norm", NORM_LAYERS)
 
 

@@ -10,25 +10,25 @@ from typing import Any
 from stepgauge.spec.experiments import MACHINE_FILE
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import StoreError
-from stepgauge.study.experiment import Experiment, Machine
+from stepgauge.study.experiment import Experiment, StudyMachine
 
 ASKED_FILE = "experiments.json"  # the rows of each experiment, in the order of its section
 
 
-def remember(machine: Machine, folder: Path) -> None:
+def remember(machine: StudyMachine, folder: Path) -> None:
     """Raises StoreError where it cannot be written, as remember_rows does."""
     _write(folder / MACHINE_FILE, dataclasses.asdict(machine))
 
 
-def remembered(folder: Path) -> Machine | None:
+def remembered(folder: Path) -> StudyMachine | None:
     """The machine of a study's run; None where the run is of another command."""
     try:
-        return Machine(**json.loads((folder / MACHINE_FILE).read_text()))
+        return StudyMachine(**json.loads((folder / MACHINE_FILE).read_text()))
     except (OSError, ValueError, TypeError):
         return None
 
 
-def remember_rows(experiments: Sequence[Experiment], machine: Machine, folder: Path) -> None:
+def remember_rows(experiments: Sequence[Experiment], machine: StudyMachine, folder: Path) -> None:
     """Which rows each experiment asks for on the machine, beside those noted before."""
     asked = {
         e.name: [row_of(job.asked) for job in e.jobs(machine, folder)]

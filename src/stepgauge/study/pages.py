@@ -17,7 +17,7 @@ from stepgauge.spec.kernel import KERNELS
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import FAILURES
 from stepgauge.study import EXPERIMENTS
-from stepgauge.study.experiment import Experiment, Machine, shipped
+from stepgauge.study.experiment import Experiment, StudyMachine, shipped
 from stepgauge.study.notes import remembered, remembered_rows, row_of
 
 
@@ -27,7 +27,7 @@ def page_of(folder: Path, records: Sequence[Record]) -> Page:
     return study_page(records, machine, folder) if machine else run_page(records, folder)
 
 
-def study_page(records: Sequence[Record], machine: Machine, folder: Path) -> Page:
+def study_page(records: Sequence[Record], machine: StudyMachine, folder: Path) -> Page:
     here = [record for record in records if record.environment.get("device") == machine.name]
     return Page(
         title="stepgauge study",
@@ -38,7 +38,7 @@ def study_page(records: Sequence[Record], machine: Machine, folder: Path) -> Pag
 
 
 def _experiment(
-    experiment: Experiment, machine: Machine, folder: Path, records: Sequence[Record]
+    experiment: Experiment, machine: StudyMachine, folder: Path, records: Sequence[Record]
 ) -> Section:
     """The experiment's section: what was measured here, else the reason and what a GPU gave."""
     empty = Section(experiment.title, experiment.question, method=experiment.method)
@@ -67,7 +67,7 @@ def _experiment(
 
 
 def _own(
-    experiment: Experiment, machine: Machine, folder: Path, records: Sequence[Record]
+    experiment: Experiment, machine: StudyMachine, folder: Path, records: Sequence[Record]
 ) -> list[Record]:
     """The experiment's records in its order: by the run's note of its rows, else, of a run that has
     none, by asking the experiment again, which loads torch.

@@ -12,13 +12,13 @@ from stepgauge.report.views import record_table, undisturbed
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.record import Record
-from stepgauge.study.experiment import Experiment, Machine, needs_two_gpus
+from stepgauge.study.experiment import Experiment, StudyMachine, needs_two_gpus
 from stepgauge.study.published import beside
 
 RANKS, CHUNKS, SEEDS = (2, 3, 4), (4, 8, 16, 32, 64), (0, 1, 2)
 
 
-def specs(machine: Machine, folder: Path) -> Sequence[PipelineSpec]:
+def specs(machine: StudyMachine, folder: Path) -> Sequence[PipelineSpec]:
     """The published points are run three times, by seed."""
     if not machine.is_gpu:
         rows = [_spec(machine, micro_batches=m) for m in (2, 4)]
@@ -37,7 +37,7 @@ def specs(machine: Machine, folder: Path) -> Sequence[PipelineSpec]:
     return [*rows, _spec(machine, overweight=3, micro_batches=16, **most)]
 
 
-def _spec(machine: Machine, **fields: Any) -> PipelineSpec:
+def _spec(machine: StudyMachine, **fields: Any) -> PipelineSpec:
     on_gpu = {"device": "cuda", "warmup": 3, "steps": 10, "batch": 64}
     on_cpu = {"device": "cpu", "warmup": 1, "steps": 3, "batch": 8}
     counts: dict[str, Any] = on_gpu if machine.is_gpu else on_cpu

@@ -15,18 +15,18 @@ from stepgauge.spec.dtypes import AccumulationSpec, DtypesSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import PRECISIONS, StepSpec
-from stepgauge.study.experiment import Experiment, Machine
+from stepgauge.study.experiment import Experiment, StudyMachine
 from stepgauge.study.published import SWIGLU, beside
 from stepgauge.study.sizes import S1, sizes, step_spec
 
 
-def specs(machine: Machine, folder: Path) -> Sequence[Any]:
+def specs(machine: StudyMachine, folder: Path) -> Sequence[Any]:
     model = ModelSpec.preset("nano")
     types = DtypesSpec(model=model, size="nano", precision="bf16", device=machine.device)
     return [*_timed(machine), types, AccumulationSpec(device=machine.device)]
 
 
-def _timed(machine: Machine) -> list[StepSpec]:
+def _timed(machine: StudyMachine) -> list[StepSpec]:
     if not machine.is_gpu:
         return [_spec(machine, "nano", p) for p in PRECISIONS if p != "tf32"]
     rows = [_spec(machine, size, p) for size in sizes(machine) for p in PRECISIONS]
@@ -36,7 +36,7 @@ def _timed(machine: Machine) -> list[StepSpec]:
     ]
 
 
-def _spec(machine: Machine, size: str, precision: str) -> StepSpec:
+def _spec(machine: StudyMachine, size: str, precision: str) -> StepSpec:
     """Only our optimizer keeps master weights."""
     optimizer = "fused" if precision == "bf16-master" else "adamw"
     return step_spec(machine, size, precision=precision, optimizer=optimizer)

@@ -15,7 +15,7 @@ from stepgauge.spec.analysis import Analysis, Cell
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.profile import ProfileSpec
 from stepgauge.spec.record import Record
-from stepgauge.study.experiment import Experiment, Machine
+from stepgauge.study.experiment import Experiment, StudyMachine
 from stepgauge.study.published import legend
 from stepgauge.study.sizes import OURS, S1, S2, sizes
 
@@ -32,13 +32,13 @@ PUBLISHED = (
 )
 
 
-def specs(machine: Machine, folder: Path) -> Sequence["Job"]:
+def specs(machine: StudyMachine, folder: Path) -> Sequence["Job"]:
     from stepgauge.bench.jobs import jobs_of
 
     return [job for spec in _specs(machine) for job in jobs_of(spec, folder / "profile")]
 
 
-def _specs(machine: Machine) -> list[ProfileSpec]:
+def _specs(machine: StudyMachine) -> list[ProfileSpec]:
     if not machine.is_gpu:
         return [_spec(machine, "tiny", S2, warmup=2, steps=5, seconds=0.5)]
     fit = sizes(machine)
@@ -47,7 +47,12 @@ def _specs(machine: Machine) -> list[ProfileSpec]:
 
 
 def _spec(
-    machine: Machine, size: str, load: tuple[int, int], *, attention: str = "eager", **fields: Any
+    machine: StudyMachine,
+    size: str,
+    load: tuple[int, int],
+    *,
+    attention: str = "eager",
+    **fields: Any,
 ) -> ProfileSpec:
     batch, context = load
     model = ModelSpec.preset(size, context_length=context, attention=attention)

@@ -12,15 +12,15 @@ from stepgauge.measure.devices import resolve
 from stepgauge.measure.environment import environment
 from stepgauge.runtime.workers import run_isolated
 from stepgauge.study import EXPERIMENTS
-from stepgauge.study.experiment import Experiment, Machine
+from stepgauge.study.experiment import Experiment, StudyMachine
 
 
-def this_machine(device: str) -> Machine:
+def this_machine(device: str) -> StudyMachine:
     """Raises ValueError for a device that is not there."""
     resolved = resolve(device)
     found = run_isolated(environment, resolved)
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
-    return Machine(
+    return StudyMachine(
         str(resolved),
         found["device"],
         found["device_bytes"],
@@ -35,7 +35,7 @@ def select(names: Sequence[str]) -> list[Experiment]:
     return [known[name] for name in names or known]
 
 
-def plan(machine: Machine, folder: Path, experiments: Sequence[Experiment]) -> list[Job]:
+def plan(machine: StudyMachine, folder: Path, experiments: Sequence[Experiment]) -> list[Job]:
     """The jobs of all experiments that the machine can run, each once."""
     jobs = [job for e in experiments if e.needs(machine) is None for job in e.jobs(machine, folder)]
     return list({job.asked.identity: job for job in jobs}.values())

@@ -13,7 +13,7 @@ from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.record import Record
 from stepgauge.study import data_parallel
 from stepgauge.study.data_parallel import row_of
-from stepgauge.study.experiment import Experiment, Machine, needs_two_gpus
+from stepgauge.study.experiment import Experiment, StudyMachine, needs_two_gpus
 from stepgauge.study.published import beside
 
 PLAIN = "bucketed"
@@ -26,7 +26,7 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def specs(machine: Machine, folder: Path) -> Sequence[DataParallelSpec]:
+def specs(machine: StudyMachine, folder: Path) -> Sequence[DataParallelSpec]:
     """Those of data parallel training: what both ask is measured once."""
     asked = data_parallel.specs(machine, folder)
     usual = [

@@ -9,7 +9,7 @@ from stepgauge.spec.grids import Point
 from stepgauge.spec.kernel import KERNELS, KernelSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
-from stepgauge.study.experiment import Machine
+from stepgauge.study.experiment import StudyMachine
 
 GPU_SIZES = ("small", "medium", "large", "xl", "2.7b", "10b")
 CPU_SIZES = ("nano", "tiny", "mini")
@@ -17,7 +17,7 @@ CPU_SIZES = ("nano", "tiny", "mini")
 OURS, S1, S2 = (4, 512), (16, 128), (4, 128)
 
 
-def sizes(machine: Machine) -> list[str]:
+def sizes(machine: StudyMachine) -> list[str]:
     """Sizes whose parameters, gradients and optimizer state fit the device in fp32."""
     if not machine.is_gpu:
         return list(CPU_SIZES)
@@ -28,7 +28,7 @@ def sizes(machine: Machine) -> list[str]:
 
 
 def step_spec(
-    machine: Machine, size: str, *, load: tuple[int, int] | None = None, **fields: Any
+    machine: StudyMachine, size: str, *, load: tuple[int, int] | None = None, **fields: Any
 ) -> StepSpec:
     """A StepSpec on the machine; CPU rows are short."""
     batch, context = load or (OURS if machine.is_gpu else S2)
@@ -48,12 +48,12 @@ def step_spec(
 SECONDS = 0.05  # of timing for each implementation: a grid has many rows
 
 
-def kernel_specs(machine: Machine, kind: str, points: Iterable[Point]) -> list[KernelSpec]:
+def kernel_specs(machine: StudyMachine, kind: str, points: Iterable[Point]) -> list[KernelSpec]:
     """One row a point."""
     rows = ({"seconds": SECONDS, **point, "device": machine.device} for point in points)
     return [KERNELS[kind](**row) for row in rows]
 
 
-def needs_gpu(machine: Machine) -> str | None:
+def needs_gpu(machine: StudyMachine) -> str | None:
     """Elsewhere plain PyTorch runs in place of our kernels, which measures nothing of them."""
     return None if machine.is_gpu else "our kernels run on CUDA GPUs only"

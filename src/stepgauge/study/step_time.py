@@ -9,14 +9,14 @@ from stepgauge.report.step_plots import phase_bars
 from stepgauge.report.views import record_table
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
-from stepgauge.study.experiment import Experiment, Machine
+from stepgauge.study.experiment import Experiment, StudyMachine
 from stepgauge.study.published import SWIGLU, beside, published
 from stepgauge.study.sizes import GPU_SIZES, OURS, S1, S2, sizes, step_spec
 
 EXPERIMENT_NAME = "step-time"
 
 
-def specs(machine: Machine, folder: Path) -> Sequence[StepSpec]:
+def specs(machine: StudyMachine, folder: Path) -> Sequence[StepSpec]:
     loads = (OURS, S1, S2) if machine.is_gpu else (S2,)
     shown = sizes(machine)
     rows = [step_spec(machine, size, load=load) for load in loads for size in shown]

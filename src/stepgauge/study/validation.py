@@ -20,7 +20,7 @@ from stepgauge.spec.predictions import BEFORE
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 from stepgauge.study import collectives
-from stepgauge.study.experiment import Experiment, Machine
+from stepgauge.study.experiment import Experiment, StudyMachine
 from stepgauge.study.sizes import step_spec
 from stepgauge.validate.predicted import predicted
 
@@ -33,13 +33,13 @@ CALIBRATION_S = 1.0  # an operation, over all its shapes: those of small steps
 BATCH, CONTEXT = 4, 96  # of no other experiment: each row is predicted before it is run
 
 
-def needs(machine: Machine) -> str | None:
+def needs(machine: StudyMachine) -> str | None:
     if machine.is_gpu and file_of(machine.name, 0) is None:
         return "no hardware file of this device: stepgauge calibrate makes one in 3 minutes"
     return None
 
 
-def specs(machine: Machine, folder: Path) -> Sequence[Any]:
+def specs(machine: StudyMachine, folder: Path) -> Sequence[Any]:
     """A calibration of what the steps need, predictions, and the steps."""
     from stepgauge.bench.sweep import Job
 
@@ -52,7 +52,7 @@ def specs(machine: Machine, folder: Path) -> Sequence[Any]:
     ]
 
 
-def _specs(machine: Machine) -> list[Any]:
+def _specs(machine: StudyMachine) -> list[Any]:
     if machine.is_gpu:
         return [
             step_spec(machine, size, load=(4, 384), precision=precision, compile=compile)
@@ -69,7 +69,7 @@ def _specs(machine: Machine) -> list[Any]:
     return [*alone, *(spec.canonical() for spec in ranks)]
 
 
-def _calibration(machine: Machine, specs: Sequence[Any]) -> list[Any]:
+def _calibration(machine: StudyMachine, specs: Sequence[Any]) -> list[Any]:
     """The operations of the steps, alone and on two ranks side by side, and collectives, which are
     those of the experiment of that name.
     """

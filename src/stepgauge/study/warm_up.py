@@ -11,7 +11,7 @@ from stepgauge.report.table import Table
 from stepgauge.report.views import record_table
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
-from stepgauge.study.experiment import Experiment, Machine
+from stepgauge.study.experiment import Experiment, StudyMachine
 from stepgauge.study.published import legend
 from stepgauge.study.sizes import step_spec
 
@@ -26,7 +26,7 @@ _FIGURES: list[tuple[str, int, float, float | None]] = [
 ]
 
 
-def specs(machine: Machine, folder: Path) -> Sequence[StepSpec]:
+def specs(machine: StudyMachine, folder: Path) -> Sequence[StepSpec]:
     size = "small" if machine.is_gpu else "tiny"
     return [step_spec(machine, size, warmup=warmup, seconds=0.0) for warmup in WARM_UPS]
 

@@ -5,8 +5,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from stepgauge.spec.analysis import Analysis, Cell, Idle, OperationRow
+from stepgauge.spec.step import TRAINING_PHASES
 from stepgauge.trace import flame, flops
-from stepgauge.trace.attribution import PHASES, Resolver, Work
+from stepgauge.trace.attribution import Resolver, Work
 from stepgauge.trace.collectives import collectives
 from stepgauge.trace.collector import without_collector
 from stepgauge.trace.events import Shapes, Trace, load
@@ -127,8 +128,8 @@ class _Tally:
 
     def phases(self) -> dict[str, list[float]]:
         order = [
-            *(p for p in PHASES if p in self._spans),
-            *(p for p in self._spans if p not in PHASES),
+            *(p for p in TRAINING_PHASES if p in self._spans),
+            *(p for p in self._spans if p not in TRAINING_PHASES),
         ]
         steps = sorted(self.steps)
         return {phase: [self._spans[phase][step] for step in steps] for phase in order}

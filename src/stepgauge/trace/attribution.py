@@ -12,14 +12,14 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from stepgauge.spec.step import TRAINING_PHASES
 from stepgauge.trace import flops
 from stepgauge.trace.events import STEP, Call, Collective, Kernel, Shapes, Trace
 from stepgauge.trace.kinds import GENERATED, Kinds
 from stepgauge.trace.names import joined, readable, split
 from stepgauge.trace.wrappers import wrappers
 
-PHASES = ("forward", "backward", "optimizer")
-_PHASE = re.compile(rf"^\W*({'|'.join(PHASES)})\W*$", re.IGNORECASE)
+_PHASE = re.compile(rf"^\W*({'|'.join(TRAINING_PHASES)})\W*$", re.IGNORECASE)
 # Words by which a range of any other name says its phase: "attn(B)", "pre_backward", "wgrad".
 _WORDS = {
     "forward": re.compile(r"\(F\)|(?<![a-z])(forward|fwd|fprop)(?![a-z])", re.IGNORECASE),

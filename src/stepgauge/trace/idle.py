@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from stepgauge.trace.attribution import PHASES, Work
+from stepgauge.spec.step import TRAINING_PHASES
+from stepgauge.trace.attribution import Work
 from stepgauge.trace.events import Call, Trace
 from stepgauge.trace.intervals import merged
 
@@ -94,7 +95,7 @@ class _Marks:
         self.trace = trace
         self.waits = merged((call.start, call.end) for call in trace.waits())
         phases = sorted(
-            (call for call in trace.calls("annotation") if call.name in PHASES),
+            (call for call in trace.calls("annotation") if call.name in TRAINING_PHASES),
             key=lambda call: call.start,
         )
         self.begins = self._begins(phases)

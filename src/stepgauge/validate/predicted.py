@@ -3,9 +3,9 @@
 from stepgauge.cost.data_parallel import predict_data_parallel
 from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.pipeline.step import predict_pipeline
-from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.step import predict
-from stepgauge.cost.traced.network import TRACED, Traced, has_formulas
+from stepgauge.cost.traced.network import TRACED, TracedNetwork, has_formulas
 from stepgauge.cost.traced.step import predict_traced
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
@@ -30,7 +30,7 @@ def predicted(
     asked      gets the operations that were looked up, with their sizes
     """
     hardware.require_kind(str(getattr(spec, "device", "")))
-    machine = Machine(hardware.on_ranks(getattr(spec, "ranks", 1)))
+    machine = CalibratedMachine(hardware.on_ranks(getattr(spec, "ranks", 1)))
     if asked is not None:
         machine.asked = asked
     if isinstance(spec, AnyStep) and not has_formulas(spec.model):
@@ -47,7 +47,7 @@ def predicted(
     raise ValueError(f"{type(spec).__name__} has no cost model yet")
 
 
-def traced_on(spec: AnyStep, hardware: HardwareFile) -> Traced:
+def traced_on(spec: AnyStep, hardware: HardwareFile) -> TracedNetwork:
     """The operators of a step on a device of that kind, for which torch is imported. Raises
     ValueError for a step that cannot be traced.
     """

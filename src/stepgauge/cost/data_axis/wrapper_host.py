@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from stepgauge.cost.host import own_table
-from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.timed_blocks import timed_blocks
 from stepgauge.spec.calibration import WRAPPER_PHASES, wrapper_operation
 from stepgauge.spec.layout import Layout
@@ -30,7 +30,9 @@ class Hooks:
         return max(0.0, added)
 
 
-def hooks_of(machine: Machine, wrapper: str, work: WorkSpec, layout: Layout) -> Mapping[str, Hooks]:
+def hooks_of(
+    machine: CalibratedMachine, wrapper: str, work: WorkSpec, layout: Layout
+) -> Mapping[str, Hooks]:
     """By phase; nothing where the file does not say, where the host's times have them already, and
     on a CPU, where the host is the device.
     """
@@ -43,7 +45,7 @@ def hooks_of(machine: Machine, wrapper: str, work: WorkSpec, layout: Layout) -> 
     }
 
 
-def _has_hooks(work: WorkSpec, machine: Machine, layout: Layout) -> bool:
+def _has_hooks(work: WorkSpec, machine: CalibratedMachine, layout: Layout) -> bool:
     """Whether steps or blocks were timed under the wrapper itself."""
     if layout.launched.wrapper == "none":
         return False
@@ -51,7 +53,7 @@ def _has_hooks(work: WorkSpec, machine: Machine, layout: Layout) -> bool:
     return is_timed or own_table(work, machine, layout) is not None
 
 
-def unknown_host(machine: Machine, work: WorkSpec, layout: Layout) -> str:
+def unknown_host(machine: CalibratedMachine, work: WorkSpec, layout: Layout) -> str:
     """A sentence where a prediction is without what the wrapper takes of the host; or ""."""
     wrapper = layout.wrapper
     if wrapper == "none" or layout.num_replicas == 1 or work.device.startswith("cpu"):

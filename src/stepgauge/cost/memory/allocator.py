@@ -11,7 +11,8 @@ to 1 MiB of a large block; free neighbours merge.
 import bisect
 import dataclasses
 
-MIB = 2**20
+from stepgauge.spec.units import MIB
+
 ROUNDING = 512
 LARGEST_SMALL = MIB
 SMALL_SEGMENT = 2 * MIB

@@ -31,8 +31,8 @@ from stepgauge.spec.plan.pipeline import Schedule, check
 from stepgauge.spec.plan.pipeline.action import BACKWARD, WEIGHT, Action
 from stepgauge.spec.plan.pipeline.check import Held, live
 from stepgauge.spec.plan.shards import MOST_IN_FLIGHT, PREFETCHED
+from stepgauge.spec.units import MIB
 
-MIB = 2**20
 # cuBLAS takes 32 MiB on Hopper, once for forward's thread and once for autograd's; they are of
 # torch's count (docs/memory.md).
 WORKSPACES = 2 * 32 * MIB

@@ -10,7 +10,7 @@ from stepgauge.cost.pipeline.fill import fill_bubbles
 from stepgauge.cost.pipeline.stages import Halves
 from stepgauge.cost.pipeline.timeline import Durations, Timeline, simulate
 from stepgauge.cost.rates.estimate import ASSUMED
-from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import Prices
 from stepgauge.cost.step import modelled, term_rows
 from stepgauge.spec.fields import as_kind
@@ -24,7 +24,7 @@ from stepgauge.spec.step import WorkSpec
 from stepgauge.spec.throughput import throughput
 
 
-def predict_pipeline(spec: PipelineSpec, machine: Machine) -> Record:
+def predict_pipeline(spec: PipelineSpec, machine: CalibratedMachine) -> Record:
     """The modelled record: forward and backward, no optimizer. Raises ValueError for what the cost
     model or the hardware file does not know.
     """

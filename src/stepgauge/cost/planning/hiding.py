@@ -4,7 +4,7 @@ from stepgauge.cost.layout import LayoutParts
 from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.cost.operations.supported import require_priced
 from stepgauge.cost.planning import overlap_ratios
-from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import Prices
 from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.layout_step import LayoutSpec
@@ -22,7 +22,7 @@ def scales(spec: LayoutSpec) -> dict[str, float]:
     )
 
 
-def overlaps(spec: LayoutSpec, machine: Machine) -> list[overlap_ratios.OverlapRatio]:
+def overlaps(spec: LayoutSpec, machine: CalibratedMachine) -> list[overlap_ratios.OverlapRatio]:
     """Each axis of the layout against what could hide it. Raises ValueError for what is not
     modelled.
     """

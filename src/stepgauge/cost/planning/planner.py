@@ -10,7 +10,7 @@ from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.operations.supported import require_priced
 from stepgauge.cost.planning.screen import Candidate, Screen, Screened, candidates
 from stepgauge.cost.rates.estimate import spread
-from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.planning import PlanSpec
@@ -36,7 +36,7 @@ class Plan:
     limit_bytes: float
 
 
-def plan(spec: PlanSpec, machine: Machine, *, top: int = 10) -> Plan:
+def plan(spec: PlanSpec, machine: CalibratedMachine, *, top: int = 10) -> Plan:
     """Raises ValueError for a GPU of unknown memory, and where nothing fits. Memory on a CPU is not
     predicted: there everything fits.
     """
@@ -75,12 +75,12 @@ def plan(spec: PlanSpec, machine: Machine, *, top: int = 10) -> Plan:
     return Plan(rows[:top], fastest, (len(every), len(fitting)), limit)
 
 
-def limit_of(spec: PlanSpec, machine: Machine) -> float:
+def limit_of(spec: PlanSpec, machine: CalibratedMachine) -> float:
     """Bytes that a rank may need; of a CPU, whose memory is not predicted, infinite."""
     return memory_limit(machine) if spec.device != "cpu" else math.inf
 
 
-def memory_limit(machine: Machine) -> int:
+def memory_limit(machine: CalibratedMachine) -> int:
     """Bytes of a device for a process and its CUDA context. Raises ValueError where they are not known."""
     peaks = machine.hardware.peaks
     if peaks is None or not peaks.memory_gb:
@@ -106,7 +106,7 @@ def layout_spec(candidate: Candidate, spec: PlanSpec) -> LayoutSpec:
 
 
 def _simulated(
-    candidate: Candidate, spec: PlanSpec, machine: Machine, refused: list[str]
+    candidate: Candidate, spec: PlanSpec, machine: CalibratedMachine, refused: list[str]
 ) -> Record | None:
     """The modelled record with what a run comes to; None for what the runtime refuses or nobody
     has calibrated, whose reason is then `refused`.
@@ -126,7 +126,7 @@ def _simulated(
     return dataclasses.replace(record, metrics={**record.metrics, **more})
 
 
-def largest_micro_batch(spec: PlanSpec, machine: Machine, candidate: Candidate) -> int:
+def largest_micro_batch(spec: PlanSpec, machine: CalibratedMachine, candidate: Candidate) -> int:
     """Of the layout, by doubling; its global batch may grow with it."""
     limit, screen, found = memory_limit(machine), Screen(spec, machine), candidate
     while True:
@@ -136,7 +136,7 @@ def largest_micro_batch(spec: PlanSpec, machine: Machine, candidate: Candidate) 
         found = larger
 
 
-def longest_context(spec: PlanSpec, machine: Machine, candidate: Candidate) -> int:
+def longest_context(spec: PlanSpec, machine: CalibratedMachine, candidate: Candidate) -> int:
     """The longest context of the candidate's micro-batch that fits, by doubling."""
     limit, found = memory_limit(machine), spec.network
     while True:

@@ -16,7 +16,7 @@ from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.cost.operations.terms import Arithmetic
 from stepgauge.cost.rates.contention import USUAL
-from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import GLOO, NCCL, Prices
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import WRAPPERS, Layout
@@ -112,7 +112,7 @@ def _micro_batches(spec: PlanSpec, rank_batch: int) -> list[int]:
 class Screen:
     """Candidates on a machine. What depends on share and checkpointing alone is computed once."""
 
-    def __init__(self, spec: PlanSpec, machine: Machine):
+    def __init__(self, spec: PlanSpec, machine: CalibratedMachine):
         self.spec, self.machine = spec, machine
         self._shares = functools.cache(self._share)
         self._prices = functools.cache(self._priced)

@@ -18,7 +18,7 @@ from stepgauge.cost.rates.estimate import (
     TRANSFERRED,
     Estimate,
 )
-from stepgauge.cost.rates.network import Network
+from stepgauge.cost.rates.network import Links
 from stepgauge.spec.calibration import ALONE, ASKED, OperationTable
 from stepgauge.spec.hardware import HardwareFile, Peaks
 
@@ -26,7 +26,7 @@ from stepgauge.spec.hardware import HardwareFile, Peaks
 HALF = 0.5
 
 
-class Machine:
+class CalibratedMachine:
     """A hardware file as a table of times: its own, or those of its base by the ratio of published
     peaks. Raises ValueError where neither has a calibration.
 
@@ -44,15 +44,15 @@ class Machine:
                 f"stepgauge calibrate FILE on that machine"
             )
         self.hardware, self._calibrated, self._products = hardware, calibrated, products
-        self.network = Network(hardware)
+        self.network = Links(hardware)
         self._grids: dict[str, _Grid] = {}
         self.asked: set[tuple[str, tuple[float, ...]]] = set()
         is_base = calibrated is hardware.base and calibrated.device != hardware.device
         self._pace = _Pace(calibrated.peaks, hardware.peaks) if is_base else None
 
-    def at(self, products: float) -> "Machine":
+    def at(self, products: float) -> "CalibratedMachine":
         """The same where products have that share of the time."""
-        other = Machine(self.hardware, products=products)
+        other = CalibratedMachine(self.hardware, products=products)
         other._grids, other.asked = self._grids, self.asked
         return other
 

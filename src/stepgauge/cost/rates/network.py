@@ -50,7 +50,7 @@ def axes_of(layout: Layout, gpus_per_node: int) -> dict[str, Axis]:
     }
 
 
-class Network:
+class Links:
     """The links and the fabric of a hardware file."""
 
     def __init__(self, hardware: HardwareFile):

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from stepgauge.cost.operations.terms import COLLECTIVES, TRAFFIC, TRANSFER, Term
 from stepgauge.cost.rates.contention import ContentionTable
 from stepgauge.cost.rates.estimate import ASSUMED, Estimate
-from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.network import Axis, axes_of
 from stepgauge.spec.layout import Layout
 
@@ -35,7 +35,7 @@ class Prices:
 
     def __init__(
         self,
-        machine: Machine,
+        machine: CalibratedMachine,
         layout: Layout | None = None,
         backend: str = NCCL,
         *,

@@ -25,7 +25,7 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Traced:
+class TracedNetwork:
     """A training step as torch's dispatcher saw it.
 
     update      the optimizer's operators as one term
@@ -55,7 +55,7 @@ class Traced:
 class TracedOperations:
     """What StepOperations is of a preset."""
 
-    def __init__(self, spec: AnyStep, traced: Traced):
+    def __init__(self, spec: AnyStep, traced: TracedNetwork):
         self.spec, self.traced = spec, traced
         self.how = Arithmetic.of(
             spec.precision,

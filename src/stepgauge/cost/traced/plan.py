@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from stepgauge.cost.planning.planner import Plan, device_bytes, limit_of
 from stepgauge.cost.rates.estimate import spread
-from stepgauge.cost.rates.machine import Machine
-from stepgauge.cost.traced.network import Traced
+from stepgauge.cost.rates.machine import CalibratedMachine
+from stepgauge.cost.traced.network import TracedNetwork
 from stepgauge.cost.traced.step import predict_traced
 from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.layout_step import LayoutSpec
@@ -16,7 +16,9 @@ from stepgauge.spec.record import Record, Sample
 PLANNED = ("bucketed", "zero1", "zero2", "zero3")
 
 
-def plan_traced(spec: PlanSpec, trace: Callable[[LayoutSpec], Traced], machine: Machine) -> Plan:
+def plan_traced(
+    spec: PlanSpec, trace: Callable[[LayoutSpec], TracedNetwork], machine: CalibratedMachine
+) -> Plan:
     """Every layout, all of them traced and simulated. Raises ValueError for batches that the ranks cannot
     share, and where nothing fits.
     """
@@ -42,7 +44,10 @@ def plan_traced(spec: PlanSpec, trace: Callable[[LayoutSpec], Traced], machine: 
 
 
 def _simulated(
-    wrapper: str, spec: PlanSpec, trace: Callable[[LayoutSpec], Traced], machine: Machine
+    wrapper: str,
+    spec: PlanSpec,
+    trace: Callable[[LayoutSpec], TracedNetwork],
+    machine: CalibratedMachine,
 ) -> Record:
     asked = LayoutSpec(
         model=spec.model, layout=str(Layout(data=spec.gpus, wrapper=wrapper)),

@@ -6,7 +6,7 @@ from stepgauge.cost.data_axis.buckets import Sending
 from stepgauge.cost.data_axis.wrapper_host import unknown_host
 from stepgauge.cost.data_axis.wrappers import data_axis
 from stepgauge.cost.host import launching
-from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import Prices, library_of
 from stepgauge.cost.step import modelled
 from stepgauge.cost.streams.ledger import step_rows
@@ -14,7 +14,7 @@ from stepgauge.cost.streams.outcome import Outcome, exposed_ms, outcome, without
 from stepgauge.cost.streams.program import DATA, Launching, Program, RankStep
 from stepgauge.cost.traced.memory import traced_memory
 from stepgauge.cost.traced.network import (
-    Traced,
+    TracedNetwork,
     TracedOperations,
     gathers_weights,
     require_traceable,
@@ -29,7 +29,7 @@ from stepgauge.spec.throughput import throughput
 from stepgauge.spec.user_model import UserModel
 
 
-def predict_traced(spec: AnyStep, traced: Traced, machine: Machine) -> Record:
+def predict_traced(spec: AnyStep, traced: TracedNetwork, machine: CalibratedMachine) -> Record:
     """The modelled record of `bench step`, `bench data-parallel` or `bench layout`. Raises
     ValueError for what is not predicted, and for an operator that the hardware file does not have.
     """
@@ -91,7 +91,9 @@ def _figures(spec: AnyStep, found: Outcome, program: Program) -> dict[str, float
     }
 
 
-def _host(work: WorkSpec, traced: Traced, machine: Machine, layout: Layout) -> dict[str, Launching]:
+def _host(
+    work: WorkSpec, traced: TracedNetwork, machine: CalibratedMachine, layout: Layout
+) -> dict[str, Launching]:
     """Each phase's launches as so many blocks of the calibrated network's: all of it is one block,
     and what the calibrated network has outside of blocks comes first.
     """

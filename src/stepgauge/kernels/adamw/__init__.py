@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from stepgauge.kernels.plain_eager import PLAIN_TYPES
+
 from .operator import _tables, kernel_takes, launch, op_options
 from .reference import adamw_, state_dtype
 
 __all__ = ["FusedAdamW", "adamw_"]
 
 _STATE = ("exp_avg", "exp_avg_sq", "master_param")  # at least float32, in the parameter's shape
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 class FusedAdamW(Optimizer):
@@ -143,7 +144,7 @@ class FusedAdamW(Optimizer):
         self._steady_groups.pop(index, None)
         if len(buckets) == 1 and not torch.compiler.is_compiling():
             ((key, rows),) = buckets.items()
-            if key[-1] and all(type(p) in _PLAIN_TYPES for p in group["params"]):
+            if key[-1] and all(type(p) in PLAIN_TYPES for p in group["params"]):
                 tables = self._tables_by_bucket[index, key][1]
                 self._steady_groups[index] = _SteadyGroup(tables, rows, self.state)
 
@@ -179,7 +180,7 @@ class FusedAdamW(Optimizer):
     def _update(self, group_index: int, key: tuple, rows: tuple, options: dict) -> None:
         device, param_dtype, grad_dtype, _, on_kernel = key
         # Fake tensors have no addresses to launch with.
-        has_addresses = type(rows[0][0]) in _PLAIN_TYPES
+        has_addresses = type(rows[0][0]) in PLAIN_TYPES
         if not on_kernel or not has_addresses or torch.compiler.is_compiling():
             lists = rows if len(rows) == 6 else (*rows, [])
             torch.ops.stepgauge.adamw_(*lists, **op_options(options))

@@ -141,7 +141,7 @@ class UnshardedUnit:
         # Autograd calls hooks of a weight, with nothing, where its gradient is not ours to return.
         unhooked = [p for p in self.parameters if not num_hooks(p)]
         anchor = torch.empty(0, requires_grad=trained)
-        wholes = ShardedWeights.apply(self, unhooked, anchor, *unhooked)
+        wholes = GatherWeights.apply(self, unhooked, anchor, *unhooked)
         if not torch.is_inference_mode_enabled():
             self._placed_views = [(whole, whole._version) for whole in wholes]
         self._place(wholes)
@@ -188,7 +188,7 @@ class UnshardedUnit:
             )
 
 
-class ShardedWeights(torch.autograd.Function):
+class GatherWeights(torch.autograd.Function):
     """Whole weights as autograd knows them, and names them in its errors; backward averages all
     their gradients together.
 
@@ -248,7 +248,7 @@ def _is_wanted(node: Any) -> bool:
         ) from error
 
 
-class WeightsInBackward(ShardedWeights):
+class WeightsInBackward(GatherWeights):
     """Weights of a forward in backward, whose graph nobody needs."""
 
     @staticmethod

@@ -19,7 +19,7 @@ from stepgauge.parallel.pipeline.graphed import GraphedStage
 from stepgauge.parallel.pipeline.peer_transfers import PeerTransfers
 from stepgauge.parallel.pipeline.runs_stage import RunsStage
 from stepgauge.parallel.pipeline.stage import Stage
-from stepgauge.parallel.pipeline.step import Batch, PipelineStep, ShardedWeights, on_device
+from stepgauge.parallel.pipeline.step import Batch, PipelineStep, StageWeights, on_device
 from stepgauge.parallel.pipeline.tied import Tie, TiedWeights, with_shared
 from stepgauge.parallel.pipeline.transfers import Transfers, handed, shared
 from stepgauge.runtime.recording import Recorder
@@ -82,7 +82,7 @@ class Pipeline:
         share: Count | CountedMean | None = None,
         tied: Sequence[Tie] = (),
         reduce: Callable[[int, nn.Module], None] | None = None,
-        weights: ShardedWeights | None = None,
+        weights: StageWeights | None = None,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
         context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,

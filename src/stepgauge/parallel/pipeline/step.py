@@ -20,7 +20,7 @@ from stepgauge.spec.plan.pipeline.action import BACKWARD, FORWARD, REDUCE, UNSHA
 Batch = Sequence[Tensor]
 
 
-class ShardedWeights(Protocol):
+class StageWeights(Protocol):
     """Of the stages of a rank, by their numbers."""
 
     def unshard(self, stage: int) -> None:
@@ -52,7 +52,7 @@ class PipelineStep:
     targets: Sequence[Batch]
     shares: Tensor
     reduce: Callable[[int, nn.Module], None] | None
-    weights: ShardedWeights | None
+    weights: StageWeights | None
     clock: Clock | None
     loss: Tensor | None = None
     # What a stage of this rank reads: by stage and micro-batch.

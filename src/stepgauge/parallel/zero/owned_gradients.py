@@ -102,7 +102,7 @@ class OwnerDataParallel(BucketedDataParallel):
             self._views.append(name)
         parameter.grad = None
 
-    def _gradients_of(self, number: int) -> "Launch":
+    def _gradients_of(self, number: int) -> "BucketLaunch":
         parameters = iter(self._launches[number])
         found: list[BucketGradients] = []
         for bucket in self._planned[number]:
@@ -113,7 +113,7 @@ class OwnerDataParallel(BucketedDataParallel):
                 found.append(BucketGradients(*given, dtype=dtype))
             else:
                 found.append(OwnedGradients(*given, dtype=dtype, owner=bucket.owner))
-        return Launch(found)
+        return BucketLaunch(found)
 
     def _arrive(self, parameter: nn.Parameter) -> None:
         """Frees others' gradients while backward goes on, but the latest."""
@@ -121,7 +121,7 @@ class OwnerDataParallel(BucketedDataParallel):
         while len(self._in_flight) > 1 and self._can_be_freed(self._in_flight[0]):
             self._in_flight.pop(0).unpack()
 
-    def _can_be_freed(self, launch: "Launch") -> bool:
+    def _can_be_freed(self, launch: "BucketLaunch") -> bool:
         return launch.can_be_unpacked_early() and (
             launch.has_arrived() or self.device_may_wait(launch.device)
         )
@@ -162,7 +162,7 @@ class OwnedGradients(BucketGradients):
         return super().fill(part, parameter).mul_(self.reducer.ranks)
 
 
-class Launch:
+class BucketLaunch:
     """Buckets that are sent at once: of different owners, or one for all ranks."""
 
     def __init__(self, buckets: Sequence[BucketGradients]):
