@@ -117,7 +117,7 @@ def of_attention(operations: StepOperations) -> Parts:
 def _of_row_layer(operations: StepOperations) -> Parts:
     """The output of one, and of several ranks its pieces, which they sent."""
     d, a = operations.model.d_model, operations.how.activation
-    found = {"output of row layer": operations.tokens * d * a}
+    found: Parts = {"output of row layer": operations.tokens * d * a}
     if operations.share.tensor > 1 and not operations.overlapped:
         found["pieces of output of row layer"] = operations.own_tokens * d * a
     return found
