@@ -81,8 +81,7 @@ def traced(spec: LayoutSpec) -> list[tuple[str, list[Work], list[float]]]:
     )
     batch = [part.to(device) for part in place.shares(batch_for(spec.network, spec.batch, 1))]
     phases, parallel = phases_of(step, [batch]), step.parallel
-    axes = [parallel.without_communication] if parallel.without_communication else []
-    axes += parallel.without_axis.values()
+    axes = parallel.without_axis.values()
     found = []
     with step.precision.matmul_mode():
         for how, contexts in (("communicating", []), ("without", axes)):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from stepgauge.bench.build import least_bytes
 from stepgauge.kernels.adamw import FusedAdamW
-from stepgauge.parallel.training import load_state, state_of
+from stepgauge.parallel.named_state import load_state, state_of
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
 from stepgauge.train.build import build_step

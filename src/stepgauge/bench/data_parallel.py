@@ -113,8 +113,8 @@ def _without_and_alone(
         ]
         phases["optimizer"]()
     # Last: ranks that do not talk have different weights afterwards.
-    if parallel.without_communication is not None:
-        with parallel.without_communication():
+    if "data" in parallel.without_axis:
+        with parallel.without_axis["data"]():
             without = time_phases(phases, device, warmup=2, steps=steps)["step"]
     return without, alone
 

@@ -131,11 +131,7 @@ def _without_axes(
     step: TrainingStep, phases: Phases, device: torch.device, steps: int
 ) -> dict[str, list[float]]:
     """ms of the step without the communication of an axis, of those that can be left out."""
-    parallel = step.parallel
-    contexts = dict(parallel.without_axis)
-    if parallel.without_communication is not None:
-        contexts["data"] = parallel.without_communication
-    found = {}
+    contexts, found = step.parallel.without_axis, {}
     for axis in sorted(contexts, reverse=True):
         tell(f"without communication of {axis}")
         with contexts[axis]():

@@ -22,14 +22,13 @@ from stepgauge.parallel.data_parallel import (
     OverlappedDataParallel,
 )
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
+from stepgauge.parallel.named_state import by_index, by_name
 from stepgauge.parallel.sharding import require_steps_by_parts
 from stepgauge.parallel.tensor_parallel import TensorParallel
 from stepgauge.parallel.tensor_parallel.gradient_sums import GradientSum
 from stepgauge.parallel.training import (
     Groups,
     OptimizerClass,
-    by_index,
-    by_name,
     without_communication,
 )
 from stepgauge.parallel.zero import ShardedOptimizer

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stepgauge.parallel.data_axis import DataAxis, gathered
+from stepgauge.parallel.named_state import plain_name
 from stepgauge.parallel.pipeline import Tie
 from stepgauge.parallel.replicas import device_of
 from stepgauge.parallel.tensor_parallel import TensorParallel
-from stepgauge.parallel.training import plain_name
 from stepgauge.runtime.world import gathered_objects
 from stepgauge.spec.plan.pipeline import ScheduleError
 

@@ -20,15 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 from stepgauge.parallel.data_axis import REPLICATING, Settings, over_data
 from stepgauge.parallel.fsdp.sharded_unit import repeated_blocks
 from stepgauge.parallel.layout_state import LayoutState
+from stepgauge.parallel.named_state import load_state, state_of
 from stepgauge.parallel.replicas import device_of, prepare_replicas
 from stepgauge.parallel.sharding import Sharding
 from stepgauge.parallel.training import (
     Groups,
     OptimizerClass,
     Parallel,
-    load_state,
     single_process,
-    state_of,
 )
 from stepgauge.spec import layout
 
@@ -50,7 +49,7 @@ def _ours(name: str) -> Callable[..., Parallel]:
             optimizer=data.optimizer,
             no_sync=data.no_sync,
             clip=wrapped.clip_gradients,
-            without_communication=None if data.is_sharded else data.without_communication,
+            without_axis={} if data.is_sharded else {"data": data.without_communication},
             # Gradients that were freed elsewhere cannot be sent once more.
             communicate=None if wrapper.shards("gradients") else data.communicate,
             state=state.whole,
@@ -102,7 +101,7 @@ def _torch_ddp(*, views: bool, zero: bool = False) -> Callable[..., Parallel]:
             optimizer=stepping,
             no_sync=wrapped.no_sync,
             # What no_sync leaves out is all that is communicated.
-            without_communication=None if zero else wrapped.no_sync,
+            without_axis={} if zero else {"data": wrapped.no_sync},
             state=lambda: state_of(module, stepping),
             load=lambda state: load_state(module, stepping, state),
         )

@@ -12,7 +12,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from stepgauge.parallel.training import Parallel, load_state, single_process, state_of
+from stepgauge.parallel.named_state import load_state, state_of
+from stepgauge.parallel.training import Parallel, single_process
 from stepgauge.parallel.wrappers import Settings, parallelise
 
 ROWS, WIDTH = 3, 6

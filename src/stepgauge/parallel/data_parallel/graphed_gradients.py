@@ -95,7 +95,6 @@ def recorded(parallelise: Parallelise, recorder: Recorder, context: Context) -> 
         parallel = parallelise(module, groups, optimizer)
         mixed = GraphedGradients(parallel.module, recorder, context)
         # communication is part of the recording: it is neither left out nor done alone
-        apart: dict[str, Any] = {"communicate": None, "without_communication": None}
-        return dataclasses.replace(parallel, mixed=mixed, **apart)
+        return dataclasses.replace(parallel, mixed=mixed, communicate=None, without_axis={})
 
     return build
