@@ -13,7 +13,7 @@ from stepgauge.models.bert import BertForMaskedLM
 from stepgauge.models.checkpointing import Through, by_plan, through_blocks
 from stepgauge.models.parts import build_optimizer
 from stepgauge.models.transformer import TransformerLM, compiled
-from stepgauge.parallel.training import Parallelise, single_process
+from stepgauge.parallel.training import Groups, OptimizerClass, Parallelise, single_process
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout_step import LayoutSpec
@@ -22,7 +22,7 @@ from stepgauge.spec.plan.recompute import RecomputePlan
 from stepgauge.spec.step import WorkSpec
 from stepgauge.spec.train import TrainSpec
 from stepgauge.train.data import masked_batch, random_batch
-from stepgauge.train.precision import precision_on
+from stepgauge.train.precision import Precision, precision_on
 from stepgauge.train.step import TrainingStep
 
 # Of each spec of a network: its module, and a batch (vocab_size, batch, length, seed) that the
@@ -62,15 +62,7 @@ def build_step(
     network, _ = NETWORKS[type(spec.model)]
     model = precision.of(network(spec.model, device=device))
     model.through_blocks = blocks_runner(spec, recompute)
-    groups = functools.partial(
-        decay_groups, weight_decay=optimizer_settings.pop("weight_decay", WEIGHT_DECAY)
-    )
-    optimizer = functools.partial(
-        build_optimizer,
-        spec.optimizer,
-        master_weights=precision.master_weights,
-        **optimizer_settings,
-    )
+    groups, optimizer = optimizer_of(spec.optimizer, precision, **optimizer_settings)
     parallel = parallelise(compiled(model, spec.compile), groups, optimizer)
     return TrainingStep(
         model,
@@ -90,6 +82,17 @@ def blocks_runner(
     if recompute:
         return functools.partial(by_plan, plan=recompute, alone=by_block)
     return through_blocks(spec.checkpointing, spec.checkpoint_blocks, alone=by_block)
+
+
+def optimizer_of(
+    name: str, precision: Precision, *, weight_decay: float = WEIGHT_DECAY, **settings: Any
+) -> tuple[Groups, OptimizerClass]:
+    """How a module's parameters are grouped, and what makes the optimizer of the groups."""
+    masters = precision.master_weights
+    return (
+        functools.partial(decay_groups, weight_decay=weight_decay),
+        functools.partial(build_optimizer, name, master_weights=masters, **settings),
+    )
 
 
 def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:

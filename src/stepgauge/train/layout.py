@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from stepgauge.kernels.attention import partial as attention
 from stepgauge.kernels.linear_cross_entropy import partial as linear_cross_entropy
 from stepgauge.models.bert import NOT_MASKED
-from stepgauge.models.parts import build_optimizer
 from stepgauge.models.transformer import Attention, compiled
 from stepgauge.parallel.context_parallel.head_exchange import HeadExchange
 from stepgauge.parallel.context_parallel.ring_attention import PartialAttention, RingAttention
@@ -39,11 +38,10 @@ from stepgauge.spec.train import TrainSpec
 from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import (
     NETWORKS,
-    WEIGHT_DECAY,
     batch_for,
     blocks_runner,
     build_step,
-    decay_groups,
+    optimizer_of,
 )
 from stepgauge.train.part_times import part_times
 from stepgauge.train.precision import PRECISIONS, REDUCE_DTYPES, Precision, precision_on
@@ -111,14 +109,8 @@ def _by_torch(
     model = spec.network
     module = _build(spec, layout, device, model, range(model.num_layers))
     parallelize_by_torch(module, table_of(model), mesh_of(layout, device.type)["tensor"])
-    weight_decay = optimizer_settings.pop("weight_decay", WEIGHT_DECAY)
-    optimizer = build_optimizer(
-        spec.optimizer,
-        decay_groups(module, weight_decay=weight_decay),
-        master_weights=precision.master_weights,
-        **optimizer_settings,
-    )
-    return Parallel(module=module, optimizer=optimizer)
+    groups, optimizer = optimizer_of(spec.optimizer, precision, **optimizer_settings)
+    return Parallel(module=module, optimizer=optimizer(groups(module)))
 
 
 def _spread(
@@ -134,19 +126,12 @@ def _spread(
     """This rank's part of the network, and its optimizer."""
     if layout.torch_tensor:
         return _by_torch(spec, layout, device, precision, **optimizer_settings)
-    groups = functools.partial(
-        decay_groups, weight_decay=optimizer_settings.pop("weight_decay", WEIGHT_DECAY)
-    )
+    groups, optimizer = optimizer_of(spec.optimizer, precision, **optimizer_settings)
     return spread(
         layout,
         network_of(spec, layout, device, stages or stages_of(spec, layout, device)),
         groups,
-        functools.partial(
-            build_optimizer,
-            spec.optimizer,
-            master_weights=precision.master_weights,
-            **optimizer_settings,
-        ),
+        optimizer,
         settings=wrapper_settings(spec, layout.wrapper),
         device=device,
         recording=recording,
