@@ -110,7 +110,10 @@ class Rows:
                     yield row(name, n, compile=compile)
                 for m in (2, 4):  # mostly bubble
                     yield row("1f1b", n, compile=compile, micro_batches=m)
+        for name in ("zbv", "dualpipev", "interleaved"):
+            yield row(name, n, balance="step")
         yield row("zbv", n, fill=True)
+        yield row("zbv", n, fill=True, balance="step")
         for m, name in itertools.product((16, 32), ("zbv", "1f1b", "torch-1f1b")):
             yield row(name, n, micro_batches=m, steps=2)
 

@@ -26,14 +26,16 @@ def test_a_row_has_its_prediction_from_before_it_ran(tmp_path, capfd):
     asked += [f"--{name.replace('_', '-')}={value}" for name, value in SHAPE.items()]
     asked += ["--schedule", "zbv,torch-1f1b", "--microbatches", "4", "--batch", "4"]
     asked += ["--warmup", "1", "--steps", "2", "--out", str(tmp_path), "--pictures"]
-    asked += ["--balance", "time", "--fill"]
+    asked += ["--balance", "step", "--fill"]
     assert cli.run(asked) == 0, capfd.readouterr().err
     records = RunStore(tmp_path).read().records
     assert [record.provenance for record in records] == ["modelled", "measured"] * 2
     assert records[0].key == records[1].key
     # The stages that were simulated are those that ran, and the rows name them.
     for planned, measured in (records[:2], records[2:]):
-        assert re.fullmatch(r"stages of [\d, ]+ parts, by measured time", measured.note)
+        assert re.fullmatch(
+            r"stages of [\d, ]+ parts, for the shortest step by measured time", measured.note
+        )
         assert planned.note == measured.note
     out, _ = capfd.readouterr()
     assert all(word in out for word in ("predicted", "error", "%"))

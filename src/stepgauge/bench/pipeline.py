@@ -17,6 +17,7 @@ from stepgauge.bench.pipeline_torch import TorchPipeline
 from stepgauge.bench.rank_figures import held_table, spans_table
 from stepgauge.bench.ranks import OnRanks, require_ranks, slowest
 from stepgauge.bench.sweep import Job
+from stepgauge.cost.pipeline.cuts import stages_of
 from stepgauge.cost.pipeline.fill import fill_bubbles
 from stepgauge.cost.pipeline.step import simulated_metrics, span_rows
 from stepgauge.cost.pipeline.timeline import Durations, simulate
@@ -29,7 +30,7 @@ from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.plan.pipeline import Schedule, lower
 from stepgauge.spec.plan.pipeline import check as require_runnable
-from stepgauge.spec.plan.stages import TIME, PartTimes, describe_cuts
+from stepgauge.spec.plan.stages import PartTimes
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.throughput import throughput
 from stepgauge.train.build import batch_for
@@ -98,7 +99,7 @@ class PipelineBench:
         self.device = world.device(spec.device)
         tokens, targets, *_ = batch_for(spec.model, spec.batch, spec.seed + 1)
         self.batch = ((tokens.to(self.device),), (targets.to(self.device),))
-        self.parts = spec.stages(self._times() if spec.balance == TIME else None)
+        self.parts = stages_of(spec, self._times() if spec.needs_times else None)
         self.pipeline = self._build()
 
     def _build(self) -> Pipeline | TorchPipeline:
@@ -271,9 +272,7 @@ def _asked(spec: PipelineSpec, parts: list[range], provenance: str = "measured")
     return {
         "environment": environment(torch.device(spec.device)),
         "provenance": provenance,
-        "note": f"{describe_cuts(parts, 'parts')}, by measured time"
-        if spec.balance == TIME
-        else "",
+        "note": spec.describe_stages(parts, "measured"),
     }
 
 

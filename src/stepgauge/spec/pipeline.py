@@ -12,7 +12,15 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.pipeline import SCHEDULES, Schedule, build
 from stepgauge.spec.plan.pipeline.lower import AHEAD
 from stepgauge.spec.plan.pipeline.schedules import LOOPED, stages_per_rank
-from stepgauge.spec.plan.stages import FLOPS, TIME, PartTimes, cut_parts, part_flops
+from stepgauge.spec.plan.stages import (
+    FLOPS,
+    STEP,
+    TIME,
+    PartTimes,
+    cut_parts,
+    describe_cuts,
+    part_flops,
+)
 from stepgauge.spec.step import WorkSpec
 
 # torch.distributed.pipelining's own schedules, and ours of the same name.
@@ -26,7 +34,7 @@ OF_TORCH: Mapping[str, str] = {
 }
 # Those that split backward; torch's refuse compiled modules.
 SPLITTING = ("zb-h1", "izb", "zbv", "dualpipev", "v-half", "v-min")
-BALANCES = (FLOPS, "count", TIME)
+BALANCES = (FLOPS, "count", TIME, STEP)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,8 +72,9 @@ class PipelineSpec:
     )
     balance: str = option(
         FLOPS,
-        "how blocks are cut into stages: by their FLOPs and the head's, by their count, or by time, "
-        "measured before the row (predictions: the hardware file's)",
+        "how blocks are cut into stages: by their FLOPs and the head's, by their count, by time, "
+        "measured before the row (predictions: the hardware file's), or for the shortest step that "
+        "is simulated with such times",
         choices=BALANCES,
         label="changed",
     )
@@ -161,8 +170,16 @@ class PipelineSpec:
             per_rank=stages_per_rank(self.ours, self.per_rank),
         )
 
+    @property
+    def needs_times(self) -> bool:
+        """Whether stages are cut by what parts take, measured or predicted."""
+        return self.balance in (TIME, STEP)
+
     def stages(self, times: PartTimes | None = None) -> list[range]:
-        """The parts of each stage. `times` are measured or predicted, for a spec balanced by time."""
+        """The parts of each stage; `times` for a spec balanced by time. cost/pipeline/cuts.py has
+        those of one balanced by the step.
+        """
+        assert self.balance != STEP, "whoever simulates cuts"
         layers = self.model.num_layers
         if self.balance == TIME:
             assert times is not None, "whoever runs or predicts the spec has them"
@@ -172,6 +189,13 @@ class PipelineSpec:
         else:
             weights = part_flops(self.model)
         return cut_parts(weights, self.plan(), overweight=self.overweight)
+
+    def describe_stages(self, parts: list[range], times: str) -> str:
+        """For the note of a row whose `times` of parts are measured or predicted."""
+        if not self.needs_times:
+            return ""
+        step = "for the shortest step " if self.balance == STEP else ""
+        return f"{describe_cuts(parts, 'parts')}, {step}by {times} time"
 
     def canonical(self) -> Self:
         """With defaults for the options that the schedule does not look at."""

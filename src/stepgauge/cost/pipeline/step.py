@@ -6,6 +6,7 @@ from stepgauge.cost.host import launching
 from stepgauge.cost.memory.activations import stream_bytes
 from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.step_operations import StepOperations
+from stepgauge.cost.pipeline.cuts import stages_of
 from stepgauge.cost.pipeline.fill import fill_bubbles
 from stepgauge.cost.pipeline.stages import Halves
 from stepgauge.cost.pipeline.timeline import Durations, Timeline, simulate
@@ -18,7 +19,6 @@ from stepgauge.spec.layout import Layout
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.plan.pipeline import lower
-from stepgauge.spec.plan.stages import TIME, describe_cuts
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import WorkSpec
 from stepgauge.spec.throughput import throughput
@@ -35,7 +35,7 @@ def predict_pipeline(spec: PipelineSpec, machine: CalibratedMachine) -> Record:
     schedule = lower(spec.plan(), ahead=spec.ahead)
     host = launching(whole.spec, machine)
     halves = Halves.of(whole)
-    parts = spec.stages(halves.times(prices))
+    parts = stages_of(spec, halves.times(prices))
     taken = halves.durations(parts, schedule, prices, nbytes=stream_bytes(whole), host=host)
     if spec.fill:
         schedule = lower(fill_bubbles(spec.plan(), taken), ahead=spec.ahead)
@@ -47,7 +47,7 @@ def predict_pipeline(spec: PipelineSpec, machine: CalibratedMachine) -> Record:
     rows.append(bubble_row(timeline))
     record = modelled(spec, machine, metrics, rows, None)
     tables = {**record.tables, "spans": span_rows(timeline)}
-    note = f"{describe_cuts(parts, 'parts')}, by predicted time" if spec.balance == TIME else ""
+    note = spec.describe_stages(parts, "predicted")
     return dataclasses.replace(record, tables=tables, note=note)
 
 

@@ -144,24 +144,38 @@ def _levels(row: Sequence[Span], held: Mapping[int, Held]) -> list[tuple[float, 
     return levels
 
 
+class Simulator:
+    """A lowered schedule, to be simulated with any durations. Raises ScheduleError for one that
+    cannot end.
+    """
+
+    def __init__(self, schedule: Schedule):
+        if not schedule.is_lowered and schedule.num_ranks > 1:
+            raise ScheduleError("the schedule has no sends and receives; lower it first")
+        self._schedule, self._waits = schedule, dependencies(schedule)
+        if stuck := cycle(self._waits):
+            raise ScheduleError(f"the schedule cannot end: {stuck[0]} waits for itself", stuck)
+        self._order = in_order(self._waits)
+
+    def timeline(self, durations: Durations) -> Timeline:
+        """When each action runs."""
+        schedule, host_ms = self._schedule, durations.host_ms
+        begun = _begun(schedule, host_ms)
+        spans: dict[Action, Span] = {}
+        for action in self._order:
+            issued = begun.get(action, -host_ms)  # transfers cost the host little
+            start = max((spans[other].end for other in self._waits[action]), default=0.0)
+            start = max(start, issued)
+            spans[action] = Span(action, start, max(start + durations.of(action), issued + host_ms))
+        return Timeline(
+            tuple(tuple(spans[a] for a in row if a.is_compute) for row in schedule.ranks),
+            tuple(span for span in spans.values() if span.action.kind in SENDS),
+        )
+
+
 def simulate(schedule: Schedule, durations: Durations) -> Timeline:
-    """When each action of a lowered schedule runs. Raises ScheduleError for one that cannot end."""
-    if not schedule.is_lowered and schedule.num_ranks > 1:
-        raise ScheduleError("the schedule has no sends and receives; lower it first")
-    waits = dependencies(schedule)
-    if stuck := cycle(waits):
-        raise ScheduleError(f"the schedule cannot end: {stuck[0]} waits for itself", stuck)
-    begun, host_ms = _begun(schedule, durations.host_ms), durations.host_ms
-    spans: dict[Action, Span] = {}
-    for action in in_order(waits):
-        issued = begun.get(action, -host_ms)  # transfers cost the host little
-        start = max((spans[other].end for other in waits[action]), default=0.0)
-        start = max(start, issued)
-        spans[action] = Span(action, start, max(start + durations.of(action), issued + host_ms))
-    return Timeline(
-        tuple(tuple(spans[a] for a in row if a.is_compute) for row in schedule.ranks),
-        tuple(span for span in spans.values() if span.action.kind in SENDS),
-    )
+    """`Simulator.timeline`, once."""
+    return Simulator(schedule).timeline(durations)
 
 
 def _begun(schedule: Schedule, host_ms: float) -> dict[Action, float]:

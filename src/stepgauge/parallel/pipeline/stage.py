@@ -209,8 +209,8 @@ def _require_alike(outputs: Sequence[Tensor], prepared: Sequence[Meta]) -> None:
             )
         if output.requires_grad and not meta.is_trained:
             raise RuntimeError(
-                f"output {place} of a stage is trained now and was not when the stage was run "
-                f"first: call close() of the pipeline on all ranks after layers are unfrozen"
+                f"output {place} of a stage depends on trained weights now, and did not when the "
+                f"stage was run first: call close() on all ranks after layers are unfrozen"
             )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from stepgauge.parallel.pipeline.groups import members, new_groups
 from stepgauge.parallel.sharding import local_part
+from stepgauge.runtime.world import gathered_objects
 from stepgauge.spec.plan.pipeline import Schedule
 
 # The copies of one weight: stage and name of the parameter in its module.
@@ -19,13 +20,19 @@ Tie = Sequence[tuple[int, str]]
 class _Tied:
     """The copies that this rank has of one weight, and the group of the ranks that have one.
 
+    number  of the tie, the same on all ranks
     counts  whether this rank's first copy stands for the weight in the norm of the whole gradient
     """
 
     parameters: list[nn.Parameter]
     group: dist.ProcessGroup | None
+    number: int
     counts: bool
     earlier: list[Tensor | None] = dataclasses.field(default_factory=list)
+
+    @property
+    def has_gradient(self) -> bool:
+        return any(parameter.grad is not None for parameter in self.parameters)
 
 
 class TiedWeights:
@@ -43,17 +50,21 @@ class TiedWeights:
         group: dist.ProcessGroup | None,
     ):
         self._ties: list[_Tied] = []
+        self._group = group
+        self._unused = set(range(len(ties)))  # the numbers of ties that have had no gradient yet
         # those whose gradients are not there before `finish`
         self.stages = {stage for tie in ties for stage, _ in tie}
         world = members(group)
         owners = [[world[schedule.rank_of[stage]] for stage, _ in tie] for tie in ties]
         made = new_groups([sorted(set(ranks)) for ranks in owners], group) if ties else []
-        for tie, ranks, own in zip(ties, owners, made, strict=True):
+        for number, (tie, ranks, own) in enumerate(zip(ties, owners, made, strict=True)):
             mine = [_parameter(modules[stage], name) for stage, name in tie if stage in modules]
             if mine:
                 among = own if len(set(ranks)) > 1 else None
                 distinct = list({id(parameter): parameter for parameter in mine}.values())
-                self._ties.append(_Tied(distinct, among, counts=dist.get_rank() == ranks[0]))
+                self._ties.append(
+                    _Tied(distinct, among, number, counts=dist.get_rank() == ranks[0])
+                )
                 _same_value(distinct, among, ranks[0])
 
     def begin(self) -> None:
@@ -65,10 +76,17 @@ class TiedWeights:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Sums the gradients of this step over the copies. All ranks must call it."""
+        """Sums the gradients of this step over the copies. All ranks must call it. A weight that no
+        stage has used yet has none.
+        """
+        self._ask_for_unused()
         for tied in self._ties:
             first = tied.parameters[0]
             if not first.requires_grad:
+                continue
+            if tied.number in self._unused:
+                for parameter, earlier in zip(tied.parameters, tied.earlier, strict=True):
+                    parameter.grad = earlier
                 continue
             total = torch.zeros_like(first)
             for parameter in tied.parameters:
@@ -81,6 +99,18 @@ class TiedWeights:
             ):
                 sum_ = total if number == 0 else total.clone()
                 parameter.grad = sum_ if earlier is None else earlier.add_(sum_)
+
+    def _ask_for_unused(self) -> None:
+        """All ranks tell each other which weights have a gradient, until all that are trained have
+        had one.
+        """
+        if self._unused:
+            own = [
+                tied.number
+                for tied in self._ties
+                if tied.has_gradient or not tied.parameters[0].requires_grad
+            ]
+            self._unused.difference_update(*gathered_objects(own, self._group))
 
     @property
     def repeated(self) -> set[int]:

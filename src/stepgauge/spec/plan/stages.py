@@ -12,7 +12,7 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.pipeline.action import Schedule
 from stepgauge.spec.plan.pipeline.balance import balance
 
-FLOPS, TIME = "flops", "time"
+FLOPS, TIME, STEP = "flops", "time", "step"
 HALVES = ("attention", "feed_forward")
 
 
@@ -80,9 +80,14 @@ def cut_parts(weights: Sequence[float], schedule: Schedule, *, overweight: int =
 
 
 def _cut(weights: Sequence[float], schedule: Schedule, more: int = 0) -> list[range]:
-    sizes = balance(weights, list(schedule.rank_of.values()))
-    sizes[min(1, len(sizes) - 1)] += more
-    borders = [0, *itertools.accumulate(sizes)]
+    return cut_at(balance(weights, list(schedule.rank_of.values())), more)
+
+
+def cut_at(sizes: Sequence[int], more: int = 0) -> list[range]:
+    """Stages of these sizes, the second one larger."""
+    second = min(1, len(sizes) - 1)
+    own = [size + more * (place == second) for place, size in enumerate(sizes)]
+    borders = [0, *itertools.accumulate(own)]
     return [range(first, end) for first, end in itertools.pairwise(borders)]
 
 

@@ -21,13 +21,18 @@ def balance(weights: Sequence[float], owners: Sequence[int]) -> list[int]:
     if len(weights) < stages:
         raise ValueError(f"stages is {stages}; the network has {len(weights)} parts to cut")
     sums = [0.0, *itertools.accumulate(weights)]
-    borders = tuple(round(len(weights) * n / stages) for n in range(stages + 1))
+    borders = equal_borders(len(weights), stages)
     best = _cost(borders, sums, owners)
     while True:
-        cost, moved = min((_cost(tried, sums, owners), tried) for tried in _moves(borders))
+        cost, moved = min((_cost(tried, sums, owners), tried) for tried in moves(borders))
         if cost >= best:
             return [after - before for before, after in itertools.pairwise(borders)]
         best, borders = cost, moved
+
+
+def equal_borders(parts: int, stages: int) -> tuple[int, ...]:
+    """Between stages of as many parts, more or less."""
+    return tuple(round(parts * n / stages) for n in range(stages + 1))
 
 
 def _cost(
@@ -41,7 +46,7 @@ def _cost(
     return (round(max(ranks), 9), *squares)
 
 
-def _moves(borders: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def moves(borders: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """The borders, and all that differ in one or two of the inner ones by one."""
     inner = range(1, len(borders) - 1)
     yield borders

@@ -1,0 +1,72 @@
+"""Stages cut for the shortest simulated step.
+
+Ranks with equal loads do not end at the same time: what is first in the pipe begins first, and has
+time for more. Where parts are coarse no loads are equal anyway, and it matters which rank has the
+larger one.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+from stepgauge.cost.pipeline.timeline import Durations, Simulator
+from stepgauge.spec.pipeline import PipelineSpec
+from stepgauge.spec.plan.pipeline import Schedule, lower
+from stepgauge.spec.plan.pipeline.action import FORWARD, INPUT, WEIGHT
+from stepgauge.spec.plan.pipeline.balance import balance, equal_borders, moves
+from stepgauge.spec.plan.stages import HALVES, STEP, PartTimes, cut_at
+
+Borders = tuple[int, ...]
+
+
+def shortest_cut(
+    weights: Sequence[float], schedule: Schedule, *, overweight: int = 0
+) -> list[range]:
+    """The parts of each stage, as `cut_parts` gives them: from equal stages, and from those with
+    equal loads, borders move one or two at a time while the step gets shorter. F, I and W of a part
+    count as a third of its weight each, and transfers as nothing.
+
+    Raises ValueError for fewer parts than stages.
+    """
+    loads = balance(weights, list(schedule.rank_of.values()))
+    starts = [(0, *itertools.accumulate(loads)), equal_borders(len(weights), len(loads))]
+    search = _Search(weights, schedule)
+    best = min(map(search.descend, starts), key=search.step)
+    return cut_at(
+        [end - begin for begin, end in itertools.pairwise(best)], len(HALVES) * overweight
+    )
+
+
+def stages_of(spec: PipelineSpec, times: PartTimes | None = None) -> list[range]:
+    """The parts of each stage of a row. `times` for a spec that needs them."""
+    if spec.balance != STEP:
+        return spec.stages(times)
+    assert times is not None, "whoever runs or predicts the spec has them"
+    weights = times.of(spec.model.num_layers)
+    return shortest_cut(weights, spec.plan(), overweight=spec.overweight)
+
+
+class _Search:
+    def __init__(self, weights: Sequence[float], schedule: Schedule):
+        self._simulator = Simulator(lower(schedule))
+        self._sums = [0.0, *itertools.accumulate(weights)]
+        self._known: dict[Borders, float] = {}
+
+    def step(self, borders: Borders) -> float:
+        """In thirds of the unit of the weights."""
+        if borders not in self._known:
+            actions = {
+                (stage, kind): self._sums[end] - self._sums[begin]
+                for stage, (begin, end) in enumerate(itertools.pairwise(borders))
+                for kind in (FORWARD, INPUT, WEIGHT)
+            }
+            self._known[borders] = self._simulator.timeline(Durations(actions=actions)).step_ms
+        return self._known[borders]
+
+    def descend(self, borders: Borders) -> Borders:
+        while (better := self._shorter(borders)) is not None:
+            borders = better
+        return borders
+
+    def _shorter(self, borders: Borders) -> Borders | None:
+        least = self.step(borders) * (1 - 1e-9)
+        return next((tried for tried in moves(borders) if self.step(tried) < least), None)
