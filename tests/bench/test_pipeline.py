@@ -80,8 +80,8 @@ def test_tensors_from_other_ranks_count_where_they_cross():
     goes into stage 2, which stays, nothing counts.
     """
     schedule = lower(build("zbv", ranks=2, micro_batches=4))
-    metas = [[Meta(torch.Size([2, 8, 16]), torch.float32, True)]] * 3
-    pipeline = types.SimpleNamespace(schedule=schedule, between=metas)
+    metas = [Meta(torch.Size([2, 8, 16]), torch.float32, True)]
+    pipeline = types.SimpleNamespace(schedule=schedule, metas=dict.fromkeys(range(4), metas))
     one = 2 * 8 * 16 * 4
     found = [in_step(Held(0, 0), pipeline, stage) for stage in range(4)]
     assert found == [Held(0, one), Held(one, 0), Held(0, one), Held(one, 0)]
