@@ -9,7 +9,7 @@ import pytest
 from stepgauge.cost.pipeline.cuts import shortest_cut
 from stepgauge.cost.pipeline.step import predict_pipeline
 from stepgauge.cost.pipeline.timeline import Durations, simulate
-from stepgauge.cost.rates.machine import Machine
+from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.pipeline import PipelineSpec
@@ -63,7 +63,7 @@ def test_a_predicted_row_is_cut_so_and_says_it():
                       vocab_size=32_000, attention="sdpa", loss="cross-entropy")  # fmt: skip
     asked = PipelineSpec(model=model, schedule="zbv", ranks=4, micro_batches=8, batch=8,
                          precision="bf16-pure", device="cuda", balance="time")  # fmt: skip
-    machine = Machine(HardwareFile.read(ROOT / "hardware" / "h200-sxm.json"))
+    machine = CalibratedMachine(HardwareFile.read(ROOT / "hardware" / "h200-sxm.json"))
     by_load, by_step = (
         predict_pipeline(dataclasses.replace(asked, balance=balance), machine)
         for balance in ("time", "step")
