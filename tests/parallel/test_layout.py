@@ -157,7 +157,12 @@ def run_checks(checks):
 
 
 def test_what_ranks_are_told():
-    for minds, name, rate in launch(what_they_are_told, ranks=3):
+    for minds, ways, name, rate in launch(what_they_are_told, ranks=3):
+        assert ways == [
+            "layout 'bucketed cp3' has a context axis; the network has no cut_sequences",
+            "layout 'pp3 1f1b m3' has a pipeline axis; the network has no schedule",
+            "layout 'tp3' has a tensor axis; the network has no table with rules",
+        ]
         assert minds == "the ranks' layouts differ: rank 0 has 'tp2', rank 1 has 'dp2 bucketed'"
         assert name == "stages 0 and 1 both have a parameter weight; give each stage's " + NAMES
         assert rate == 1.0
@@ -165,7 +170,14 @@ def test_what_ranks_are_told():
 
 def what_they_are_told():
     ranks = dist.get_world_size()
-    return of_two_minds(), of_one_name(ranks), rate_after_loading(ranks)
+    return of_two_minds(), without_a_way(), of_one_name(ranks), rate_after_loading(ranks)
+
+
+def without_a_way():
+    """What is said where the network does not say how it is spread over an axis."""
+    network = Network(build=lambda _: torch.nn.Linear(1, 1))
+    layouts = map(Layout.parse, ("cp3", "pp3 1f1b m3", "tp3"))
+    return [said_of(layout, network) for layout in layouts]
 
 
 @pytest.mark.parametrize(("ranks", "layouts"), [(2, ROUNDED_ON_TWO), (4, ROUNDED_ON_FOUR)])
@@ -373,6 +385,11 @@ def of_one_name(ranks):
     network = Network(
         build=lambda stage: torch.nn.Linear(2, 2, bias=False), schedule=schedule_of(layout)
     )
+    return said_of(layout, network)
+
+
+def said_of(layout, network):
+    """What is said about a network that cannot be spread like this."""
     device = torch.device("cpu")
     try:
         spread(layout, network, list, torch.optim.SGD, settings=Settings(), device=device)

@@ -68,16 +68,20 @@ class Network:
     partial_loss: PartialLoss | None = None
     cut_sequences: Callable[[nn.Module, dist.ProcessGroup], SplitSequences] | None = None
 
+    @property
+    def tables(self) -> list[Table]:
+        """Of all stages."""
+        return [self.table(n) for n in range(self.schedule.num_stages if self.schedule else 1)]
+
     def cut_layers(
         self, stage: int, module: nn.Module, mesh: DeviceMesh, *, overlap: bool
     ) -> TensorParallel:
         """The stage with its layers cut, in place. One table that cuts the sequence cuts it for all."""
-        tables = map(self.table, range(self.schedule.num_stages if self.schedule else 1))
         return parallelize_tensor(
             module,
             self.table(stage),
             group=mesh.get_group("tensor"),
-            by_sequence=any(map(is_by_sequence, tables)),
+            by_sequence=any(map(is_by_sequence, self.tables)),
             overlap=overlap,
             partial_loss=self.partial_loss,
         )
@@ -138,6 +142,7 @@ def spread(
     Raises DifferentLayoutsError, on every rank; ValueError for what does not go together.
     """
     mesh = mesh_of(layout, device.type)
+    _require_ways(layout, network)
     stages = network.schedule.stages(mesh.get_local_rank("pipeline")) if network.schedule else [0]
     modules = {stage: network.build(stage) for stage in stages}
     pipeline_group = mesh.get_group("pipeline") if network.schedule else None
@@ -158,6 +163,19 @@ def spread(
     data = over_data(layout.wrapper, modules, groups, optimizer, settings, tensor=tensor)
     pipeline = network.pipeline(data, mean, mesh, device, recording) if network.schedule else None
     return Spread(network, data, context, tensor, mean, pipeline, mesh, device).parallel()
+
+
+def _require_ways(layout: Layout, network: Network) -> None:
+    """Raises ValueError for an axis that the network does not say how to spread over."""
+    missing = {
+        "context": network.cut_sequences is None,
+        "pipeline": network.schedule is None,
+        "tensor": not any(network.tables),
+    }
+    needed = {"context": "cut_sequences", "pipeline": "schedule", "tensor": "table with rules"}
+    for axis, name in needed.items():
+        if axis in layout.sizes and missing[axis]:
+            raise ValueError(f"layout {str(layout)!r} has a {axis} axis; the network has no {name}")
 
 
 @dataclasses.dataclass(frozen=True)
