@@ -5,11 +5,17 @@ import torch
 import torch.distributed as dist
 
 from stepgauge.calibrate import wrappers
-from stepgauge.calibrate.machine import hardware_file
+from stepgauge.calibrate.machine import hardware_file, jobs
 from stepgauge.calibrate.run import job, table_of
 from stepgauge.runtime.world import default_backend
-from stepgauge.spec.calibration import CALIBRATED_WRAPPERS, WRAPPER_PHASES, CalibrationSpec
+from stepgauge.spec.calibration import (
+    CALIBRATED_WRAPPERS,
+    WRAPPER_PHASES,
+    CalibrationSpec,
+    launched_under,
+)
 from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.layout import Layout
 from stepgauge.spec.record import Record
 
 HERE = torch.device("cpu")
@@ -82,3 +88,16 @@ def test_on_a_gpu_each_wrapper_is_timed_over_nccl(one_rank_of_a_gpu):
     for wrapper in CALIBRATED_WRAPPERS:
         table = wrappers.measure(asked(wrapper), torch.device("cuda", 0))
         assert len(table.rows) in (2 * len(WRAPPER_PHASES), 3 * len(WRAPPER_PHASES))
+
+
+def test_ranks_that_launch_otherwise_are_calibrated_under_the_names_that_predictions_ask_for(
+    monkeypatch,
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    found = jobs(torch.device("cuda"), (2,), only=("host eager bf16",))
+    named = {found_job.spec.operation: found_job.spec.ranks for found_job in found}
+    assert named["host eager bf16"] == named["host eager bf16 keeping selective"] == 1
+    layouts = ("tp2", "tp2 overlap", "dp2 torch-ddp", "dp2 torch-fsdp", "zero1 cp2",
+               "zero2 cp2 ulysses")  # fmt: skip
+    for layout in layouts:
+        assert named[f"host eager bf16{launched_under(Layout.parse(layout), 'none')}"] == 2

@@ -7,6 +7,9 @@ import pytest
 
 from stepgauge.cost.data_axis.wrapper_host import Hooks, hooks_of
 from stepgauge.cost.data_parallel import predict_data_parallel
+from stepgauge.cost.host import ASKED_OF_EACH, launching
+from stepgauge.cost.layout import predict_layout
+from stepgauge.cost.rates.estimate import INTERVAL, SLOWER_HOST, spread
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.spec.calibration import (
     CALIBRATED_WRAPPERS,
@@ -17,12 +20,14 @@ from stepgauge.spec.calibration import (
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout import Layout
+from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.links import Link, Piece
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
 
 ROOT = Path(__file__).parents[2]
 H100 = HardwareFile.read(ROOT / "hardware" / "h100-sxm.json")
+H200 = HardwareFile.read(ROOT / "hardware" / "h200-sxm.json")
 SIZES = {  # parameters and messages of a network of 2 layers, of 10, and of 10 in many messages
     **dict.fromkeys(("bucketed", "zero1", "zero2"), ((15, 1), (63, 2), (63, 60))),
     **dict.fromkeys(("naive", "overlapped"), ((15, 15), (63, 63))),
@@ -114,3 +119,73 @@ def test_what_is_not_calibrated_is_said():
     assert predicted("bucketed", machine()).note.startswith(words)
     assert not predicted("bucketed", machine("bucketed")).note
     assert not predicted("none", machine()).note
+
+
+def eager_host(block_us, outside_us=0.0):
+    """Of 2 and of 10 blocks, alike in each phase."""
+    rows = tuple(
+        (layers, number, outside_us + block_us * layers)
+        for layers in (2, 10)
+        for number in range(3)
+    )
+    return OperationTable(("layers", "phase"), rows)
+
+
+def timed(**tables):
+    """The H100 with these hosts, by what ends their names."""
+    named = {f"host eager bf16{under.replace('_', ' ')}": t for under, t in tables.items()}
+    return CalibratedMachine(dataclasses.replace(H100, operations={**H100.operations, **named}))
+
+
+def test_ranks_launch_as_those_of_another_number_that_were_timed():
+    work = StepSpec(model=ModelSpec.preset("small"), device="cuda", precision="bf16")
+    on = timed(_tp2=eager_host(900.0), _tp8=eager_host(1000.0), _dp2_zero3=eager_host(700.0))
+    for layout, block_us in (("tp2", 900.0), ("tp4 ", 900.0), ("tp8", 1000.0), ("tp16", 1000.0)):
+        found = launching(work, on, Layout.parse(layout))
+        assert found["forward"].block_us == pytest.approx(block_us), layout
+    assert launching(work, on)["forward"].block_us < 900.0
+    sharded = launching(work, on, Layout.parse("dp4 zero3"))["backward"]
+    assert sharded.block_us == pytest.approx(700.0)
+    other = launching(work, on, Layout.parse("dp4 zero1"))["backward"]
+    assert other == launching(work, on)["backward"], "whose hooks are in a table of their own"
+
+
+def test_a_host_that_is_asked_of_each_operator_takes_longer():
+    """In forward, and again when blocks are computed a second time; in compiled blocks it is not."""
+
+    def block_us(phase, checkpointing, on, **changes):
+        work = StepSpec(model=ModelSpec.preset("small"), device="cuda", precision="bf16",
+                        checkpointing=checkpointing, **changes)  # fmt: skip
+        return launching(work, on)[phase].block_us
+
+    on = timed(**{"": eager_host(100.0)})
+    assert block_us("forward", "blocks", on) == pytest.approx(100.0)
+    assert block_us("backward", "blocks", on) == pytest.approx(200.0)
+    assert block_us("forward", "selective", on) == pytest.approx(100.0 * ASKED_OF_EACH)
+    assert block_us("backward", "selective", on) == pytest.approx(100.0 * (1 + ASKED_OF_EACH))
+    known = timed(**{"": eager_host(100.0), "_keeping_selective": eager_host(400.0)})
+    assert block_us("forward", "selective", known) == pytest.approx(400.0)
+    compiled = [block_us("forward", c, on, compile="blocks") for c in ("none", "selective")]
+    assert compiled[0] == compiled[1]
+
+
+def test_what_axes_take_of_the_host_is_missed():
+    def note(layout, on):
+        asked = LayoutSpec(model=ModelSpec.preset("small", attention="triton"), layout=layout,
+                           batch=4, precision="bf16", device="cuda")  # fmt: skip
+        return predict_layout(asked, on).note
+
+    links = machine().hardware.links
+    with_links = CalibratedMachine(dataclasses.replace(H200, links=[*H200.links, *links]))
+    assert not note("tp2", with_links)
+    assert "without what tp2 overlap takes of the host" in note("tp2 overlap", with_links)
+    assert "without what zero2 cp2 takes of the host" in note("zero2 cp2", with_links)
+
+
+def test_a_step_that_waits_for_its_host_may_be_off_by_more():
+    bound = predicted("none", timed(**{"": eager_host(1000.0)}))
+    free = predicted("none", timed(**{"": eager_host(1.0)}))
+    assert spread(bound) > SLOWER_HOST - 1 > 4 * spread(free)
+    assert INTERVAL not in free.tables
+    ((_, late_us),) = bound.tables[INTERVAL][1:]
+    assert late_us == pytest.approx((SLOWER_HOST - 1) * bound.median("step_ms") * 1e3, rel=0.1)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from stepgauge.bench.build import LEARNING_RATE
 from stepgauge.measure.timing import Phases, time_phases
-from stepgauge.spec.calibration import CalibrationSpec, OperationTable
+from stepgauge.spec.calibration import CalibrationSpec, OperationTable, launched_under
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
@@ -25,18 +25,36 @@ from stepgauge.train.step import TrainingStep
 AXES = ("layers", "phase")
 LAYERS = (2, 10)
 MODES = {"eager": "off", "compiled": "on", "blocks": "blocks"}
+MODES_AND_TYPES = ("host eager bf16", "host eager fp32", "host compiled bf16", "host blocks bf16")
 LENGTH, WORDS = 16, 256
 WARMUP, STEPS, ROUNDS = 5, 12, 3
 
 
 def names() -> list[str]:
-    """Eager, each cast is a launch; compiled, it is part of another."""
-    return ["host eager bf16", "host eager fp32", "host compiled bf16", "host blocks bf16"]
+    """Eager, each cast is a launch; compiled, it is part of another. Checkpointing that asks what is
+    kept costs the host more than the launches.
+    """
+    return [*MODES_AND_TYPES, f"host eager bf16{launched_under(Layout(), 'selective')}"]
+
+
+def names_on(ranks: int) -> list[str]:
+    """Of ranks that launch otherwise than one process does, and whose wrapper has no table of its
+    own (calibrate/wrappers.py).
+    """
+    layouts = (
+        Layout(tensor=ranks),
+        Layout(tensor=ranks, overlap=True),
+        Layout(data=ranks, wrapper="torch-ddp"),
+        Layout(data=ranks, wrapper="torch-fsdp"),
+        Layout(context=ranks, wrapper="zero1"),
+        Layout(context=ranks, ulysses=True, wrapper="zero2"),
+    )
+    return [f"host eager bf16{launched_under(layout, 'none')}" for layout in layouts]
 
 
 def is_host(name: str) -> bool:
     """Whether the operation is a mode of the host, alone or under what launched_under says."""
-    return any(name == known or name.startswith(f"{known} ") for known in names())
+    return any(name == known or name.startswith(f"{known} ") for known in MODES_AND_TYPES)
 
 
 def narrow_network(layers: int, heads: int = 1) -> ModelSpec:
@@ -109,7 +127,7 @@ def _build(
         spec = StepSpec(model=narrow_network(layers), batch=1, **how)  # type: ignore[arg-type]
         step, own = build_step(spec, lr=LEARNING_RATE), 1
     else:
-        model = narrow_network(layers, heads=2)
+        model = narrow_network(layers, heads=max(2, cut.tensor * cut.context))
         if cut.context > 1:  # keys go around a ring of ours
             model = dataclasses.replace(model, attention="triton")
         own = 2

@@ -7,7 +7,7 @@ import torch
 
 from stepgauge.bench import comm
 from stepgauge.bench.sweep import Job
-from stepgauge.calibrate import contention, run, wrappers
+from stepgauge.calibrate import contention, host, run, wrappers
 from stepgauge.calibrate.grids import grid_of
 from stepgauge.measure.environment import device_name
 from stepgauge.report.comm import links
@@ -25,8 +25,8 @@ SIZES = {"cuda": sizes(2**10, 2**30, 4), "cpu": sizes(2**12, 2**26, 4)}
 
 def jobs(device: torch.device, ranks: Sequence[int], only: Sequence[str] = ()) -> list[Job]:
     """Operations; for each number of ranks what collectives cost, alone and beside kernels, and on
-    a CPU the operations while so many ranks share it; on GPUs for the most ranks what wrappers take
-    of the host. Of these the kinds and names with a word of `only`.
+    a CPU the operations while so many ranks share it; on GPUs for the most ranks what wrappers and
+    other ways to spread a network take of the host. Of these the kinds and names with a word of `only`.
 
     Raises ValueError where none has it, and for more ranks than there are GPUs.
     """
@@ -43,7 +43,8 @@ def jobs(device: torch.device, ranks: Sequence[int], only: Sequence[str] = ()) -
         found += [(f"contention {spec.kernels} {spec.collective}", contention.job(spec))
                   for spec in _contentions(device, number)]  # fmt: skip
     if ranks and device.type == "cuda":
-        found += [(n, run.job(_operation(n, device, max(ranks)))) for n in wrappers.names()]
+        found += [(name, run.job(_operation(name, device, max(ranks))))
+                  for name in (*wrappers.names(), *host.names_on(max(ranks)))]  # fmt: skip
     asked = [job for name, job in found if not only or any(word in name for word in only)]
     if not asked:
         names = dict.fromkeys(name for name, _ in found)

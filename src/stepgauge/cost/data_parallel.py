@@ -64,7 +64,8 @@ def predict_data_parallel(spec: DataParallelSpec, machine: CalibratedMachine) ->
     metrics |= rates(alone, operations.model, machine, found.step_ms, ranks=1, batch=spec.batch)
     rows = step_rows(operations, prices, found)
     note = unknown_host(machine, alone, layout)
-    return modelled(spec, machine, metrics, rows, step_memory(operations, layout), note=note)
+    memory = step_memory(operations, layout)
+    return modelled(spec, machine, metrics, rows, memory, late_us=found.late_us, note=note)
 
 
 def _sent_bytes(spec: DataParallelSpec, operations: StepOperations) -> float:

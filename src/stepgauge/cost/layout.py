@@ -19,6 +19,7 @@ from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.cost.pipeline.stages import Halves, durations
 from stepgauge.cost.pipeline.step import span_rows
 from stepgauge.cost.pipeline.timeline import Timeline, simulate
+from stepgauge.cost.rates.estimate import SLOWER_HOST
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import Prices, library_of
 from stepgauge.cost.step import modelled, rates
@@ -48,6 +49,7 @@ class Predicted:
     timeline  of a pipeline
     busiest   ms in which the busiest rank of a pipeline computes
     bubble    the part of the step that the rank waits for other stages that waits longest
+    late_us   by which a slower host would delay it
     """
 
     step_ms: float
@@ -56,6 +58,7 @@ class Predicted:
     timeline: Timeline | None = None
     busiest: float = 0.0
     bubble: float = 0.0
+    late_us: float = 0.0
 
 
 def predict_layout(
@@ -81,7 +84,9 @@ def predict_layout(
         ranks=spec.ranks, batch=spec.batch * spec.accumulation,
     )  # fmt: skip
     note = unknown_host(machine, parts.stages[0].spec, spec.parsed_layout)
-    record = modelled(spec, machine, metrics, found.rows, parts.memory(), note=note)
+    record = modelled(
+        spec, machine, metrics, found.rows, parts.memory(), late_us=found.late_us, note=note
+    )
     if found.timeline is None:
         return record
     tables = {**record.tables, "spans": span_rows(found.timeline)}
@@ -198,7 +203,7 @@ class LayoutParts:
             both = phases.pop("forward") + phases.pop("backward")
             phases = {"forward_and_backward": both, **phases}
         rows = step_rows(self.stages[0], self.prices, found, passes=accumulation)
-        return Predicted(step_ms=found.step_ms, phases=phases, rows=rows)
+        return Predicted(step_ms=found.step_ms, phases=phases, rows=rows, late_us=found.late_us)
 
     def _outcome(self, passes: int) -> Outcome:
         step = self.rank_step(0)
@@ -241,6 +246,7 @@ class LayoutParts:
             timeline=timeline,
             busiest=accumulation * (max(timeline.busy_ms) + steady),
             bubble=accumulation * max(timeline.bubbles) * timeline.step_ms / step_ms,
+            late_us=1e3 * accumulation * _late_ms(issued, steady, timeline.step_ms),
         )
 
     def _shortened(self, plan: Schedule) -> tuple[Schedule, int]:
@@ -268,6 +274,14 @@ class LayoutParts:
         step, program = self.rank_step(stage), Program()
         data_axis(self.sending, step).optimizer(program, step.operations, self.prices)
         return outcome(program, self.prices.contention).step_ms
+
+
+def _late_ms(issued_ms: float, steady_ms: float, step_ms: float) -> float:
+    """By which micro-batches take longer with a slower host, of those that were simulated and those
+    that were left out.
+    """
+    whole_ms = step_ms + steady_ms
+    return max(0.0, SLOWER_HOST * issued_ms * whole_ms / step_ms - whole_ms)
 
 
 def _waits(timeline: Timeline, rank: int, sent_us: Sequence[float]) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from stepgauge.cost.host import launching
 from stepgauge.cost.memory.peak import Memory, step_memory
 from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.cost.operations.terms import TRAFFIC, Term
-from stepgauge.cost.rates.estimate import ASSUMED, TIMED_WHOLE
+from stepgauge.cost.rates.estimate import ASSUMED, INTERVAL, SLOWER_HOST, TIMED_WHOLE
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import Prices
 from stepgauge.cost.streams.outcome import Outcome, outcome
@@ -49,7 +49,7 @@ def predict(spec: StepSpec, machine: CalibratedMachine) -> Record:
     }
     rows = [*term_rows(phases, prices), *host_rows(phases, prices, found)]
     memory = step_memory(operations, Layout()) if spec.phases == "step" else None
-    return modelled(spec, machine, metrics, rows, memory)
+    return modelled(spec, machine, metrics, rows, memory, late_us=found.late_us)
 
 
 def modelled(
@@ -59,12 +59,17 @@ def modelled(
     rows: list[list[object]],
     memory: Memory | None,
     *,
+    late_us: float = 0.0,
     note: str = "",
 ) -> Record:
     """The record of what is predicted of a spec, with the rows of its terms and of its memory, and
-    what is missing in it. On a CPU the peak of tensors is not measured, and not predicted.
+    what is missing in it; `late_us` is by how much a slower host would delay it. On a CPU the peak
+    of tensors is not measured, and not predicted.
     """
     tables: dict[str, list[list[object]]] = {"terms": [[*HEADINGS], *rows]}
+    if late_us:
+        cause = f"a host that takes {SLOWER_HOST:g} times as long"
+        tables[INTERVAL] = [["may be longer by", "us"], [cause, late_us]]
     if memory is not None and not spec.device.startswith("cpu"):
         metrics = {**metrics, "peak_bytes": Sample.exact(round(memory.peak_bytes), "bytes")}
         tables["memory"] = memory.rows()

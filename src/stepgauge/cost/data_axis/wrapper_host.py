@@ -47,22 +47,25 @@ def hooks_of(
 
 def _has_hooks(work: WorkSpec, machine: CalibratedMachine, layout: Layout) -> bool:
     """Whether steps or blocks were timed under the wrapper itself."""
-    if layout.launched.wrapper == "none":
+    if layout.launched.ranks == 1:
         return False
     is_timed = timed_blocks(work, machine, layout) is not None
     return is_timed or own_table(work, machine, layout) is not None
 
 
 def unknown_host(machine: CalibratedMachine, work: WorkSpec, layout: Layout) -> str:
-    """A sentence where a prediction is without what the wrapper takes of the host; or ""."""
-    wrapper = layout.wrapper
-    if wrapper == "none" or layout.num_replicas == 1 or work.device.startswith("cpu"):
+    """A sentence where a prediction is without what the layout takes of the host; or ""."""
+    if work.device.startswith("cpu") or layout.ranks == 1 or _has_hooks(work, machine, layout):
         return ""
-    if _has_hooks(work, machine, layout):
+    cut, wrapper = layout.launched, layout.wrapper
+    is_wrapped = wrapper != "none" and layout.num_replicas > 1
+    has_hooks = machine.table(wrapper_operation(wrapper)) is not None
+    missing = wrapper if is_wrapped and not has_hooks else ""
+    if cut.tensor > 1 or cut.context > 1:
+        missing = str(cut)
+    if not missing:
         return ""
-    if machine.table(wrapper_operation(wrapper)) is not None:
-        return ""
-    return f"without what {wrapper} takes of the host: calibrate this machine again with --ranks"
+    return f"without what {missing} takes of the host: calibrate this machine again with --ranks"
 
 
 def _fitted(rows: Sequence[Row]) -> Hooks:

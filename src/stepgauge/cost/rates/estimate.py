@@ -31,13 +31,19 @@ SPREAD = {
     CALIBRATED: 0.03, INTERPOLATED: 0.05, EXTRAPOLATED: 0.15, TRANSFERRED: 0.2, ASSUMED: 0.3,
     TIMED_WHOLE: 0.03,
 }  # fmt: skip
+# How many times as long a host may take as the one that was calibrated: that of another machine, or
+# of another hour (docs/log/2026-11-23-predicted-again.md).
+SLOWER_HOST = 1.7
+INTERVAL = "interval"  # a modelled record's table of what else a step may take, in microseconds
 
 
 def spread(record: Record) -> float:
     """The fraction by which a modelled step may be off: of each term that of its source, by its
-    time.
+    time, and what a slower host would add to the step.
     """
     head, *rows = record.tables["terms"]
     us, source = head.index("us"), head.index("source")
     total = sum(row[us] for row in rows)
-    return sum(row[us] * SPREAD[row[source]] for row in rows) / total if total else 0.0
+    more = sum(row[-1] for row in record.tables.get(INTERVAL, [])[1:])
+    off = sum(row[us] * SPREAD[row[source]] for row in rows)
+    return (off + more) / total if total else 0.0

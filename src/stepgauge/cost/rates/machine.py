@@ -9,7 +9,7 @@ import bisect
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from stepgauge.cost.rates.estimate import (
     CALIBRATED,
@@ -110,6 +110,11 @@ class CalibratedMachine:
     def disturbance(self) -> str:
         """Of the file whose operations count."""
         return self._calibrated.disturbance
+
+    @property
+    def operations(self) -> Collection[str]:
+        """The names of those that were calibrated."""
+        return self._calibrated.operations.keys()
 
     def table(self, operation: str) -> OperationTable | None:
         """As calibrated."""

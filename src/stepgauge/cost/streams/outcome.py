@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from stepgauge.cost.rates.contention import NoContention
+from stepgauge.cost.rates.estimate import SLOWER_HOST
 from stepgauge.cost.streams.events import COMPUTE, HOST, Contending, Ran, alone_us, simulate
 from stepgauge.cost.streams.program import Program
 
@@ -17,6 +18,7 @@ class Outcome:
     exposed        of each axis, while nothing is computed; where several are, of the first
     slowed         by which computing takes longer beside communication
     update         of device_ms, what the optimizer computes
+    host           of each phase, what the host needs for it
     """
 
     step_ms: float
@@ -26,6 +28,15 @@ class Outcome:
     exposed: Mapping[str, float]
     slowed_ms: float
     update_ms: float
+    host: Mapping[str, float]
+
+    @property
+    def late_us(self) -> float:
+        """By which the step takes longer where the host is slower: of each phase what the host then
+        needs longer than the phase takes.
+        """
+        late = (SLOWER_HOST * ms - self.phases[phase] for phase, ms in self.host.items())
+        return 1e3 * sum(max(0.0, ms) for ms in late)
 
     def with_more(self, before: "Outcome", passes: int) -> "Outcome":
         """Of so many passes more, each adding what the last one added to the outcome `before`."""
@@ -47,6 +58,11 @@ class Outcome:
             },
             slowed_ms=grown(self.slowed_ms, before.slowed_ms),
             update_ms=self.update_ms,
+            host={
+                **self.host,
+                "backward": self.host["backward"]
+                + passes * (sum(self.host.values()) - sum(before.host.values())),
+            },
         )
 
 
@@ -71,7 +87,17 @@ def outcome(program: Program, contention: Contending) -> Outcome:
         exposed=_exposed_ms(ran, streams),
         slowed_ms=max(0.0, taken - computing) / 1e3,
         update_ms=_update_us(program) / 1e3,
+        host=_host_ms(program),
     )
+
+
+def _host_ms(program: Program) -> dict[str, float]:
+    """Of each phase, to which all works since the end of the phase before belong."""
+    found, first = {}, 0
+    for phase, place in program.ends.items():
+        own = (work for work in program.works[first:place] if work.stream == HOST)
+        found[phase], first = sum(work.us for work in own) / 1e3, place
+    return found
 
 
 def _exposed_ms(ran: Sequence[Ran], streams: Sequence[str]) -> dict[str, float]:

@@ -57,7 +57,7 @@ def predict_traced(spec: AnyStep, traced: TracedNetwork, machine: CalibratedMach
     memory = traced_memory(operations, layout, accumulates=spec.accumulation > 1)
     rows = step_rows(operations, prices, found, passes=spec.accumulation)
     note = unknown_host(machine, work, layout)
-    return modelled(spec, machine, metrics, rows, memory, note=note)
+    return modelled(spec, machine, metrics, rows, memory, late_us=found.late_us, note=note)
 
 
 def _sending(spec: AnyStep, layout: Layout) -> Sending:
