@@ -1,6 +1,7 @@
 """Layouts ranked: what fits, in which order, and throughputs that others have published."""
 
 import dataclasses
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from stepgauge.cost.planning.planner import (
     candidate_of,
     device_bytes,
     layout_spec,
+    longest_of_all,
     memory_limit,
     plan,
 )
@@ -126,6 +128,41 @@ def test_the_head_of_a_small_network_counts_for_its_stage():
             simulated = predict_layout(layout_spec(candidate, spec), machine).median("step_ms")
             assert formula == pytest.approx(simulated, rel=0.35)
     assert "dp2" in row.spec["layout"]
+
+
+def test_sequences_are_shared_where_no_rank_could_have_its_own():
+    """Ranks have whole sequences before they share one; a ring is our attention's."""
+    model = dataclasses.replace(MODEL, context_length=131_072)
+    spec = asked(model=model, global_batch=8)
+    exchanged = {c.layout for c in candidates(spec, 8) if c.layout.context > 1}
+    assert exchanged and all(layout.ulysses for layout in exchanged)
+    ours = asked(model=dataclasses.replace(model, attention="triton"), global_batch=8)
+    found = list(candidates(ours, 8))
+    assert all(c.layout.ranks == 16 for c in found)
+    assert {c.layout.ulysses for c in found if c.layout.context > 1} == {True, False}
+    assert all(math.gcd(c.micro_batch, c.layout.context) == 1 for c in found)
+    short = asked(model=ModelSpec.preset("10b", context_length=2048), global_batch=8)
+    assert not any(c.layout.context > 1 for c in candidates(short, 8))
+
+
+def test_long_sequences_are_planned_with_a_context_axis():
+    """One sequence of 128k tokens for 16 GPUs, of which a tensor axis takes four at most."""
+    model = dataclasses.replace(MODEL, num_layers=8, context_length=131_072, attention="triton")
+    spec, machine = asked(model=model, global_batch=1), CalibratedMachine(DGX_H100)
+    found = plan(spec, machine, top=2)
+    best = found.rows[0]
+    assert "cp" in best.spec["layout"]
+    assert "context_exposed_ms" in best.metrics
+    screen = Screen(spec, machine)
+    for row in found.rows:
+        formula = screen.of(candidate_of(row))
+        assert formula.step_us / 1e3 == pytest.approx(row.median("step_ms"), rel=0.1)
+        assert formula.memory.device_bytes == pytest.approx(device_bytes(row), rel=0.02)
+    longest, candidate = longest_of_all(spec, machine)
+    assert longest >= 131_072 and candidate.layout.context > 1
+    longer = dataclasses.replace(spec, model=dataclasses.replace(model, context_length=2 * longest))
+    with pytest.raises(ValueError, match="nothing fits"):
+        plan(longer, machine, top=1)
 
 
 def test_nothing_fits_is_said_with_what_is_missing():

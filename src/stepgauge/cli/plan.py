@@ -18,6 +18,7 @@ from stepgauge.cost.planning.planner import (
     device_bytes,
     largest_micro_batch,
     longest_context,
+    longest_of_all,
     plan,
 )
 from stepgauge.cost.rates.machine import CalibratedMachine
@@ -129,7 +130,7 @@ def _headed(
         yield "What hides, by formula", [*hides, *_exposed(best)]
         yield "Orders of magnitude of a micro-batch", [magnitudes(scales(asked))]
         yield "What else fits", _answers(spec, found, machine)
-    yield "Assumed", _assumptions(machine)
+    yield "Assumed", _assumptions(spec, machine)
 
 
 def _started(command: str, spec: PlanSpec, machine: CalibratedMachine) -> str:
@@ -213,14 +214,18 @@ def _answers(spec: PlanSpec, found: Plan, machine: CalibratedMachine) -> Iterato
             f"{largest_micro_batch(spec, machine, best)}, its longest context "
             f"{longest_context(spec, machine, best)} (by doubling)"
         )
+        longest, layout = longest_of_all(spec, machine)
+        yield f"the longest context of all layouts is {longest} ({layout.layout}, blocks again)"
     for noun, fastest in found.fastest.items():
         words = (f"{name} {number(row.median('step_ms'))} ms ({row.spec['layout']})"
                  for name, row in fastest.items())  # fmt: skip
         yield f"fastest by {noun}: {'; '.join(words)}"
 
 
-def _assumptions(machine: CalibratedMachine) -> Iterator[str]:
+def _assumptions(spec: PlanSpec, machine: CalibratedMachine) -> Iterator[str]:
     hardware = machine.hardware
+    if isinstance(spec.model, ModelSpec) and spec.model.attention != "triton":
+        yield "ranks share a sequence by heads alone: a ring of keys needs --attention triton"
     if hardware.base and hardware.base.device != hardware.device:
         yield (
             f"operations of {hardware.base.device}, by the ratio of published peaks "

@@ -34,7 +34,7 @@ def overlaps(spec: LayoutSpec, machine: CalibratedMachine) -> list[overlap_ratio
     found: list[overlap_ratios.OverlapRatio] = []
     if spec.parsed_layout.tensor > 1:
         found.append(_tensor(stage, prices, rate))
-    if spec.parsed_layout.data > 1:
+    if spec.parsed_layout.num_replicas > 1:
         found += _data(spec, stage, prices, rate)
     if spec.parsed_layout.pipeline > 1:
         found.append(_pipeline(stage, prices, rate))
@@ -64,7 +64,7 @@ def _data(
     spec: LayoutSpec, stage: StepOperations, prices: Prices, rate: float
 ) -> list[overlap_ratios.OverlapRatio]:
     """Of ZeRO 3 both directions, else gradients in buckets."""
-    ranks = spec.parsed_layout.data
+    ranks = spec.parsed_layout.num_replicas
     if WRAPPERS[spec.parsed_layout.wrapper].shards("weights"):
         itemsize = stage.how.activation
         unit = stage.model.block_matrix_parameters / stage.share.tensor * itemsize

@@ -150,6 +150,31 @@ def longest_context(spec: PlanSpec, machine: CalibratedMachine, candidate: Candi
         found = longer
 
 
+def longest_of_all(spec: PlanSpec, machine: CalibratedMachine) -> tuple[int, Candidate]:
+    """The longest context, by doubling, that any layout of the batch fits in, and the first that
+    does, of those that hold least: all is shared, and blocks are computed again.
+    """
+    limit, asked, found = memory_limit(machine), spec, None
+    while True:
+        screen = Screen(asked, machine)
+        fitting = (
+            one
+            for one in candidates(asked, machine.network.gpus_per_node)
+            if one.checkpointing == "blocks" and one.layout.wrapper in ("zero3", "none")
+            if screen.of(one).memory.device_bytes <= limit
+        )
+        first = next(fitting, None)
+        if first is None:
+            assert found, "a plan that has rows has one at its own context"
+            return found
+        found = asked.network.context_length, first
+        try:
+            longer = dataclasses.replace(asked.network, context_length=2 * found[0])
+        except ValueError:  # more than the network has positions
+            return found
+        asked = dataclasses.replace(asked, model=longer)
+
+
 def _fastest_by(
     word: Callable[[Candidate], str],
     rows: Sequence[Record],

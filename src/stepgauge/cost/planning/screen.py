@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 
 from stepgauge.cost.data_axis.buckets import most_owned
+from stepgauge.cost.host import launching
 from stepgauge.cost.memory.peak import Memory, stage_memory, step_memory
 from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.step_operations import StepOperations
@@ -28,6 +29,8 @@ SCHEDULES = ("1f1b", "interleaved", "zbv")
 STAGES = {"1f1b": 1, "interleaved": 2, "zbv": 2}
 CHECKPOINTING = ("none", "selective", "blocks")
 MOST_ON_A_CPU = 64  # sequences of a micro-batch, where no memory limits them
+# Of a sequence on each rank that shares it: with fewer, each message waits for little computing.
+LEAST_TOKENS = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +51,9 @@ class Screened:
 
 
 def candidates(spec: PlanSpec, gpus_per_node: int) -> Iterator[Candidate]:
-    """All that fill the GPUs and divide batch, heads and blocks: a tensor axis within a node."""
+    """All that fill the GPUs and divide batch, heads, sequences and blocks: a tensor axis within a
+    node.
+    """
     model = spec.network
     for tensor in _divisors(spec.gpus):
         if tensor > gpus_per_node or model.num_heads % tensor or model.d_ff % tensor:
@@ -58,14 +63,17 @@ def candidates(spec: PlanSpec, gpus_per_node: int) -> Iterator[Candidate]:
         for pipeline in _divisors(spec.gpus // tensor):
             if pipeline > model.num_layers:
                 continue
-            data = spec.gpus // tensor // pipeline
-            if spec.global_batch % data == 0:
-                yield from _of_axes(spec, tensor, pipeline, data)
+            replicas = spec.gpus // tensor // pipeline
+            for data in _divisors(replicas):
+                if spec.global_batch % data == 0:
+                    yield from _of_axes(spec, tensor, pipeline, data, replicas // data)
 
 
-def _of_axes(spec: PlanSpec, tensor: int, pipeline: int, data: int) -> Iterator[Candidate]:
+def _of_axes(
+    spec: PlanSpec, tensor: int, pipeline: int, data: int, context: int
+) -> Iterator[Candidate]:
     rank_batch = spec.global_batch // data
-    wrappers = ("bucketed", "zero1", "zero2", "zero3") if data > 1 else ("none",)
+    wrappers = ("bucketed", "zero1", "zero2", "zero3") if data * context > 1 else ("none",)
     schedules = [name for name in SCHEDULES if STAGES[name] * pipeline <= spec.network.num_layers]
     for wrapper in wrappers:
         for schedule in schedules if pipeline > 1 else ("",):
@@ -75,19 +83,40 @@ def _of_axes(spec: PlanSpec, tensor: int, pipeline: int, data: int) -> Iterator[
                 passes = rank_batch // micro_batch
                 if pipeline > 1 and not _runs(schedule, pipeline, passes):
                     continue
-                layout = Layout(
-                    data=data, wrapper=wrapper, tensor=tensor, pipeline=pipeline,
-                    schedule=schedule, microbatches=passes if pipeline > 1 else 1,
-                    overlap=_hides(spec, micro_batch, tensor),
-                )  # fmt: skip
-                for kept in CHECKPOINTING:
-                    yield Candidate(layout, micro_batch, 1 if pipeline > 1 else passes, kept)
+                if math.gcd(micro_batch, context) > 1:  # ranks have sequences of their own first
+                    continue
+                for ulysses in _exchanges(spec, tensor, context):
+                    layout = Layout(
+                        data=data, wrapper=wrapper, context=context, ulysses=ulysses,
+                        tensor=tensor, pipeline=pipeline, schedule=schedule,
+                        microbatches=passes if pipeline > 1 else 1,
+                        overlap=_hides(spec, micro_batch, tensor, context),
+                    )  # fmt: skip
+                    for kept in CHECKPOINTING:
+                        yield Candidate(layout, micro_batch, 1 if pipeline > 1 else passes, kept)
 
 
-def _hides(spec: PlanSpec, micro_batch: int, tensor: int) -> bool:
+def _exchanges(spec: PlanSpec, tensor: int, context: int) -> Iterator[bool]:
+    """How ranks may share a sequence: by a ring of keys, which is our attention's, or by an exchange
+    of heads; none where they would have too few tokens each to be worth it.
+    """
+    model = spec.network
+    if context == 1:
+        yield False
+        return
+    if model.context_length < LEAST_TOKENS * context:
+        return
+    if model.attention == "triton" and model.context_length % (2 * context * tensor) == 0:
+        yield False
+    if model.context_length % (context * tensor) == 0 and model.kv_heads % (context * tensor) == 0:
+        yield True
+
+
+def _hides(spec: PlanSpec, micro_batch: int, tensor: int, context: int) -> bool:
     """Whether what the tensor axis sends runs beside products: on GPUs, where it is large enough."""
     itemsize = Arithmetic.of(spec.precision, is_compiled=spec.compile != "off").activation
-    stream = micro_batch * spec.network.context_length * spec.network.d_model * itemsize
+    tokens = micro_batch * spec.network.context_length // context
+    stream = tokens * spec.network.d_model * itemsize
     return tensor > 1 and spec.device != "cpu" and overlaps(stream, tensor)
 
 
@@ -117,18 +146,20 @@ class Screen:
         self._shares = functools.cache(self._share)
         self._prices = functools.cache(self._priced)
         self._times = functools.cache(self._timed)
+        self._hosts = functools.cache(self._launched)
         self._most_owned = functools.cache(most_owned)
 
     def of(self, candidate: Candidate) -> Screened:
         """Raises ValueError for what the machine does not know."""
         layout = candidate.layout
-        sharded = WRAPPERS[layout.wrapper].shards("weights") and layout.data > 1
+        sharded = WRAPPERS[layout.wrapper].shards("weights") and layout.num_replicas > 1
         gathered = sharded and layout.pipeline == 1  # cost/layout.py
         blocks = -(-self.spec.network.num_layers // layout.pipeline)
         layers, of = self.spec.network.num_layers, (candidate.checkpointing, gathered)
-        cut = candidate.micro_batch, layout.tensor, layout.overlap
+        axes = layout.tensor, layout.overlap, layout.context, layout.ulysses
+        cut = candidate.micro_batch, *axes
         stage = self._shares(*cut, *of, range(blocks))
-        prices = self._prices(layout.tensor, layout.data, layout.pipeline)
+        prices = self._prices(layout.tensor, layout.data, layout.context, layout.pipeline)
         forward, backward = self._times(stage, prices)
         bubble = _bubble(layout.schedule, layout.pipeline, forward, backward)
         if layout.pipeline > 1:  # the last has the head, which may take longer than blocks
@@ -143,28 +174,34 @@ class Screen:
             if layout.pipeline > 1
             else step_memory(stage, layout, accumulates=candidate.accumulation > 1)
         )
-        step_us = passes * (forward + backward) + bubble + exposed + slowed + update
+        each = max(forward + backward, self._hosts(stage, prices))
+        step_us = passes * each + bubble + exposed + slowed + update
         return Screened(candidate, step_us, memory)
 
     def _updated(self, stage: StepOperations, layout: Layout) -> float:
         """Parameters that a rank's optimizer steps."""
         wrapper = WRAPPERS[layout.wrapper]
         if wrapper.shards("weights"):
-            return stage.num_parameters / layout.data
+            return stage.num_parameters / layout.num_replicas
         if wrapper.shards("optimizer state"):
-            return self._most_owned(stage, layout.data)
+            return self._most_owned(stage, layout.num_replicas)
         return stage.num_parameters
 
     def _timed(self, stage: StepOperations, prices: Prices) -> tuple[float, float]:
         """Microseconds of a micro-batch."""
         return prices.total_us(stage.forward()), prices.total_us(stage.backward())
 
+    def _launched(self, stage: StepOperations, prices: Prices) -> float:
+        """Microseconds of the host for a micro-batch, which it may need longer for than the device."""
+        host = launching(stage.spec, prices.machine, prices.layout)
+        return sum(host[phase].us(len(stage.blocks)) for phase in ("forward", "backward"))
+
     def _data_us(
         self, stage: StepOperations, prices: Prices, layout: Layout, forward: float,
         backward: float, passes: int,
     ) -> tuple[float, float]:  # fmt: skip
         """What the data axis adds: while nothing computes, and by slowing down what does."""
-        if layout.data == 1:
+        if layout.num_replicas == 1:
             return 0.0, 0.0
         numel, how = stage.num_parameters, stage.how
 
@@ -198,6 +235,8 @@ class Screen:
         batch: int,
         tensor: int,
         overlap: bool,
+        context: int,
+        ulysses: bool,
         checkpointing: str,
         gathered: bool,
         blocks: range,
@@ -212,13 +251,15 @@ class Screen:
         return StepOperations(
             work,
             NetworkPart(
-                batch=batch, tensor=tensor, blocks=blocks, gathered=gathered, overlap=overlap
+                batch=batch, tensor=tensor, overlap=overlap, context=context, ulysses=ulysses,
+                blocks=blocks, gathered=gathered,
             ),
-        )
+        )  # fmt: skip
 
-    def _priced(self, tensor: int, data: int, pipeline: int) -> Prices:
+    def _priced(self, tensor: int, data: int, context: int, pipeline: int) -> Prices:
         layout = Layout(
-            tensor=tensor, data=data, pipeline=pipeline, wrapper="naive" if data > 1 else "none",
+            tensor=tensor, data=data, context=context, pipeline=pipeline,
+            wrapper="naive" if data * context > 1 else "none",
             schedule="1f1b" if pipeline > 1 else "",
         )  # fmt: skip
         return Prices(self.machine, layout, GLOO if self.spec.device == "cpu" else NCCL)
