@@ -12,6 +12,8 @@ from tests.parallel.conformance.training import Training, batch, whole
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from stepgauge.kernels.adamw import FusedAdamW
+
 FROZEN = ("blocks.0.linear.weight", "blocks.1.linear.bias", "head.weight")
 
 
@@ -384,6 +386,22 @@ def resumed(setup):
 
 def resumed_with_a_layer_that_was_never_used(setup):
     return _resumed(setup, functools.partial(torch.optim.AdamW, lr=0.05), blocks=(1, 2))
+
+
+def a_state_wider_than_its_weights(setup):
+    """float32 masters of bfloat16 weights are loaded with all their digits."""
+    optimizer = functools.partial(FusedAdamW, lr=0.05, master_weights=True)
+    t = Training(setup, Net().bfloat16(), optimizer)
+    t.train(0, loss=lambda step, rank: t.module(batch(step, rank).bfloat16()).square().mean())
+    state = _saved(t)
+    fresh = Training(setup, Net(seed=3).bfloat16(), optimizer)
+    fresh.parallel.load(copy.deepcopy(state))
+    loaded, saved = _saved(fresh)["optimizer"]["state"], state["optimizer"]["state"]
+    for name, values in saved.items():
+        for key, value in values.items():
+            assert torch.equal(loaded[name][key], value), (name, key, loaded[name][key].dtype)
+    assert any("master_param" in values for values in saved.values())
+    return {}
 
 
 def one_state_loaded_twice(setup):

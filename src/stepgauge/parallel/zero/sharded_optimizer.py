@@ -279,17 +279,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Takes this rank's share of a state dict: the whole of another world size, or one rank's
         own.
         """
+        inner = self._inner
+        assert inner is not None, "it is built"
+        super().load_state_dict({**state_dict, "state": {}})
         parameters = [p for group in self.param_groups for p in group["params"]]
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        own = {
-            index
-            for index, p in zip(indices, parameters, strict=False)
-            if self.owners[p] == self._reducer.rank
-        }
-        state = {index: values for index, values in state_dict["state"].items() if index in own}
-        super().load_state_dict({**state_dict, "state": state})
-        assert self._inner is not None, "it is built"
-        self._inner.state = self.state
+        index_of = dict(zip(parameters, indices, strict=True))
+        inner.param_groups = [self._own(group) for group in self.param_groups]
+        own = [index_of[p] for group in inner.param_groups for p in group["params"]]
+        given = state_dict["state"]
+        # By its own function: optimizers know which of their state is wider than the weights.
+        inner.load_state_dict(
+            {
+                "state": {place: given[i] for place, i in enumerate(own) if i in given},
+                "param_groups": inner.state_dict()["param_groups"],
+            }
+        )
+        self.state = inner.state
 
 
 def _equal(first: Any, second: Any) -> bool:
