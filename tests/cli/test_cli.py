@@ -11,6 +11,7 @@ import sys
 
 import pytest
 from tests.cpu_machine import made_up
+from tests.sentences import one_sentence
 
 from stepgauge import cli
 from stepgauge.cli import console
@@ -34,13 +35,6 @@ QUICK = (*NANO, "--steps", "2", "--seconds", "0", "--warmup", "1")
 
 def rows(path):
     return RunStore(path).read().records
-
-
-def one_sentence(err):
-    lines = [line for line in err.splitlines() if line.startswith("stepgauge:")]
-    assert len(lines) == 1, err
-    assert "Traceback" not in err
-    return lines[0]
 
 
 @pytest.mark.parametrize(

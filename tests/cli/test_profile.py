@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.sentences import one_sentence
 
 from stepgauge.spec.store import RunStore
 
@@ -22,13 +23,6 @@ NANO = (
     "cpu",
 )
 QUICK = (*NANO, "--steps", "2", "--seconds", "0", "--warmup", "1", "--active", "1", "--wait", "0")
-
-
-def sentence(err):
-    lines = [line for line in err.splitlines() if line.startswith("stepgauge:")]
-    assert len(lines) == 1, err
-    assert "Traceback" not in err
-    return lines[0]
 
 
 def test_profile_step_then_its_trace(stepgauge, tmp_path):
@@ -85,7 +79,7 @@ def test_traces_of_one_name_keep_their_own_folders(stepgauge, tmp_path, gpu_trac
         assert f"<h2>Rank {rank}</h2>" in report
     status, _, err = stepgauge("profile", "trace", files[0], files[0])
     assert status == 2
-    assert "give each trace once" in sentence(err)
+    assert "give each trace once" in one_sentence(err)
 
 
 def test_files_are_there_whatever_becomes_of_the_reader(
@@ -139,13 +133,13 @@ def test_a_foreign_file_is_one_sentence_and_status_2(stepgauge, tmp_path, gpu_tr
         path.write_text(text)
         status, out, err = stepgauge("profile", "trace", path)
         assert (status, out) == (2, "")
-        assert words in sentence(err)
+        assert words in one_sentence(err)
     status, _, err = stepgauge("profile", "trace", tmp_path / "absent.json")
     assert status == 2
-    assert "No such file" in sentence(err)
+    assert "No such file" in one_sentence(err)
     status, _, err = stepgauge("profile", "trace")
     assert status == 2
-    assert "FILE needs a value" in sentence(err)
+    assert "FILE needs a value" in one_sentence(err)
 
 
 def test_overlap_of_a_rank_and_of_a_trace_without_communication(
@@ -174,7 +168,7 @@ def test_overlap_of_a_rank_and_of_a_trace_without_communication(
 def test_a_mistake_is_one_sentence_and_status_2(stepgauge, tmp_path, arguments, words):
     status, _, err = stepgauge("profile", "step", *QUICK, *arguments, "--out", tmp_path / "run")
     assert status == 2
-    assert words in sentence(err)
+    assert words in one_sentence(err)
     assert not (tmp_path / "run").exists()
 
 
@@ -194,7 +188,7 @@ def test_a_mistake_about_a_users_model_is_one_sentence(stepgauge, tmp_path):
         for command in (("profile", "step"), ("profile", "memory"), ("bench", "step")):
             status, _, err = stepgauge(*command, "--device", "cpu", "--model", *arguments)
             assert status == 2
-            assert words in sentence(err) or "tracked without compile" in err
+            assert words in one_sentence(err) or "tracked without compile" in err
 
 
 def test_types_have_no_options_that_change_none(stepgauge):
@@ -205,7 +199,7 @@ def test_types_have_no_options_that_change_none(stepgauge):
         assert f"--{name}" not in out
     status, _, err = stepgauge("profile", "dtypes", "--phases", "forward")
     assert status == 2
-    assert "--phases" in sentence(err)
+    assert "--phases" in one_sentence(err)
 
 
 def test_blocks_without_checkpointing_are_no_rows_of_their_own(stepgauge, tmp_path):

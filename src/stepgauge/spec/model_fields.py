@@ -5,6 +5,7 @@ was done before.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
@@ -261,12 +262,12 @@ def _mistakes(spec: NetworkFields) -> Iterator[str]:
         yield "feed_forward_bias is True; experts have no biases: leave it out"
 
 
+def divisors(number: int) -> list[int]:
+    """All of them, the smallest first."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
 def nearest_divisor(number: int, wanted: int) -> int:
-    """The divisor of `number` closest to `wanted`."""
-    divisors = (
-        d
-        for low in range(1, int(number**0.5) + 1)
-        if number % low == 0
-        for d in (low, number // low)
-    )
-    return min(divisors, key=lambda divisor: (abs(divisor - wanted), divisor))
+    """The divisor of `number` closest to `wanted`; the smaller of two."""
+    return min(divisors(number), key=lambda divisor: abs(divisor - wanted))

@@ -61,7 +61,9 @@ def _of_launches(trace: Trace, works: Sequence[Work]) -> Iterator[str]:
             "several processes' traces. Kernels may be given to the wrong operations; analyse each "
             "process's trace by itself."
         )
-    elif early := [us for us in map(_early, works) if us > EARLY_US]:
+    elif early := [
+        us for us in (w.launched[0] - w.start for w in works if w.launched) if us > EARLY_US
+    ]:
         yield (
             f"Kernels that begin before their launch: {len(early):,}, by up to {max(early):,.0f} µs. The "
             "clocks of host and device differ: launch delays, lead-in, tail and the causes of idle "
@@ -73,10 +75,6 @@ def _of_launches(trace: Trace, works: Sequence[Work]) -> Iterator[str]:
             f"The work of {len(devices)} devices ({', '.join(map(str, devices))}) is on one time line: "
             "busy is when any of them is, idle when none is."
         )
-
-
-def _early(work: Work) -> float:
-    return work.launched[0] - work.start if work.launched else 0.0
 
 
 def _of_steps(trace: Trace, works: Sequence[Work]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.model_fields import divisors
 from stepgauge.spec.options import Values, expand, options_of
 from stepgauge.spec.step import StepSpec
 
@@ -119,7 +120,7 @@ def layouts(ranks: int, *, hides: bool = False) -> tuple[str, ...]:
     hides  what a tensor axis sends may run beside products
     """
     found = []
-    for tensor, pipeline in itertools.product(_divisors(ranks), repeat=2):
+    for tensor, pipeline in itertools.product(divisors(ranks), repeat=2):
         if ranks % (tensor * pipeline):
             continue
         data = ranks // tensor // pipeline
@@ -132,7 +133,3 @@ def layouts(ranks: int, *, hides: bool = False) -> tuple[str, ...]:
                         schedule=schedule, microbatches=microbatches, overlap=overlap,
                     ))  # fmt: skip
     return tuple(map(str, found))
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]

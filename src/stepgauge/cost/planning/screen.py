@@ -7,7 +7,6 @@ axis what backward cannot hide.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator
 
 from stepgauge.cost.data_axis.buckets import most_owned
@@ -21,6 +20,7 @@ from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import GLOO, NCCL, Prices
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import WRAPPERS, Layout
+from stepgauge.spec.model_fields import divisors
 from stepgauge.spec.plan.tensor import overlaps
 from stepgauge.spec.planning import PlanSpec
 from stepgauge.spec.step import WorkSpec
@@ -55,12 +55,12 @@ def candidates(spec: PlanSpec, gpus_per_node: int) -> Iterator[Candidate]:
     node.
     """
     model = spec.network
-    for tensor in _divisors(spec.gpus):
+    for tensor in divisors(spec.gpus):
         if tensor > gpus_per_node or model.num_heads % tensor or model.d_ff % tensor:
             continue
         if model.context_length % tensor or model.kv_heads % min(tensor, model.kv_heads):
             continue
-        for pipeline in _divisors(spec.gpus // tensor):
+        for pipeline in divisors(spec.gpus // tensor):
             if pipeline > model.num_layers:
                 continue
             replicas = spec.gpus // tensor // pipeline
@@ -127,15 +127,10 @@ def _runs(schedule: str, pipeline: int, micro_batches: int) -> bool:
     )
 
 
-def _divisors(number: int) -> list[int]:
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
-
-
 def _micro_batches(spec: PlanSpec, rank_batch: int) -> list[int]:
     """All that divide the batch of a rank: a batch of 25 is 25 passes of one without them."""
     most = MOST_ON_A_CPU if spec.device == "cpu" else rank_batch
-    return [size for size in _divisors(rank_batch) if size <= most]
+    return [size for size in divisors(rank_batch) if size <= most]
 
 
 class Screen:
