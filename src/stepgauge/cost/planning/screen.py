@@ -7,6 +7,7 @@ axis what backward cannot hide.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 
 from stepgauge.cost.data_axis.buckets import most_owned
@@ -64,7 +65,7 @@ def candidates(spec: PlanSpec, gpus_per_node: int) -> Iterator[Candidate]:
             if pipeline > model.num_layers:
                 continue
             replicas = spec.gpus // tensor // pipeline
-            for data in _divisors(replicas):
+            for data in divisors(replicas):
                 if spec.global_batch % data == 0:
                     yield from _of_axes(spec, tensor, pipeline, data, replicas // data)
 
