@@ -4,12 +4,19 @@ import dataclasses
 
 import pytest
 
-from stepgauge.report.prediction_errors import errors, groups, ranks_of, sentence
+from stepgauge.report.prediction_errors import (
+    DISTURBED_FILE,
+    errors,
+    groups,
+    ranks_of,
+    sentence,
+)
 from stepgauge.report.prediction_tables import error_table, group_table
 from stepgauge.report.run_page import run_page
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.predictions import BEFORE
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec
 
@@ -125,3 +132,20 @@ def test_rows_of_a_machine_that_was_not_idle_are_told_apart():
     records[-1] = dataclasses.replace(records[-1], metrics={"step_ms": restless})
     assert "1 of the rows were disturbed; without them mean 0.0%" in sentence(records)
     assert "disturbed: p90 is over" in error_table(records).rows[-1][-1]
+
+
+def test_what_is_to_be_known_of_the_file_is_said_once():
+    """Beside each row it left no room for the errors."""
+    rows = []
+    for batch in (1, 2):
+        asked = dataclasses.asdict(StepSpec(model=ModelSpec.preset("nano"), batch=batch))
+        step = {"step_ms": Sample.exact(5.0, "ms")}
+        note = f"{BEFORE}; by its rules; the hardware file cpu {DISTURBED_FILE} (matmul)"
+        rows += [
+            Record(kind="step", spec=asked, metrics=step, provenance="modelled", note=note),
+            Record(kind="step", spec=asked, metrics=step),
+        ]
+    table = error_table(rows)
+    remark = list(table.columns).index("remark")
+    assert [row[remark] for row in table.rows] == ["prediction: by its rules"] * 2
+    assert table.caption.count(DISTURBED_FILE) == 1

@@ -215,7 +215,10 @@ def _answers(spec: PlanSpec, found: Plan, machine: CalibratedMachine) -> Iterato
             f"{longest_context(spec, machine, best)} (by doubling)"
         )
         longest, layout = longest_of_all(spec, machine)
-        yield f"the longest context of all layouts is {longest} ({layout.layout}, blocks again)"
+        yield (
+            f"the longest context of all layouts is {longest} ({layout.layout}, checkpointing "
+            f"{layout.checkpointing})"
+        )
     for noun, fastest in found.fastest.items():
         words = (f"{name} {number(row.median('step_ms'))} ms ({row.spec['layout']})"
                  for name, row in fastest.items())  # fmt: skip

@@ -20,6 +20,8 @@ TERMS = ("computing", *TRAINING_PHASES, "communication", "bubble", "host", "unex
 # Metrics of what communication adds to a step, and of what a pipeline waits.
 EXPOSED = ("exposed", "data_exposed", "tensor_exposed")
 BUBBLE = "pipeline_exposed"
+# In the note of a prediction from such a file (spec/hardware.py).
+DISTURBED_FILE = "was calibrated beside other work"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +164,8 @@ def sentence(records: Sequence[Record]) -> str:
     peaks = [abs(each.peak) for each in found if each.peak is not None]
     if peaks:
         said += f" Of peak memory: mean {statistics.fmean(peaks):.2%}, at most {max(peaks):.2%}."
+    if any(DISTURBED_FILE in each.row.prediction.note for each in found if each.row.prediction):
+        said += f" The hardware file {DISTURBED_FILE}: no error of these is the model's alone."
     ranked = groups(found)
     if ranked:
         first = sum(group.rank == 1 for group in ranked)

@@ -7,7 +7,15 @@ from typing import Any
 from stepgauge.report.figure import Curve, lines, short
 from stepgauge.report.names import labels
 from stepgauge.report.page import Block, Plot, Section
-from stepgauge.report.prediction_errors import TERMS, Errors, errors, groups, ranks_of, sentence
+from stepgauge.report.prediction_errors import (
+    DISTURBED_FILE,
+    TERMS,
+    Errors,
+    errors,
+    groups,
+    ranks_of,
+    sentence,
+)
 from stepgauge.report.table import Table
 from stepgauge.report.views import remark_beside
 from stepgauge.spec.predictions import STEP
@@ -35,7 +43,7 @@ def error_table(records: Sequence[Record]) -> Table:
     extra: dict[str, list[Any]]
     extra = {
         "peak error": [each.peak for each in found],
-        "remark": [remark_beside(e.row) for e in found],
+        "remark": [_own_remark(e) for e in found],
     }
     for name, values in extra.items():
         if any(values):
@@ -43,6 +51,13 @@ def error_table(records: Sequence[Record]) -> Table:
             rows = [[*row, value] for row, value in zip(rows, values, strict=True)]
     percent = dict.fromkeys(("error", *terms), "+.1%") | {"peak error": "+.2%"}
     return Table(columns, rows, names=1, formats=percent, caption=sentence(records))
+
+
+def _own_remark(each: Errors) -> str:
+    """Without what is to be known of the hardware file, which the caption has for all rows."""
+    return "; ".join(
+        part for part in remark_beside(each.row).split("; ") if DISTURBED_FILE not in part
+    )
 
 
 def _names(found: Sequence[Errors]) -> list[str]:
