@@ -11,10 +11,12 @@ from stepgauge import cli
 from stepgauge.bench.pipeline_bytes import in_step, travelling_bytes
 from stepgauge.parallel.pipeline.between import Meta
 from stepgauge.report.pipeline_steps import timeline_of
+from stepgauge.report.views import remark_beside
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.plan.pipeline import build, lower
 from stepgauge.spec.plan.pipeline.check import Held
+from stepgauge.spec.predictions import paired
 from stepgauge.spec.store import RunStore
 
 SHAPE = {"d_model": 16, "d_ff": 32, "num_layers": 4, "num_heads": 2, "vocab_size": 16}
@@ -37,6 +39,7 @@ def test_a_row_has_its_prediction_from_before_it_ran(tmp_path, capfd):
             r"stages of [\d, ]+ parts, for the shortest step by measured time", measured.note
         )
         assert planned.note == measured.note
+    assert [remark_beside(row).count("stages of") for row in paired(records)] == [1, 1]
     out, _ = capfd.readouterr()
     assert all(word in out for word in ("predicted", "error", "%"))
     # The order that was simulated is the one that ran, action by action.

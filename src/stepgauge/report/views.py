@@ -134,8 +134,9 @@ def remark(record: Record) -> str:
 
 
 def remark_beside(row: Row) -> str:
-    """The remark of a row, and what is to be known of its prediction."""
-    return "; ".join(filter(None, (remark(row.record), caveat(row.prediction))))
+    """The remark of a row, and what else is to be known of its prediction."""
+    both = row.prediction is not None and row.prediction.note == row.record.note
+    return "; ".join(filter(None, (remark(row.record), "" if both else caveat(row.prediction))))
 
 
 def remarked(record: Record, records: Sequence[Record]) -> dict[str, str]:
