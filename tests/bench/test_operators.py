@@ -17,13 +17,14 @@ from stepgauge.cost.data_axis.buckets import Sending
 from stepgauge.cost.data_axis.wrappers import data_axis
 from stepgauge.cost.data_parallel import predict_data_parallel
 from stepgauge.cost.host import launching
+from stepgauge.cost.layout import predict_layout
+from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.terms import Term
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import GLOO, Prices
 from stepgauge.cost.step import predict
 from stepgauge.cost.streams.program import DATA, RankStep
 from stepgauge.cost.traced.network import TracedOperations
-from stepgauge.cost.traced.step import predict_traced
 from stepgauge.measure.fusion import Moved, fused
 from stepgauge.measure.memory.fake_device import fake_device
 from stepgauge.measure.operators import OperatorTrace
@@ -196,8 +197,8 @@ def test_a_presets_operators_cost_what_its_formulas_say(tmp_path):
     )
     model = ModelSpec.preset("medium", num_layers=2)
     spec = StepSpec(model=model, size="medium", precision="bf16", batch=16, device="cuda")
-    seen = run_isolated(traced, spec, "sm90")  # another test may have run a backward here
-    formula, by_operators = predict(spec, machine), predict_traced(spec, seen, machine)
+    [seen] = run_isolated(traced, spec, "sm90")  # another test may have run a backward here
+    formula, by_operators = predict(spec, machine), predict(spec, machine, seen)
     for metric, within in (
         ("backward_ms", 0.08), ("optimizer_ms", 0.01), ("device_ms", 0.05), ("peak_bytes", 0.03)
     ):  # fmt: skip
@@ -207,15 +208,15 @@ def test_a_presets_operators_cost_what_its_formulas_say(tmp_path):
         two = DataParallelSpec(**asked, batch=16, ranks=2, wrapper=wrapper)
         layout = LayoutSpec(**asked, batch=32, layout=f"dp2 {wrapper}")
         if wrapper == "zero3":  # whose products take weights that came narrow
-            seen = run_isolated(traced, layout, "sm90")
-        by_rank = predict_traced(two, seen, dgx)
+            [seen] = run_isolated(traced, layout, "sm90")
+        by_rank = predict_data_parallel(two, dgx, seen)
         by_formula = predict_data_parallel(two, dgx)
         for metric in ("peak_bytes", "communication_ms", "sent_bytes"):
             assert by_rank.median(metric) == pytest.approx(by_formula.median(metric), rel=0.05)
-        same, rows = (predict_traced(each, seen, dgx) for each in (two, layout))
+        same, rows = by_rank, predict_layout(layout, dgx, [seen])
         assert rows.median("step_ms") == same.median("step_ms")
         assert rows.median("data_exposed_ms") == same.median("exposed_ms")
-        twice = predict_traced(dataclasses.replace(layout, accumulation=2), seen, dgx)
+        twice = predict_layout(dataclasses.replace(layout, accumulation=2), dgx, [seen])
         assert 1.5 < twice.median("step_ms") / rows.median("step_ms") < 2
         assert twice.median("peak_bytes") >= rows.median("peak_bytes")
     assert 2 <= seen.blocks["forward"] < 4  # two blocks and both ends
@@ -227,8 +228,8 @@ def test_a_compiled_presets_operators_are_passes_between_products():
     model = ModelSpec.preset("medium", num_layers=2)
     spec = StepSpec(model=model, size="medium", precision="bf16", batch=16, device="cuda",
                     compile="on")  # fmt: skip
-    seen = run_isolated(traced, spec, "sm90")
-    formula, by_operators = predict(spec, machine), predict_traced(spec, seen, machine)
+    [seen] = run_isolated(traced, spec, "sm90")
+    formula, by_operators = predict(spec, machine), predict(spec, machine, seen)
     for metric, within in (("forward_ms", 0.12), ("backward_ms", 0.12), ("optimizer_ms", 0.01)):
         assert abs(by_operators.median(metric) / formula.median(metric) - 1) < within, metric
     products = [
@@ -265,7 +266,7 @@ def nets(tmp_path):
 
 
 def test_convolutions_are_their_implicit_products(nets):
-    found = traced(StepSpec(model=nets("convolutions")), "cpu")
+    [found] = traced(StepSpec(model=nets("convolutions")), "cpu")
     products = [t.sizes for t in found.terms("forward") if t.operation == "matmul nt fp32"]
     assert products == [(2 * 64, 8, 3 * 9), (2 * 64, 16, 8 * 9)]
     back = sorted(t.operation for t in found.terms("backward") if t.operation.startswith("matmul"))
@@ -274,7 +275,7 @@ def test_convolutions_are_their_implicit_products(nets):
 
 
 def test_a_transposed_convolution_is_a_product_at_the_positions_of_its_input(nets):
-    found = traced(StepSpec(model=nets("transposed")), "cpu")
+    [found] = traced(StepSpec(model=nets("transposed")), "cpu")
     *_, wide = [t for t in found.terms("forward") if t.operation.startswith("matmul")]
     positions, kernel = 2 * 8 * 8, 16 // 2 * 4 * 4  # of half of the channels
     assert (wide.operation, wide.sizes) == ("matmul nn fp32", (positions, kernel, 8))
@@ -288,23 +289,23 @@ def test_a_transposed_convolution_is_a_product_at_the_positions_of_its_input(net
 
 def test_products_are_counted_however_they_are_called(nets):
     """In place, summed over a batch, and in inference_mode, which hands on whole layers."""
-    found = traced(StepSpec(model=nets("in_place")), "cpu")
+    [found] = traced(StepSpec(model=nets("in_place")), "cpu")
     products = [t.sizes for t in found.terms("forward") if t.operation.startswith("matmul")]
     assert products == [(32, 16, 16), (32, 8, 16), (32, 8, 8), (8, 8, 8)]
-    found = traced(StepSpec(model=nets("inference")), "cpu")
+    [found] = traced(StepSpec(model=nets("inference")), "cpu")
     products = [(t.operation, t.sizes) for t in found.terms("forward") if t.operation != "traffic"]
     linear = ("matmul nt fp32", (32, 16, 16))
     assert products == [linear, ("attention sdpa forward fp32", (4, 8.0, 16)), linear]
 
 
 def test_a_bag_reads_the_rows_that_it_is_asked_for(nets):
-    found = traced(StepSpec(model=nets("bag")), "cpu")
+    [found] = traced(StepSpec(model=nets("bag")), "cpu")
     (lookup,) = [t for t in found.terms("forward") if t.name == "_embedding_bag"]
     assert 4 * 16 * (32 + 4) < lookup.sizes[0] < 4 * 16 * (32 + 4) + 8 * 100  # and its indices
 
 
 def test_a_norm_of_vectors_is_priced_by_the_bytes_that_it_reads(nets):
-    found = traced(StepSpec(model=nets("normalized")), "cpu")
+    [found] = traced(StepSpec(model=nets("normalized")), "cpu")
     norm, *_ = [t for t in found.terms("forward") if t.name == "linalg_vector_norm"]
     assert norm.operation == "traffic"
     assert norm.sizes == (4 * (2 * 3 * 8 * 8 + 2 * 8 * 8),)  # a value of each pixel's channels
@@ -331,25 +332,20 @@ def test_what_has_no_price_is_named(nets):
         ):
             traced(StepSpec(model=nets(name), device="cuda"), "sm90")
     with pytest.raises(
-        ValueError,
-        match="compile is 'reduce-overhead'; of a user's model, BERT, experts, windows and other mas",
+        ValueError, match="compile is 'max-autotune'; predicted are off, on, blocks"
     ):
-        traced(StepSpec(model=nets("convolutions"), compile="reduce-overhead"), "cpu")
-    with pytest.raises(
-        ValueError, match=r"compile is 'on'; of a user's model, .* under zero3 only off"
-    ):
-        traced(DataParallelSpec(model=nets("convolutions"), wrapper="zero3", compile="on"), "cpu")
+        traced(StepSpec(model=nets("convolutions"), compile="max-autotune"), "cpu")
 
 
 def test_units_of_a_users_network_are_gathered_ahead_and_each_gradient_is_reduced_once(nets):
     """One is called twice, and its weights are gathered for each call."""
     spec = DataParallelSpec(model=nets("repeated"), wrapper="zero3", ranks=2, device="cpu")
-    seen = traced(spec, "cpu")
+    [seen] = traced(spec, "cpu")
     assert [run.unit for run in seen.forward if run.unit] == ["layers.0", "layers.1", "layers.0"]
     assert [run.unit for run in seen.backward if run.unit] == ["layers.0", "layers.1", "layers.0"]
     assert seen.units == {"layers.0": 16 * 16, "layers.1": 16 * 16}
     machine = CalibratedMachine(wired(2))
-    operations = TracedOperations(spec, seen)
+    operations = TracedOperations(spec, NetworkPart(batch=1, gathered=True), seen)
     step = RankStep(operations, Prices(machine, spec.parsed_layout, GLOO), launching(spec, machine))
     program = step.program(data_axis(Sending(wrapper="zero3", ranks=2), step))
     sent = [work.name for work in program.works if work.stream == DATA]
@@ -378,11 +374,7 @@ def test_predict_takes_a_user_model_over_a_data_axis(stepgauge, nets):
         total = sum(term[head.index("us")] for term in terms) / 1e3
         assert total == pytest.approx(step, rel=1e-3)
     status, _, err = stepgauge(*asked, "--layout", "tp2")
-    assert (
-        status == 2
-        and "--layout is 'tp2'; of a user's model, BERT, experts, windows and other masks one device and data axes"
-        in err
-    )
+    assert status == 2 and "layout is 'tp2'; a user's model has a data axis here" in err
 
 
 def test_presets_without_formulas_are_predicted_by_their_operators(monkeypatch):
@@ -406,8 +398,8 @@ def test_presets_without_formulas_are_predicted_by_their_operators(monkeypatch):
     up = (4 * 64, bert.d_ff, bert.d_model)  # of a rank's sequences
     assert " × ".join(map(str, up)) in {row[3] for row in two.tables["terms"]}
     assert two.median("tokens_per_s") == pytest.approx(8 * 64 / two.median("step_ms") * 1e3)
-    with pytest.raises(ValueError, match="layout is 'tp2'; of a user's model, BERT, experts"):
-        predicted(LayoutSpec(model=bert, layout="tp2"), machine)
+    with pytest.raises(ValueError, match=r"tp2 torch-tp.*torch's tensor parallel is not predicted"):
+        predicted(LayoutSpec(model=dense, layout="tp2 torch-tp", optimizer="sgd"), machine)
 
 
 def test_passes_over_views_take_a_gpu_longer_than_their_bytes():

@@ -119,6 +119,10 @@ PRIVATE_NAMES = {
         {"measure/profiler.py"},
         "stacks by a public option of the profiler",
     ),
+    "torch.testing._internal": (
+        {"runtime/imagined_world.py"},
+        "a public backend whose ranks need not be there",
+    ),
     "torch.utils._python_dispatch": (
         {
             "measure/memory/autograd_engine.py",

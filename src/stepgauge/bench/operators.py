@@ -7,33 +7,45 @@ import itertools
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from stepgauge.bench.build import build
+from stepgauge.bench.stage_step import Stage, axes_of, build_stage_step, other_ranks
 from stepgauge.bench.storage_tracking import predict as predict_memory
 from stepgauge.cost.operations.terms import TRAFFIC, Term
+from stepgauge.cost.pipeline.cuts import stages_of
 from stepgauge.cost.traced.network import (
     Run,
     TracedNetwork,
+    TracedSpec,
+    cut_of,
     gathers_weights,
     require_traceable,
 )
-from stepgauge.measure.fusion import Moved, fused
+from stepgauge.measure.fusion import Moved, fused, fused_units
 from stepgauge.measure.memory.fake_device import fake_device
 from stepgauge.measure.memory.missing_rules import NotPredictableError
 from stepgauge.measure.memory.recurrent import layers_that_raise
 from stepgauge.measure.operators import OperatorTrace, record_step
+from stepgauge.measure.weight_gradients import marked
 from stepgauge.parallel.fsdp.sharded_unit import repeated_blocks
 from stepgauge.runtime.load_file import user_line
 from stepgauge.runtime.workers import run_isolated
+from stepgauge.spec.fields import as_kind
+from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.pipeline import PipelineSpec
+from stepgauge.spec.plan.stages import parts_of
 from stepgauge.spec.step import WorkSpec
-from stepgauge.spec.steps import AnyStep, work_of
+from stepgauge.spec.steps import work_of
 from stepgauge.spec.user_model import UserModel
+from stepgauge.train.step import TrainingStep
 
+Built = tuple[TrainingStep, Sequence[Any]]
 STEPS = 2  # the optimizer makes its state in the first
 BLOCKS = (1, 3)  # of the narrow network that tells how many operators a block launches
 NARROW = ModelSpec(
@@ -46,7 +58,9 @@ RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell")
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """A traced step: its runs of terms by phase, the elements of its parameters and of its units."""
+    """A traced step: its runs of terms by phase, the elements of its parameters and of its units, and
+    the bytes of what it gives.
+    """
 
     runs: dict[str, list[Run]]
     parameters: list[int]
@@ -61,42 +75,59 @@ class Counted:
         return {**found, "optimizer": len(self.parameters)}
 
 
-def traced_apart(spec: AnyStep, architecture: str) -> TracedNetwork:
+def traced_apart(spec: TracedSpec, architecture: str) -> list[TracedNetwork]:
     """As `traced` in a process of its own, which leaves no memory on a GPU; once for all layouts of
-    a step.
+    a step that cut the network alike.
     """
     return _of_layout(spec, functools.partial(_in_a_process, architecture))
 
 
-def traced(spec: AnyStep, architecture: str) -> TracedNetwork:
-    """The step of the spec as it would run on a device of the architecture: cpu, sm80 or
-    sm90. Raises ValueError for a step that is not predicted, or does what cannot be traced.
+def traced(spec: TracedSpec, architecture: str) -> list[TracedNetwork]:
+    """What a rank computes of each stage of the spec's pipeline, or of the only one there is, as it
+    would run on a device of the architecture: cpu, sm80 or sm90. Raises ValueError for a step that
+    is not predicted, or does what cannot be traced.
     """
     return _of_layout(spec, functools.partial(_traced, architecture))
 
 
-def _of_layout(spec: AnyStep, trace: Callable[[WorkSpec, bool], TracedNetwork]) -> TracedNetwork:
+def _of_layout(
+    spec: TracedSpec, trace: Callable[[Stage, bool], TracedNetwork]
+) -> list[TracedNetwork]:
     """ZeRO 3 gathers weights in the type that is computed in; what a rank updates is in theirs."""
     require_traceable(spec)
-    work = work_of(spec)
-    found = trace(work, False)
-    if not gathers_weights(spec.parsed_layout) or work.precision != "bf16":
-        return found
-    return dataclasses.replace(trace(work, True), update=found.update)
+    found = []
+    for stage in _stages(spec):
+        own = trace(stage, False)
+        if gathers_weights(spec) and stage.work.precision == "bf16":
+            own = dataclasses.replace(trace(stage, True), update=own.update)
+        found.append(own)
+    return found
 
 
-def _traced(architecture: str, work: WorkSpec, gathered: bool) -> TracedNetwork:
+def _stages(spec: TracedSpec) -> list[Stage]:
+    """Of the spec's pipeline: without one a stage that is all of the network."""
+    work, layout = _work(spec), cut_of(spec)
+    if isinstance(spec, PipelineSpec):
+        return [Stage(work, layout, parts) for parts in stages_of(spec)]
+    if isinstance(spec, LayoutSpec) and spec.parsed_layout.pipeline > 1:
+        layers = spec.network.num_layers
+        return [Stage(work, layout, parts_of(blocks, layers)) for blocks in spec.stages()]
+    return [Stage(work, layout)]
+
+
+def _traced(architecture: str, stage: Stage, gathered: bool) -> TracedNetwork:
     """`gathered`: with weights as ZeRO 3 gathers them under autocast."""
     weights = torch.bfloat16 if gathered else None
+    work = stage.work
     try:
-        found = _counted(work, architecture, weights)
+        found = _counted(stage, architecture, weights, by_unit=gathered)
         is_tracked = architecture != "cpu" and work.compile == "off"
-        moments = _moments(work, architecture, weights) if is_tracked else []
+        moments = _moments(stage, architecture, weights) if is_tracked else []
     except ValueError:
         raise
     except Exception as error:  # of the user's own code: the step may run for all that
         raise ValueError(f"the step cannot be traced: {_why(error, work)}") from error
-    blocks = {} if architecture == "cpu" else _in_blocks(found, work, architecture)
+    blocks = {} if architecture == "cpu" else _in_blocks(found, stage, architecture)
     update = [term for run in found.runs.get("optimizer", ()) for term in run.terms]
     return TracedNetwork(
         forward=found.runs["forward"],
@@ -119,45 +150,75 @@ def _why(error: Exception, spec: WorkSpec) -> str:
     return ": ".join(filter(None, (where, type(error).__name__, first)))
 
 
-def _in_a_process(architecture: str, work: WorkSpec, gathered: bool) -> TracedNetwork:
-    found = _told_by_a_process(architecture, work, gathered)
+def _in_a_process(architecture: str, stage: Stage, gathered: bool) -> TracedNetwork:
+    found = _told_by_a_process(architecture, stage, gathered)
     if isinstance(found, str):
         raise ValueError(found)
     return found
 
 
 @functools.cache
-def _told_by_a_process(architecture: str, work: WorkSpec, gathered: bool) -> TracedNetwork | str:
-    return run_isolated(_traced_or_why, architecture, work, gathered)
+def _told_by_a_process(architecture: str, stage: Stage, gathered: bool) -> TracedNetwork | str:
+    return run_isolated(_traced_or_why, architecture, stage, gathered)
 
 
-def _traced_or_why(architecture: str, work: WorkSpec, gathered: bool) -> TracedNetwork | str:
+def _traced_or_why(architecture: str, stage: Stage, gathered: bool) -> TracedNetwork | str:
     try:
-        return _traced(architecture, work, gathered)
+        return _traced(architecture, stage, gathered)
     except ValueError as error:
         return str(error)
 
 
-def _counted(spec: WorkSpec, architecture: str, weights: torch.dtype | None = None) -> Counted:
+def _work(spec: TracedSpec) -> WorkSpec:
+    """What a rank of the spec computes at once."""
+    if isinstance(spec, PipelineSpec):
+        batch = spec.batch // spec.micro_batches
+        return as_kind(WorkSpec, spec, batch=batch, phases="backward")
+    return work_of(spec)
+
+
+def _counted(
+    stage: Stage,
+    architecture: str,
+    weights: torch.dtype | None = None,
+    *,
+    by_unit: bool = False,
+) -> Counted:
+    """`by_unit`: units are compiled apart, for their weights come before each."""
     untimed = ValueError("the model runs a recurrent layer, which no calibration has a time for")
+    work = stage.work
     with (
+        other_ranks(stage.layout) as groups,
         fake_device(architecture) as device,
         layers_that_raise(untimed, () if architecture == "cpu" else RECURRENT),
     ):
-        eager = dataclasses.replace(spec, device=str(device), compile="off")
-        step, batch = build(eager, device, weights=weights)
+        eager = dataclasses.replace(work, device=str(device), compile="off")
+        step, batch = _built(dataclasses.replace(stage, work=eager), device, groups, weights)
         units = _units(step.module)
-        trace = OperatorTrace(fp32="tf32" if spec.precision == "tf32" else "fp32")
+        trace = OperatorTrace(
+            fp32="tf32" if work.precision == "tf32" else "fp32", axes=axes_of(groups)
+        )
         with step.precision.matmul_mode():
-            phases = step.phases(batch, until=spec.phases)
+            phases = step.phases(batch, until=work.phases)
             record_step(trace, phases, step.module, units, steps=STEPS)
         sizes = [p.numel() for p in step.module.parameters() if p.requires_grad]
         elements = {name: sum(p.numel() for p in unit.parameters()) for name, unit in units.items()}
-    if spec.compile == "on":
-        runs = {name: [Run("", terms)] for name, terms in fused(trace.moved).items()}
-    else:
-        runs = {name: list(_runs(moved)) for name, moved in trace.moved.items()}
-    return Counted(runs, sizes, elements)
+    if stage.parts is not None and units:
+        first = trace.input_gradients[next(iter(units))]
+        trace.moved["backward"] = marked(trace.moved["backward"], first)
+    return Counted(_runs(trace.moved, work.compile, by_unit=by_unit), sizes, elements)
+
+
+def _runs(
+    phases: Mapping[str, Sequence[Moved]], compile: str, *, by_unit: bool
+) -> dict[str, list[Run]]:
+    """As the mode of compiling leaves them."""
+    if compile == "off":
+        return {name: list(_eager_runs(moved)) for name, moved in phases.items()}
+    if compile == "blocks" or by_unit:
+        units = fused_units(phases, outside=compile != "blocks")
+        return {name: [Run(*run) for run in runs] for name, runs in units.items()}
+    return {name: [Run("", terms)] for name, terms in fused(phases).items()}
 
 
 def _units(module: nn.Module) -> dict[str, nn.Module]:
@@ -169,7 +230,7 @@ def _units(module: nn.Module) -> dict[str, nn.Module]:
     return {names[b]: b for b in owned if all(users[p] == 1 for p in b.parameters())}
 
 
-def _runs(moved: Sequence[Moved]) -> Iterator[Run]:
+def _eager_runs(moved: Sequence[Moved]) -> Iterator[Run]:
     for unit, each in itertools.groupby(moved, lambda each: each.unit):
         yield Run(unit, [moved.term for moved in each])
 
@@ -190,13 +251,18 @@ def _as_one(terms: list[Term]) -> Term:
     return Term("optimizer", TRAFFIC, (moved,))
 
 
-def _in_blocks(found: Counted, spec: WorkSpec, architecture: str) -> dict[str, float]:
-    """Launches of each phase over those of a block of the calibrated network."""
+def _in_blocks(found: Counted, stage: Stage, architecture: str) -> dict[str, float]:
+    """Launches of each phase over those of a block of the calibrated network, cut alike."""
+    spec, ranks = stage.work, stage.layout.tensor * stage.layout.context
+    narrow = dataclasses.replace(NARROW, num_heads=ranks)
     few, many = (
         _counted(
-            WorkSpec(
-                model=dataclasses.replace(NARROW, num_layers=number), batch=1,
-                precision=spec.precision, phases=spec.phases, compile=spec.compile,
+            Stage(
+                WorkSpec(
+                    model=dataclasses.replace(narrow, num_layers=number), batch=1,
+                    precision=spec.precision, phases=spec.phases, compile=spec.compile,
+                ),
+                stage.layout,
             ),
             architecture,
         ).launched()
@@ -211,10 +277,24 @@ def _in_blocks(found: Counted, spec: WorkSpec, architecture: str) -> dict[str, f
 
 
 def _moments(
-    spec: WorkSpec, architecture: str, weights: torch.dtype | None
+    stage: Stage, architecture: str, weights: torch.dtype | None
 ) -> list[Mapping[str, int]]:
     """None of a step without its optimizer, whose memory is not tracked."""
-    if spec.phases != "step":
+    if stage.work.phases != "step":
         return []
-    asked = MemorySpec(**{**vars(spec), "predict": architecture})
-    return [moment.held for moment in predict_memory(asked, weights=weights).step.thinned()]
+    asked = MemorySpec(**{**vars(stage.work), "predict": architecture})
+    with other_ranks(stage.layout) as groups:
+
+        def make(spec: WorkSpec, device: torch.device, **_: Any) -> Built:
+            return _built(dataclasses.replace(stage, work=spec), device, groups, weights)
+
+        step = predict_memory(asked, make=make).step
+    return [moment.held for moment in step.thinned()]
+
+
+def _built(
+    stage: Stage, device: torch.device, groups: Mapping[str, Any], weights: torch.dtype | None
+) -> Built:
+    if stage.is_whole:
+        return build(stage.work, device, weights=weights)
+    return build_stage_step(stage, device, groups, weights)

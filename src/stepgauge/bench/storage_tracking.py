@@ -37,6 +37,7 @@ OF_HOPPER: Mapping[str, Callable[[Any], int]] = {
     "stepgauge::flash_attention_backward": libraries.backward_bytes
 }
 STEPS = 2  # the optimizer makes its state in the first; the second is like every later one
+Make = Callable[..., tuple[TrainingStep, Sequence[Any]]]  # as bench.build.build
 Around = Callable[[str], contextlib.AbstractContextManager[None]]
 
 
@@ -55,10 +56,10 @@ def predict(
     spec: MemorySpec,
     *,
     plan: RecomputePlan | None = None,
-    weights: torch.dtype | None = None,
+    make: Make = build,
 ) -> StepMemory:
     """The same step on tensors without memory, for the device that is asked for or the one it runs
-    on; with a plan in place of the spec's checkpointing, and weights of a type of their own.
+    on; with a plan in place of the spec's checkpointing, and as `make` builds it.
     """
     architecture = (
         spec.predict if spec.predict != "no" else _architecture(torch.device(spec.device))
@@ -71,7 +72,7 @@ def predict(
         tracker = StorageTracker(device, workspaces=workspaces)
         with tracker:
             here = dataclasses.replace(spec, device=str(device))
-            track_step(here, device, tracker, plan=plan, weights=weights)
+            track_step(here, device, tracker, plan=plan, make=make)
     memory = step_memory(tracker, tracker.allocations, caching=is_cuda)
     return dataclasses.replace(memory, left_out=tuple(left_out))
 
@@ -89,7 +90,7 @@ def track_step(
     *,
     around_forward_only: contextlib.AbstractContextManager[None] | None = None,
     plan: RecomputePlan | None = None,
-    weights: torch.dtype | None = None,
+    make: Make = build,
 ) -> Callable[[Around], None]:
     """Builds the step, runs forward without gradients and then whole steps, and tells whose is what.
     Gives what runs one step more, each phase within a context.
@@ -98,7 +99,7 @@ def track_step(
     what backward keeps.
     """
     with tracker.phase("build"):
-        step, batch = build(spec, device, recompute=plan, weights=weights)
+        step, batch = make(spec, device, recompute=plan)
     phases = step.phases(batch, until=spec.phases)
 
     def one_step(around: Around) -> None:

@@ -19,7 +19,7 @@ class Grid:
     most_uneven   width of a layer over its other width
     heads         times batch, of attention; `most_positions` limits heads times length
     losses_most   logits
-    slow_attentions   that take long to be built: in bf16, over few shapes
+    slow_attentions   that take long to be built, or are seldom asked for: in bf16, over few shapes
     passes        elementwise work as the network does it (calibrate/passes.py), and what compiled
                   blocks do, at its shapes
     takes_turns   bf16 products with passes over memory, and passes with products, as in a step
@@ -102,8 +102,8 @@ GPU = Grid(
     lengths=(128, 256, 512, 1024, 2048, 4096, 8192),
     head_widths=(64, 80, 128),
     most_positions=2**19,
-    attentions=("sdpa", "triton"),
-    slow_attentions=("triton",),
+    attentions=("sdpa", "triton", "sdpa-flash", "sdpa-cudnn"),
+    slow_attentions=("triton", "sdpa-flash", "sdpa-cudnn"),
     vocabularies=(10_000, 32_000, 128_256),
     losses_most=2**29,
     optimizers=("adamw", "fused"),

@@ -9,7 +9,6 @@ from cyclopts import Parameter
 from stepgauge.cli.console import Format, print_in, print_points, print_records
 from stepgauge.cli.options import Networks, Values, expand, spec_options
 from stepgauge.cli.rows import existing_hardware
-from stepgauge.cost.traced.network import LAYOUTS
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
@@ -106,8 +105,6 @@ def specs_of(layout: Layout, values: Values) -> list[Any]:
     """
     if "model" in values:  # which brings the batch of a rank
         values = {name: value for name, value in values.items() if name != "batch"}
-        if set(layout.sizes) - {"data"}:
-            raise ValueError(f"layout is {str(layout)!r}; {LAYOUTS}")
     is_bert = bool(set(values.get("size", ())) & set(BertSpec.preset_names()))
     kind: type = LayoutSpec if is_bert else kind_for(layout)
     if set(layout.sizes) == {"pipeline"} and values.get("phases") == ("backward",) and not is_bert:

@@ -114,7 +114,7 @@ def _predicted(hardware: HardwareFile | None, spec: Any) -> Record | None:
 
     if hardware is None:
         return None
-    if not (has_formulas(spec.model) or isinstance(spec.model, UserModel)):
+    if not (has_formulas(spec) or isinstance(spec.model, UserModel)):
         return None  # a trace takes seconds, and a preset has a hundred candidates
     try:
         found = predicted(spec, hardware, shortened=True)

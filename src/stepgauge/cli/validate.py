@@ -91,7 +91,7 @@ def with_timed_blocks(asked: Sequence[Asked], hardware: Path, out: Path, *, fres
     """The hardware file with the blocks of the rows' networks, in the run; these are timed now."""
     from stepgauge.calibrate import blocks
 
-    specs = [row.spec for row in asked if has_formulas(row.spec.model)]
+    specs = [row.spec for row in asked if has_formulas(row.spec)]
     found = dict.fromkeys(few for spec in specs for few in blocks_of(spec))
     records = run_jobs([blocks.job(spec) for spec in found], out / "blocks", fresh=fresh)
     path = out / "hardware.json"

@@ -7,48 +7,44 @@ what computes beside a collective, and the collective, run slower meanwhile (cos
 from stepgauge.cost.data_axis.buckets import Bucketed, Sending
 from stepgauge.cost.data_axis.wrapper_host import unknown_host
 from stepgauge.cost.data_axis.wrappers import data_axis
-from stepgauge.cost.host import launching
-from stepgauge.cost.memory.peak import step_memory
 from stepgauge.cost.operations.rank_sizes import NetworkPart
-from stepgauge.cost.operations.step_operations import StepOperations
+from stepgauge.cost.rank import at_pace, host_of, operations_of, peak_of
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import Prices, library_of
 from stepgauge.cost.step import modelled, rates
 from stepgauge.cost.streams.ledger import step_rows
 from stepgauge.cost.streams.outcome import exposed_ms, outcome, without_communication_ms
-from stepgauge.cost.streams.program import DATA, RankStep
-from stepgauge.cost.timed_blocks import as_timed
+from stepgauge.cost.streams.program import DATA, Operations, RankStep
+from stepgauge.cost.traced.network import TracedNetwork
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import WRAPPERS, sent_bytes
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.steps import work_of
-from stepgauge.spec.throughput import throughput
 
 UNITS = {"sent_bytes": "bytes", "buckets": "", "tail_bytes": "bytes"}
 
 
-def predict_data_parallel(spec: DataParallelSpec, machine: CalibratedMachine) -> Record:
-    """The modelled record. Raises ValueError for what the cost model or the hardware file does not
-    know.
+def predict_data_parallel(
+    spec: DataParallelSpec, machine: CalibratedMachine, traced: TracedNetwork | None = None
+) -> Record:
+    """The modelled record. `traced`: of a network without formulas. Raises ValueError for what the
+    cost model or the hardware file does not know.
     """
-    if spec.cuda_graphs:
-        raise ValueError("cuda_graphs is True; a step that is replayed is not predicted yet")
-    alone = work_of(spec)
+    alone, layout = work_of(spec), spec.parsed_layout
     sharded = WRAPPERS[spec.wrapper].shards("weights") and spec.ranks > 1
-    priced = StepOperations(alone, NetworkPart(batch=spec.batch, gathered=sharded))
-    layout = spec.parsed_layout
+    priced = operations_of(alone, NetworkPart(batch=spec.batch, gathered=sharded), traced)
     prices = Prices(machine, layout, library_of(spec)).paced_by(priced)
-    operations = as_timed(priced, prices)
-    step = RankStep(operations, prices, launching(alone, machine, layout))
+    operations = at_pace(priced, prices)
+    host = host_of(operations, machine, layout, replayed=spec.cuda_graphs)
+    step = RankStep(operations, prices, host)
     axis = data_axis(
         Sending(wrapper=spec.wrapper, ranks=spec.ranks, bucket_mb=spec.bucket_mb,
-                reduce_dtype=spec.reduce_dtype),
+                reduce_dtype=spec.reduce_dtype, recorded=spec.cuda_graphs),
         step,
     )  # fmt: skip
     program = step.program(axis)
     found = outcome(program, prices.contention)
     without = without_communication_ms(program, DATA)
-    tokens = operations.tokens * spec.ranks
     figures = {
         **{f"{phase}_ms": ms for phase, ms in found.phases.items()},
         "step_ms": found.step_ms,
@@ -60,19 +56,19 @@ def predict_data_parallel(spec: DataParallelSpec, machine: CalibratedMachine) ->
     if isinstance(axis, Bucketed):
         figures |= {"buckets": len(axis.buckets), "tail_bytes": axis.buckets[-1].bytes}
     metrics = {name: Sample.exact(v, UNITS.get(name, "ms")) for name, v in figures.items()}
-    metrics |= throughput([found.step_ms], tokens=tokens)
-    metrics |= rates(alone, operations.model, machine, found.step_ms, ranks=1, batch=spec.batch)
+    sequences = spec.batch * spec.ranks
+    metrics |= rates(alone, machine, found.step_ms, sequences=sequences, ranks=spec.ranks)
     rows = step_rows(operations, prices, found)
     note = unknown_host(machine, alone, layout)
-    memory = step_memory(operations, layout)
+    memory = peak_of(operations, layout)
     return modelled(spec, machine, metrics, rows, memory, late_us=found.late_us, note=note)
 
 
-def _sent_bytes(spec: DataParallelSpec, operations: StepOperations) -> float:
+def _sent_bytes(spec: DataParallelSpec, operations: Operations) -> float:
     how = operations.how
     travelling = how.activation if WRAPPERS[spec.wrapper].shards("weights") else how.weight
     narrowed = {"own": travelling}.get(spec.reduce_dtype, 2)
-    numel = operations.model.num_parameters
+    numel = operations.num_parameters
     return sent_bytes(
         spec.wrapper,
         gradient_bytes=numel * min(narrowed, travelling),

@@ -12,21 +12,22 @@ from stepgauge.cost.data_axis.buckets import Bucketed, Sending
 from stepgauge.cost.data_axis.fully_sharded import FullySharded
 from stepgauge.cost.data_axis.wrapper_host import unknown_host
 from stepgauge.cost.data_axis.wrappers import data_axis
-from stepgauge.cost.host import launching
-from stepgauge.cost.memory.peak import Memory, pipeline_memory, step_memory
+from stepgauge.cost.memory.peak import Memory
 from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.cost.pipeline.stages import Halves, durations
 from stepgauge.cost.pipeline.step import span_rows
 from stepgauge.cost.pipeline.timeline import Timeline, simulate
+from stepgauge.cost.rank import at_pace, host_of, operations_of, peak_of, peak_of_stages
 from stepgauge.cost.rates.estimate import SLOWER_HOST
 from stepgauge.cost.rates.machine import CalibratedMachine
-from stepgauge.cost.rates.prices import Prices, library_of
+from stepgauge.cost.rates.prices import InTurn, Prices, library_of
 from stepgauge.cost.step import modelled, rates
 from stepgauge.cost.streams.ledger import Rows, pipeline_rows, step_rows
 from stepgauge.cost.streams.outcome import Outcome, exposed_ms, outcome
-from stepgauge.cost.streams.program import Launching, Program, RankStep
+from stepgauge.cost.streams.program import Launching, Operations, Program, RankStep
 from stepgauge.cost.timed_blocks import as_timed
+from stepgauge.cost.traced.network import TracedNetwork
 from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.layout_rules import schedule_of
 from stepgauge.spec.layout_step import LayoutSpec
@@ -34,7 +35,6 @@ from stepgauge.spec.plan.pipeline import Schedule, lower
 from stepgauge.spec.plan.stages import describe_cuts
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.steps import work_of
-from stepgauge.spec.throughput import throughput
 
 SHORTEST = 3  # rounds of a pipeline's ranks, after which a schedule repeats itself
 
@@ -62,13 +62,17 @@ class Predicted:
 
 
 def predict_layout(
-    spec: LayoutSpec, machine: CalibratedMachine, *, shortened: bool = False
+    spec: LayoutSpec,
+    machine: CalibratedMachine,
+    traced: Sequence[TracedNetwork] = (),
+    *,
+    shortened: bool = False,
 ) -> Record:
-    """The modelled record. Raises ValueError for what the cost model or the hardware file does not
-    know. `shortened` is for layouts by the hundred: passes and, of a long pipeline, micro-batches
-    that repeat one another are counted, not simulated.
+    """The modelled record. `traced`: the stages of a network without formulas. Raises ValueError for
+    what the cost model or the hardware file does not know. `shortened` is for layouts by the hundred:
+    passes and, of a long pipeline, micro-batches that repeat one another are counted, not simulated.
     """
-    parts = LayoutParts.of(spec, machine, shortened=shortened)
+    parts = LayoutParts.of(spec, machine, traced, shortened=shortened)
     found = parts.predicted()
     figures = {
         **{f"{phase}_ms": ms for phase, ms in found.phases.items()},
@@ -76,13 +80,10 @@ def predict_layout(
         **_exposed(parts, found),
     }
     metrics = {name: Sample.exact(value, "ms") for name, value in figures.items()}
-    metrics |= throughput([found.step_ms], tokens=spec.tokens_per_step)
     if found.timeline is not None:
         metrics["bubble"] = Sample.exact(found.bubble, "fraction of the step")
-    metrics |= rates(
-        parts.stages[0].spec, parts.stages[0].model, machine, found.step_ms,
-        ranks=spec.ranks, batch=spec.batch * spec.accumulation,
-    )  # fmt: skip
+    sequences = spec.batch * spec.accumulation
+    metrics |= rates(spec, machine, found.step_ms, sequences=sequences, ranks=spec.ranks)
     note = unknown_host(machine, parts.stages[0].spec, spec.parsed_layout)
     record = modelled(
         spec, machine, metrics, found.rows, parts.memory(), late_us=found.late_us, note=note
@@ -124,7 +125,7 @@ class LayoutParts:
     """
 
     spec: LayoutSpec
-    stages: Sequence[StepOperations]
+    stages: Sequence[Operations]
     prices: Prices
     host: dict[str, Launching]
     sending: Sending
@@ -133,38 +134,33 @@ class LayoutParts:
 
     @classmethod
     def of(
-        cls, spec: LayoutSpec, machine: CalibratedMachine, *, shortened: bool = False
+        cls,
+        spec: LayoutSpec,
+        machine: CalibratedMachine,
+        traced: Sequence[TracedNetwork] = (),
+        *,
+        shortened: bool = False,
     ) -> "LayoutParts":
         """Raises ValueError for what is not modelled."""
         layout, work = spec.parsed_layout, work_of(spec)
-        if spec.cuda_graphs:
-            raise ValueError("cuda_graphs is True; stages that are replayed are not predicted yet")
         if layout.torch_tensor:
             raise ValueError(f"layout is {spec.layout!r}; torch's tensor parallel is not predicted")
-        # a stage of a pipeline is whole for a step, in the parameters' type
-        sharded = WRAPPERS[layout.wrapper].shards("weights") and layout.num_replicas > 1
-        gathered = sharded and layout.pipeline == 1
-        share = NetworkPart(
-            batch=spec.micro_batch,
-            tensor=layout.tensor,
-            overlap=layout.overlap,
-            context=layout.context,
-            ulysses=layout.ulysses,
-            gathered=gathered,
-            passes=spec.accumulation * (layout.microbatches if layout.pipeline > 1 else 1),
-        )
-        whole = StepOperations(work, share)
-        prices = Prices(machine, layout, library_of(spec)).paced_by(whole)
-        times = Halves.of(as_timed(whole, prices)).times(prices) if spec.needs_times else None
-        stages = [
-            as_timed(StepOperations(work, dataclasses.replace(share, blocks=blocks)), prices)
-            for blocks in spec.stages(times)
-        ]
+        share, prices = share_of(spec), Prices(machine, layout, library_of(spec))
+        if traced:
+            priced = [operations_of(work, share, stage) for stage in traced]
+            prices = prices.paced_by(InTurn(priced))
+        else:
+            whole = StepOperations(work, share)
+            prices = prices.paced_by(whole)
+            times = Halves.of(as_timed(whole, prices)).times(prices) if spec.needs_times else None
+            shares = [dataclasses.replace(share, blocks=blocks) for blocks in spec.stages(times)]
+            priced = [operations_of(work, each) for each in shares]
+        stages = [at_pace(stage, prices) for stage in priced]
         return cls(
             spec=spec,
             stages=stages,
             prices=prices,
-            host=launching(work, machine, layout),
+            host=host_of(stages[0], machine, layout, replayed=spec.cuda_graphs),
             sending=Sending(wrapper=layout.wrapper, ranks=layout.num_replicas, bucket_mb=spec.bucket_mb,
                             reduce_dtype=spec.reduce_dtype),
             schedule=spec.schedule(),
@@ -181,16 +177,12 @@ class LayoutParts:
         """The same with nothing sent on the axis."""
         return dataclasses.replace(self, prices=self.prices.without(axis))
 
-    def memory(self) -> Memory:
-        if self.schedule is not None:
-            plan, _ = self._shortened(self.schedule)
-            accumulates = self.spec.accumulation > 1
-            return pipeline_memory(
-                self.stages, self.spec.parsed_layout, plan, accumulates=accumulates
-            )
-        return step_memory(
-            self.stages[0], self.spec.parsed_layout, accumulates=self.spec.accumulation > 1
-        )
+    def memory(self) -> Memory | None:
+        layout, accumulates = self.spec.parsed_layout, self.spec.accumulation > 1
+        if self.schedule is None:
+            return peak_of(self.stages[0], layout, accumulates=accumulates)
+        plan, _ = self._shortened(self.schedule)
+        return peak_of_stages(self.stages, layout, plan, accumulates=accumulates)
 
     def _alone(self) -> Predicted:
         accumulation = self.spec.accumulation
@@ -294,3 +286,20 @@ def _waits(timeline: Timeline, rank: int, sent_us: Sequence[float]) -> tuple[flo
         arrived = max(arrived, ends[stage]) + sent_us[stage] / 1e3
     computed = max(ends.values())
     return computed, max(0.0, arrived - computed)
+
+
+def share_of(spec: LayoutSpec) -> NetworkPart:
+    """What a rank has of the network. A stage of a pipeline is whole for a step, in the parameters'
+    type.
+    """
+    layout = spec.parsed_layout
+    sharded = WRAPPERS[layout.wrapper].shards("weights") and layout.num_replicas > 1
+    return NetworkPart(
+        batch=spec.micro_batch,
+        tensor=layout.tensor,
+        overlap=layout.overlap,
+        context=layout.context,
+        ulysses=layout.ulysses,
+        gathered=sharded and layout.pipeline == 1,
+        passes=spec.accumulation * (layout.microbatches if layout.pipeline > 1 else 1),
+    )

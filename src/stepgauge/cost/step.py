@@ -8,47 +8,48 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from stepgauge.cost.host import launching
-from stepgauge.cost.memory.peak import Memory, step_memory
-from stepgauge.cost.operations.step_operations import StepOperations
+from stepgauge.cost.memory.peak import Memory
+from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.terms import TRAFFIC, Term
+from stepgauge.cost.rank import at_pace, host_of, operations_of, peak_of, phases_of
 from stepgauge.cost.rates.estimate import ASSUMED, INTERVAL, SLOWER_HOST, TIMED_WHOLE
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import Prices
 from stepgauge.cost.streams.outcome import Outcome, outcome
 from stepgauge.cost.streams.program import DataParallelCost, RankStep
-from stepgauge.cost.timed_blocks import as_timed
+from stepgauge.cost.traced.network import TracedNetwork
 from stepgauge.spec.layout import Layout
-from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample
-from stepgauge.spec.step import StepSpec, WorkSpec
+from stepgauge.spec.step import StepSpec
 from stepgauge.spec.throughput import throughput
+from stepgauge.spec.user_model import UserModel
 
 HEADINGS = ["phase", "term", "operation", "sizes", "count", "us", "source"]
 
 
-def predict(spec: StepSpec, machine: CalibratedMachine) -> Record:
-    """The modelled record of the step, its terms in a table. Raises ValueError for a step that the
-    cost model or the hardware file does not know.
+def predict(
+    spec: StepSpec, machine: CalibratedMachine, traced: TracedNetwork | None = None
+) -> Record:
+    """The modelled record of the step, its terms in a table. `traced`: of a network without formulas.
+    Raises ValueError for a step that the cost model or the hardware file does not know.
     """
-    priced = StepOperations(spec)
+    priced = operations_of(spec, NetworkPart(batch=spec.batch), traced)
     prices = Prices(machine).paced_by(priced)
-    operations = as_timed(priced, prices)
-    host = launching(spec, machine)
+    operations = at_pace(priced, prices)
+    host = host_of(operations, machine, Layout())
     program = RankStep(operations, prices, host).program(DataParallelCost(), phases=spec.phases)
     found = outcome(program, prices.contention)
-    phases = operations.phases()
-    host_ms = sum(host[phase].us(len(operations.blocks)) for phase in phases) / 1e3
+    phases = phases_of(operations, spec.phases)
+    host_ms = sum(host[phase].us(operations.launched(phase)) for phase in phases) / 1e3
     metrics = {
         **{f"{name}_ms": _ms(found.phases[name]) for name in phases},
         "step_ms": _ms(found.step_ms),
-        **throughput([found.step_ms], tokens=operations.tokens),
         "host_ms": _ms(host_ms),
         "device_ms": _ms(found.device_ms),
-        **rates(spec, operations.model, machine, found.step_ms, ranks=1, batch=spec.batch),
+        **rates(spec, machine, found.step_ms, sequences=spec.batch),
     }
     rows = [*term_rows(phases, prices), *host_rows(phases, prices, found)]
-    memory = step_memory(operations, Layout()) if spec.phases == "step" else None
+    memory = peak_of(operations, Layout()) if spec.phases == "step" else None
     return modelled(spec, machine, metrics, rows, memory, late_us=found.late_us)
 
 
@@ -96,20 +97,20 @@ def lacking(memory: Memory, machine: CalibratedMachine) -> str:
 
 
 def rates(
-    spec: WorkSpec,
-    model: ModelSpec,
-    machine: CalibratedMachine,
-    step_ms: float,
-    *,
-    ranks: int,
-    batch: int,
+    spec: Any, machine: CalibratedMachine, step_ms: float, *, sequences: int, ranks: int = 1
 ) -> dict[str, Sample]:
-    """Model FLOPs a second of one of the ranks, and their part of its peak, where that is known."""
-    count = model.forward_flops if spec.phases == "forward" else model.step_flops
-    flops = count(batch=batch, sequence=model.context_length) / ranks
+    """Tokens of a step of so many sequences a second, model FLOPs of one of its ranks, and their part
+    of its peak, where that is known; nothing of a user's model, whose shape is not.
+    """
+    if isinstance(spec.model, UserModel):
+        return {}
+    model, phases = spec.network, getattr(spec, "phases", "step")
+    count = model.forward_flops if phases == "forward" else model.step_flops
+    flops = count(batch=sequences, sequence=model.context_length) / ranks
     known = machine.hardware.peaks
     peak = known.of(spec.precision) if known else None
-    return throughput([step_ms], flops=flops, peak=peak)
+    tokens = sequences * model.context_length
+    return throughput([step_ms], tokens=tokens, flops=flops, peak=peak)
 
 
 def term_rows(

@@ -4,6 +4,7 @@ after it. inductor fuses less across reductions, and keeps less for backward.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from stepgauge.cost.operations.terms import TRAFFIC, Term
@@ -20,8 +21,9 @@ class Moved:
 
     @property
     def is_pass(self) -> bool:
-        is_apart = self.term.is_product or self.term.operation.startswith("optimizer")
-        return not is_apart and self.term.count > 0
+        term = self.term
+        is_apart = term.is_product or term.axis or term.operation.startswith("optimizer")
+        return not is_apart and term.count > 0
 
 
 def fused(phases: Mapping[str, Sequence[Moved]]) -> dict[str, list[Term]]:
@@ -32,6 +34,26 @@ def fused(phases: Mapping[str, Sequence[Moved]]) -> dict[str, list[Term]]:
     for name, moved in phases.items():
         found[name] = list(_together(moved, start, last))
         start += len(moved)
+    return found
+
+
+def fused_units(
+    phases: Mapping[str, Sequence[Moved]], *, outside: bool
+) -> dict[str, list[tuple[str, list[Term]]]]:
+    """The same where each block is compiled by itself, as runs of terms with the block's name: ""
+    for what is outside of blocks, which is compiled too where `outside` says so.
+    """
+    whole = [each for moved in phases.values() for each in moved]
+    last = {storage: place for place, each in enumerate(whole) for storage in each.reads}
+    found: dict[str, list[tuple[str, list[Term]]]] = {}
+    start = 0
+    for name, moved in phases.items():
+        found[name] = []
+        for unit, group in itertools.groupby(moved, lambda each: each.unit):
+            run = list(group)
+            terms = _together(run, start, last) if unit or outside else (m.term for m in run)
+            found[name].append((unit, list(terms)))
+            start += len(run)
     return found
 
 

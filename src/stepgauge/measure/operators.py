@@ -14,9 +14,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from stepgauge.cost.operations.terms import TRAFFIC, Term
+from stepgauge.measure import own_operators
 from stepgauge.measure.fusion import Moved
 from stepgauge.measure.pointwise import passes
+from stepgauge.measure.sent_operators import NAMESPACE, Axis, SentOperators
 
+NOTHING = Term("", TRAFFIC, (0.0,), count=0)
 FREE = ("empty", "new_empty", "detach", "lift", "_local_scalar_dense", "is_", "_unsafe_view")
 # Read as many values of their first input as they write.
 GATHERS = ("embedding", "gather", "index", "index_select", "nll_loss_forward", "slice_backward")
@@ -40,13 +43,17 @@ class OperatorTrace(TorchDispatchMode):
     `gradient` counts its elements.
 
     fp32  how products of fp32 tensors are computed: "fp32" or "tf32"
+    axes  of a layout, whose ranks send each other what the step needs, by the name of their group
 
     An operator without a price raises ValueError, which names it.
     """
 
-    def __init__(self, *, fp32: str = "fp32"):
+    def __init__(self, *, fp32: str = "fp32", axes: Mapping[str, Axis] | None = None):
         super().__init__()
+        self._axes = axes or {}
+        self._sent = SentOperators(self._axes)
         self.moved: dict[str, list[Moved]] = {}
+        self.input_gradients: dict[str, int] = {}  # of each unit, the storage
         self._held: list[Any] = []  # storages, so that none of their places is taken again
         self._fp32, self._phase, self._unit = fp32, "", ""
 
@@ -98,7 +105,7 @@ class OperatorTrace(TorchDispatchMode):
             callers.append(self._unit)
             self._unit = name
             for x in _differentiable((inputs, named)):
-                x.register_hook(lambda _: left())
+                x.register_hook(left)
 
         def returned(_: nn.Module, inputs: Any, outputs: Any) -> None:
             self._unit = callers.pop()
@@ -108,8 +115,11 @@ class OperatorTrace(TorchDispatchMode):
         def entered() -> None:
             self._unit = name
 
-        def left() -> None:  # unless the unit before, whose output this is, has begun
+        def left(
+            gradient: Tensor,
+        ) -> None:  # unless the unit before, whose output this is, has begun
             self._unit = "" if self._unit == name else self._unit
+            self.input_gradients[name] = gradient.untyped_storage()._cdata
 
         return [
             unit.register_forward_pre_hook(called, with_kwargs=True),
@@ -125,13 +135,23 @@ class OperatorTrace(TorchDispatchMode):
                 return result
         result = func(*args, **(kwargs or {}))
         if self._phase:
-            inputs, outputs = _tensors((args, kwargs)), _tensors(result)
-            if not _is_free(func, name, inputs, outputs):
-                written = outputs or inputs  # lists that are changed in place
-                places = self._by_storage(_read(name, inputs, outputs)), self._by_storage(written)
-                for term in self._priced(func, name, args, inputs, outputs):
-                    self.moved[self._phase].append(Moved(term, *places, self._unit))
+            self._record(func, name, args, _tensors((args, kwargs)), _tensors(result))
         return result
+
+    def _record(
+        self, func: Any, name: str, args: Any, inputs: list[Tensor], outputs: list[Tensor]
+    ) -> None:
+        is_sent = func.namespace == NAMESPACE
+        if not is_sent and _is_free(func, name, inputs, outputs):
+            return
+        written = outputs or inputs  # lists that are changed in place
+        places = self._by_storage(_read(name, inputs, outputs)), self._by_storage(written)
+        ran = self.moved[self._phase]
+        if is_sent:
+            self._sent.see(name, args, Moved(NOTHING, *places, self._unit), ran)
+            return
+        for term in self._priced(func, name, args, inputs, outputs):
+            ran.append(Moved(term, *places, self._unit))
 
     def _by_storage(self, tensors: list[Tensor]) -> dict[int, int]:
         found: dict[int, int] = {}
@@ -146,6 +166,11 @@ class OperatorTrace(TorchDispatchMode):
         self, func: Any, name: str, args: Any, inputs: list[Tensor], outputs: list[Tensor]
     ) -> Iterator[Term]:
         unpriced = f"the model runs {func}, which no calibration has a time for"
+        if func.namespace == own_operators.NAMESPACE:
+            yield from own_operators.own_terms(
+                func, _by_name(func, args), inputs, outputs, self._axes
+            )
+            return
         if func.namespace != "aten":
             raise ValueError(unpriced)
         if calibrated := list(self._calibrated(func, name, args, inputs, outputs)):
@@ -216,7 +241,7 @@ class OperatorTrace(TorchDispatchMode):
     def _attention(self, func: Any, name: str, args: Any) -> Sized:
         """Calibrated with a causal mask: without one there is twice as much to compute."""
         direction = "backward" if "backward" in name else "forward"
-        given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
+        given = _by_name(func, args)
         q, k = given["query"], given["key"]
         heads, length = math.prod(q.shape[:-2]), math.sqrt(q.shape[-2] * k.shape[-2])
         operation = f"attention sdpa {direction} {self._kind(q, 'fp32')}"
@@ -256,6 +281,10 @@ def record_step(
 
 def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _by_name(func: Any, args: Any) -> dict[str, Any]:
+    return {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
 
 
 def _differentiable(values: Any) -> list[Tensor]:

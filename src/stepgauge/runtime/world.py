@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from stepgauge.runtime.imagined_world import IMAGINED
 from stepgauge.runtime.torchrun import torchrun_numbers
 
 # of a collective: longer than any that is measured, short enough to notice a rank that hangs
@@ -67,9 +68,12 @@ def joined_world() -> World | None:
 
 
 def gathered_objects(value: Object, group: dist.ProcessGroup | None = None) -> list[Object]:
-    """What each rank of the group gives, by rank. All of them must call it."""
+    """What each rank of the group gives, by rank. All of them must call it. Ranks that are imagined
+    give what this one does.
+    """
     values = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
+    if dist.get_backend(group) != IMAGINED:
+        dist.all_gather_object(values, value, group=group)
     return values
 
 

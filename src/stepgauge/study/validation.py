@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stepgauge.cost.operations.step_operations import StepOperations
+from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.terms import TRAFFIC
+from stepgauge.cost.rank import operations_of, phases_of
 from stepgauge.report import prediction_tables
 from stepgauge.report.page import Block, Text
 from stepgauge.report.prediction_errors import sentence
@@ -77,7 +78,8 @@ def _calibration(machine: StudyMachine, specs: Sequence[Any]) -> list[Any]:
 
     from stepgauge.calibrate import run as calibration
 
-    phases = StepOperations(specs[0]).phases().values()
+    whole = operations_of(specs[0], NetworkPart(batch=specs[0].batch))
+    phases = phases_of(whole, specs[0].phases).values()
     # what is not timed on this kind of device is predicted by its bytes
     timed = set(calibration.names(torch.device(machine.device)))
     used = dict.fromkeys([TRAFFIC, *(term.operation for terms in phases for term in terms)])

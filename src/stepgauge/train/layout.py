@@ -32,8 +32,9 @@ from stepgauge.spec.layout_rules import schedule_of
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.recompute import RecomputePlan
-from stepgauge.spec.plan.stages import TIME, cut_blocks, parts_of
+from stepgauge.spec.plan.stages import TIME, cut_blocks, num_parts, parts_of
 from stepgauge.spec.plan.tensor_tables import table_of
+from stepgauge.spec.step import WorkSpec
 from stepgauge.spec.train import TrainSpec
 from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import (
@@ -192,7 +193,7 @@ def stages_of(spec: Spec, layout: Layout, device: torch.device) -> list[range]:
             inputs, targets = _cut(model)([part.to(device) for part in batch])
             times = part_times(
                 model,
-                functools.partial(_build_parts, spec, layout, device),
+                functools.partial(build_parts, spec, layout, device),
                 inputs=tuple(inputs),
                 targets=targets[0],
                 device=device,
@@ -205,16 +206,18 @@ def _build(
     spec: Spec, layout: Layout, device: torch.device, model: Preset, blocks: range
 ) -> nn.Module:
     """A stage, weights drawn from the spec's seed."""
-    return _build_parts(spec, layout, device, model, parts_of(blocks, model.num_layers))
+    return build_parts(spec, layout, device, model, parts_of(blocks, model.num_layers))
 
 
-def _build_parts(
-    spec: Spec, layout: Layout, device: torch.device, model: Preset, parts: range
+def build_parts(
+    spec: Spec | WorkSpec, layout: Layout, device: torch.device, model: Preset, parts: range
 ) -> nn.Module:
+    """Parts of the network, as spec.plan.stages numbers them."""
     make, _ = NETWORKS[type(model)]
     part = make(model, device=device, parts=parts, seed=spec.seed)
     part.through_blocks = blocks_runner(spec, None)
-    if isinstance(model, BertSpec) and layout.pipeline > 1 and 0 in parts:
+    is_cut = 0 in parts and num_parts(model.num_layers) - 1 not in parts
+    if isinstance(model, BertSpec) and is_cut:
         part.register_forward_pre_hook(_types_last)
     return compiled(part.to(PRECISIONS[spec.precision].parameters), spec.compile)
 
@@ -239,8 +242,24 @@ def network_of(
         context=context,
         graphs=CudaGraphs(device) if isinstance(spec, LayoutSpec) and spec.cuda_graphs else None,
         cut_sequences=functools.partial(cut_sequences, layout=layout),
-        partial_loss=FUSED_LOSS if isinstance(model, ModelSpec) and model.loss == "fused" else None,
+        partial_loss=partial_loss_of(model),
     )
+
+
+def partial_loss_of(model: Preset) -> PartialLoss | None:
+    """Of ranks that have some of the vocabulary each."""
+    return FUSED_LOSS if isinstance(model, ModelSpec) and model.loss == "fused" else None
+
+
+def stage_batch(
+    model: Preset, parts: range, batch: Sequence[Any], hidden: Callable[[], Tensor]
+) -> Sequence[Any]:
+    """What a stage of these parts is called with of a batch; `hidden` gives what others send it."""
+    last = num_parts(model.num_layers) - 1
+    if 0 in parts and last in parts:
+        return batch
+    inputs, targets = _cut(model)(batch)
+    return [*(inputs if 0 in parts else [hidden()]), *(targets if last in parts else ())]
 
 
 def cut_sequences(module: nn.Module, group: dist.ProcessGroup, *, layout: Layout) -> SplitSequences:

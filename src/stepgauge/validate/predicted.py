@@ -5,15 +5,13 @@ from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.pipeline.step import predict_pipeline
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.step import predict
-from stepgauge.cost.traced.network import TRACED, TracedNetwork, has_formulas
-from stepgauge.cost.traced.step import predict_traced
+from stepgauge.cost.traced.network import TRACED, TracedNetwork, TracedSpec, has_formulas
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
-from stepgauge.spec.steps import AnyStep
 
 
 def predicted(
@@ -33,22 +31,23 @@ def predicted(
     machine = CalibratedMachine(hardware.on_ranks(getattr(spec, "ranks", 1)))
     if asked is not None:
         machine.asked = asked
-    if isinstance(spec, AnyStep) and not has_formulas(spec.model):
-        return predict_traced(spec, traced_on(spec, hardware), machine)
+    traced: list[TracedNetwork] = []
+    if isinstance(spec, TracedSpec) and not has_formulas(spec):
+        traced = traced_on(spec, hardware)
     match spec:
         case StepSpec():
-            return predict(spec, machine)
+            return predict(spec, machine, *traced)
         case DataParallelSpec():
-            return predict_data_parallel(spec, machine)
+            return predict_data_parallel(spec, machine, *traced)
         case LayoutSpec():
-            return predict_layout(spec, machine, shortened=shortened)
+            return predict_layout(spec, machine, traced, shortened=shortened)
         case PipelineSpec():
-            return predict_pipeline(spec, machine)
+            return predict_pipeline(spec, machine, traced)
     raise ValueError(f"{type(spec).__name__} has no cost model yet")
 
 
-def traced_on(spec: AnyStep, hardware: HardwareFile) -> TracedNetwork:
-    """The operators of a step on a device of that kind, for which torch is imported. Raises
+def traced_on(spec: TracedSpec, hardware: HardwareFile) -> list[TracedNetwork]:
+    """The operators of each stage of a step on a device of that kind, for which torch is imported. Raises
     ValueError for a step that cannot be traced.
     """
     try:

@@ -5,7 +5,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from stepgauge.cost.data_axis.wrapper_host import hooks_of
+from stepgauge.cost.data_axis.wrapper_host import Hooks, hooks_of
 from stepgauge.cost.operations.terms import TRAFFIC, Term
 from stepgauge.cost.rates.prices import Prices
 from stepgauge.cost.streams.program import (
@@ -25,12 +25,15 @@ BYTES: Mapping[str, int] = {"own": 0, "bf16": 2, "fp16": 2}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sending:
-    """How gradients travel: as a spec's fields of these names."""
+    """How gradients travel: as a spec's fields of these names. `recorded`: in one CUDA graph with
+    forward and backward, where no hook runs.
+    """
 
     wrapper: str
     ranks: int
     bucket_mb: float = 25.0
     reduce_dtype: str = "own"
+    recorded: bool = False
 
 
 def parameters_of(step: RankStep, reduce_dtype: str = "own") -> list[Parameter]:
@@ -70,6 +73,8 @@ class Bucketed(DataParallelCost):
         self.hooks = hooks_of(
             self.prices.machine, sending.wrapper, step.operations.spec, self.prices.layout
         )
+        if sending.recorded:
+            self.hooks = {**self.hooks, "forward": Hooks(), "backward": Hooks()}
         # one graph of the whole network gives all gradients at its end
         is_one_graph = step.operations.spec.compile in ("on", "reduce-overhead")
         wrapper = WRAPPERS[sending.wrapper]

@@ -37,7 +37,7 @@ def kept(operations: StepOperations) -> KeptBytes:
     spec, layers = operations.spec, len(operations.blocks)
     whole = sum(of_block(operations).values())
     size = min(spec.checkpoint_blocks, layers)
-    inputs = math.ceil(layers / size) * stream_bytes(operations)
+    inputs = math.ceil(layers / size) * operations.stream_bytes
     ends = sum(of_ends(operations).values())
     if spec.checkpointing == "none":
         return KeptBytes(layers * whole, ends, 0.0)
@@ -46,16 +46,11 @@ def kept(operations: StepOperations) -> KeptBytes:
         return KeptBytes(inputs + layers * costly, ends, size * max(0.0, whole - costly))
     if spec.checkpointing == "feed-forward":  # each block by itself
         costly = sum(of_attention(operations).values())
-        inputs = layers * stream_bytes(operations)
+        inputs = layers * operations.stream_bytes
         return KeptBytes(inputs + layers * costly, ends, max(0.0, whole - costly))
     if spec.checkpointing == "nested":
-        return KeptBytes(inputs, ends, size * stream_bytes(operations) + whole)
+        return KeptBytes(inputs, ends, size * operations.stream_bytes + whole)
     return KeptBytes(inputs, ends, size * whole)
-
-
-def stream_bytes(operations: StepOperations) -> float:
-    """The residual stream as it enters a block: M D R of this rank's tokens."""
-    return operations.own_tokens * operations.model.d_model * operations.how.residual
 
 
 def of_block(operations: StepOperations) -> Parts:
@@ -69,7 +64,7 @@ def of_block(operations: StepOperations) -> Parts:
     heads = operations.share.batch * model.num_heads // n
     inputs = operations.own_tokens if operations.overlapped else m  # these are gathered again
     found = {
-        "norm inputs": 2 * stream_bytes(operations),
+        "norm inputs": 2 * operations.stream_bytes,
         "norm statistics": 2 * operations.own_tokens * STATISTIC,
         "inputs of column layers": 2 * inputs * d * a,
         "queries, keys and values": m * operations.qkv_rows * a,
@@ -130,7 +125,7 @@ def of_ends(operations: StepOperations) -> Parts:
     model, how = operations.model, operations.how
     m, d, v = operations.tokens, model.d_model, model.vocab_size // operations.share.tensor
     found = {
-        "last norm": stream_bytes(operations) + operations.own_tokens * STATISTIC,
+        "last norm": operations.stream_bytes + operations.own_tokens * STATISTIC,
         "input of the head": m * d * how.activation,
     }
     if (
@@ -169,7 +164,7 @@ def _held_by_the_head(operations: StepOperations) -> float:
     their order: names in the frames of parallel/tensor_parallel/layers.py.
     """
     gathered = operations.tokens * operations.model.d_model * operations.how.activation
-    return stream_bytes(operations) + (gathered if operations.share.batch > 1 else 0)
+    return operations.stream_bytes + (gathered if operations.share.batch > 1 else 0)
 
 
 def of_block_backward(operations: StepOperations) -> float:

@@ -16,7 +16,6 @@ from stepgauge.cost.memory.activations import (
     narrow_copies,
     of_block_backward,
     of_loss,
-    stream_bytes,
 )
 from stepgauge.cost.memory.allocator import (
     LARGEST_SMALL,
@@ -122,7 +121,7 @@ def pipeline_memory(
             activations, resident["gradients"] = _fullest(row, held, base.gradients)
         extra = max(of_block_backward(stages[n]) + keeps[n].again for n in own)
         extra = max(extra, max(of_loss(stages[n]) for n in own))
-        buffers = 4 * max(stream_bytes(stages[n]) for n in own)
+        buffers = 4 * max(stages[n].stream_bytes for n in own)
         parts = {
             **resident,
             "activations in flight": activations,
@@ -158,7 +157,7 @@ def stage_memory(stage: StepOperations, layout: Layout) -> Memory:
         **_resident([stage], base),
         "activations in flight": live * keeps.total,
         "temporaries": of_block_backward(stage) + keeps.again,
-        "buffers of transfers": 4 * stream_bytes(stage),
+        "buffers of transfers": 4 * stage.stream_bytes,
     }
     return _memory(base, parts, "rank 0", layout, boxes_of(stage))
 
@@ -262,7 +261,7 @@ def _levels(
         "last block of backward": level(
             head + (layers - together) * one, last, inside + last_units
         ),
-        "end of backward": level(gradients, 0.0, stream_bytes(operations) + last_units),
+        "end of backward": level(gradients, 0.0, operations.stream_bytes + last_units),
     }
     if operations.spec.checkpointing != "none":
         # a loss by parts holds most in forward; another has narrow logits, half of their gradients

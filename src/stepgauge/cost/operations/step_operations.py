@@ -19,11 +19,12 @@ from stepgauge.cost.operations.fused_loss import fused_backward, fused_forward
 from stepgauge.cost.operations.head_exchange import HeadExchanges
 from stepgauge.cost.operations.rank_sizes import NetworkPart, ShareSizes
 from stepgauge.cost.operations.ring_attention import RING, Ring
-from stepgauge.cost.operations.supported import RECOMPUTED, require_priced
+from stepgauge.cost.operations.supported import CALIBRATED, RECOMPUTED, require_priced
 from stepgauge.cost.operations.tensor_overlap import beside_products
 from stepgauge.cost.operations.terms import TRAFFIC, Arithmetic, Term, strided_copy
 from stepgauge.cost.streams.program import LaunchGroup, Launching
 from stepgauge.spec.fused_loss import torch_computes
+from stepgauge.spec.model_fields import NORM_PARAMETERS, NORMS
 from stepgauge.spec.plan.tensor import KINDS, Rule, overlaps
 from stepgauge.spec.plan.tensor_tables import table_of
 from stepgauge.spec.step import WorkSpec
@@ -53,14 +54,14 @@ class StepOperations(ShareSizes):
         self._table = table_of(self.model, self.blocks) if self.share.tensor > 1 else {}
         self.paces: Mapping[tuple[str, bool], float] = {}  # by phase, of blocks and of the rest
 
-    def phases(self) -> dict[str, list[Term]]:
-        """What the spec's phases run, in order."""
-        phases = {"forward": list(self.forward())}
-        if self.spec.phases != "forward":
-            phases["backward"] = list(self.backward())
-        if self.spec.phases == "step":
-            phases["optimizer"] = [self.optimizer(self.num_parameters)]
-        return phases
+    @property
+    def stream_bytes(self) -> float:
+        """The residual stream as it enters a block: M D R of this rank's tokens."""
+        return self.own_tokens * self.model.d_model * self.how.residual
+
+    def launched(self, phase: str) -> float:
+        """Blocks that the host launches in a phase."""
+        return len(self.blocks)
 
     def forward(self) -> Iterator[Term]:
         """Blocks as one, with their count."""
@@ -122,7 +123,7 @@ class StepOperations(ShareSizes):
 
     def optimizer(self, numel: float) -> Term:
         """Of so many parameters."""
-        if self.spec.optimizer not in ("adamw", "fused"):
+        if self.spec.optimizer not in CALIBRATED:
             raise ValueError(f"optimizer is {self.spec.optimizer!r}; its cost is not calibrated")
         pace = self.paces.get(("optimizer", False), 1.0)
         if self.spec.precision == "bf16-master":  # read g, master, m, v; write the last three and p
@@ -261,6 +262,9 @@ class StepOperations(ShareSizes):
         yield from how.linear_backward("attention.output", m, d, width, 0)
         yield from self._attention("backward")
         yield from self._elementwise.heads_backward()
+        if model.qk_norm and n > 1:  # each rank has found a part, of its heads
+            nbytes = NORM_PARAMETERS[NORMS[model.norm]] * model.head_width * how.weight
+            yield Term("attention.qk_norm.sum", "all_reduce", (nbytes,), 2, axis="tensor")
         yield from how.linear_backward(
             "attention.input", m, self.qkv_rows, d, how.narrowed(own * d)
         )
@@ -282,13 +286,9 @@ class StepOperations(ShareSizes):
                 yield Term("loss.cast", "cast fp32 bf16", (m * v,))
 
     def _added(self, numel: int) -> Iterator[Term]:
-        """Gradients of so many parameters to those of earlier passes: what one pass has of it on
-        average. ZeRO 3 adds shares alone.
-        """
-        passes = self.share.passes
-        if passes > 1 and numel and not self.share.gathered:
-            nbytes = 3 * self.how.weight * numel * (passes - 1) / passes
-            yield Term("gradients.add", TRAFFIC, (nbytes / 2,), 2, weights=True)
+        """ZeRO 3 adds shares of gradients alone."""
+        if not self.share.gathered:
+            yield from self.how.gradients_added(numel, self.share.passes)
 
     # Both
 

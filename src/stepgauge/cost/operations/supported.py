@@ -11,6 +11,8 @@ PRICED = (
     "scaled_embedding"
 )
 NORMS = ("rmsnorm", "layernorm", "triton")
+CALIBRATED = ("adamw", "fused")  # optimizers
+ATTENTIONS = ("sdpa", "triton", "sdpa-flash", "sdpa-cudnn")  # where a hardware file has them
 COMPILED = ("off", "on", "blocks", "reduce-overhead")
 # How often backward runs a block's forward again, or of it what was not kept.
 RECOMPUTED = {"none": 0, "blocks": 1, "selective": 1, "feed-forward": 1, "nested": 2}
@@ -30,6 +32,6 @@ def require_priced(spec: WorkSpec) -> ModelSpec:
     model.require_defaults(PRICED, "has no cost model yet")
     if model.norm not in NORMS:
         raise ValueError(f"norm is {model.norm!r}; its cost is not calibrated")
-    if model.attention not in ("sdpa", "triton"):
+    if model.attention not in ATTENTIONS:
         raise ValueError(f"attention is {model.attention!r}; its cost is not calibrated")
     return model

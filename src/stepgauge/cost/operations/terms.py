@@ -136,6 +136,14 @@ class Arithmetic:
         if narrowed:
             yield Term(f"{name}.cast_input_gradient", "cast bf16 fp32", (narrowed,))
 
+    def gradients_added(self, numel: int, passes: int) -> Iterator[Term]:
+        """Gradients of so many parameters to those of earlier passes: what one pass has of it on
+        average.
+        """
+        if passes > 1 and numel:
+            nbytes = 3 * self.weight * numel * (passes - 1) / passes
+            yield Term("gradients.add", TRAFFIC, (nbytes / 2,), 2, weights=True)
+
     def norm(self, name: str, direction: str, kind: str, m: int, d: int) -> Iterator[Term]:
         """A norm of (M, D); by our kernel one pass over memory; compiled one with the residual sum
         before it.

@@ -5,12 +5,11 @@ for its inputs' gradients and for its weights', a micro-batch at a time.
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from stepgauge.cost.host import Launching
-from stepgauge.cost.memory.activations import stream_bytes
 from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.cost.operations.terms import Term
 from stepgauge.cost.pipeline.timeline import Durations
 from stepgauge.cost.rates.prices import Prices
+from stepgauge.cost.streams.program import Launching, Operations
 from stepgauge.spec.plan.pipeline import Channel, Schedule
 from stepgauge.spec.plan.pipeline.action import FORWARD, INPUT, UNSHARD, WEIGHT
 from stepgauge.spec.plan.stages import PartTimes
@@ -19,7 +18,7 @@ ATTENTION, FEED_FORWARD = ("attention",), ("feed_forward",)
 
 
 def durations(
-    stages: Sequence[StepOperations],
+    stages: Sequence[Operations],
     schedule: Schedule,
     prices: Prices,
     host: Mapping[str, Launching],
@@ -35,9 +34,9 @@ def durations(
         actions |= {(number, FORWARD): forward, (number, WEIGHT): weight}
         actions[number, INPUT] = backward - weight
         actions[number, UNSHARD] = unshard_us[number] / 1e3
-    nbytes = max(stream_bytes(stage) for stage in stages)
+    nbytes = max(stage.stream_bytes for stage in stages)
     launches = [
-        host[phase].us(len(stage.blocks)) / 1e3
+        host[phase].us(stage.launched(phase)) / 1e3
         for stage in stages
         for phase in ("forward", "backward")
     ]

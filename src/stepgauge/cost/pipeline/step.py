@@ -1,54 +1,82 @@
 """A pipeline's step, predicted: the record that `bench pipeline` would give."""
 
 import dataclasses
+from collections.abc import Sequence
 
-from stepgauge.cost.host import launching
-from stepgauge.cost.memory.activations import stream_bytes
 from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.cost.pipeline.cuts import stages_of
 from stepgauge.cost.pipeline.fill import fill_bubbles
-from stepgauge.cost.pipeline.stages import Halves
+from stepgauge.cost.pipeline.stages import Halves, durations
 from stepgauge.cost.pipeline.timeline import Durations, Timeline, simulate
+from stepgauge.cost.rank import host_of, operations_of
 from stepgauge.cost.rates.estimate import ASSUMED
 from stepgauge.cost.rates.machine import CalibratedMachine
-from stepgauge.cost.rates.prices import Prices
+from stepgauge.cost.rates.prices import Computing, InTurn, Prices
 from stepgauge.cost.step import modelled, term_rows
+from stepgauge.cost.traced.network import TracedNetwork
 from stepgauge.spec.fields import as_kind
 from stepgauge.spec.layout import Layout
-from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.pipeline import PipelineSpec
-from stepgauge.spec.plan.pipeline import lower
+from stepgauge.spec.plan.pipeline import Schedule, lower
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import WorkSpec
 from stepgauge.spec.throughput import throughput
 
 
-def predict_pipeline(spec: PipelineSpec, machine: CalibratedMachine) -> Record:
-    """The modelled record: forward and backward, no optimizer. Raises ValueError for what the cost
-    model or the hardware file does not know.
+def predict_pipeline(
+    spec: PipelineSpec, machine: CalibratedMachine, traced: Sequence[TracedNetwork] = ()
+) -> Record:
+    """The modelled record: forward and backward, no optimizer. `traced`: the stages of a network
+    without formulas. Raises ValueError for what the cost model or the hardware file does not know.
     """
-    whole = _whole(spec)
     layout = Layout(pipeline=spec.ranks, schedule=spec.ours if spec.ranks > 1 else "")
     backend = "nccl" if spec.device.startswith(("cuda", "auto")) else "gloo"
-    prices = Prices(machine, layout, backend).paced_by(whole)
     schedule = lower(spec.plan(), ahead=spec.ahead)
-    host = launching(whole.spec, machine)
-    halves = Halves.of(whole)
-    parts = stages_of(spec, halves.times(prices))
-    taken = halves.durations(parts, schedule, prices, nbytes=stream_bytes(whole), host=host)
+    prices = Prices(machine, layout, backend)
+    whole, prices, parts, taken = (
+        _of_stages(spec, schedule, prices, traced) if traced else _of_halves(spec, schedule, prices)
+    )
     if spec.fill:
         schedule = lower(fill_bubbles(spec.plan(), taken), ahead=spec.ahead)
     timeline = simulate(schedule, taken)
     metrics = simulated_metrics(timeline, taken, batch=spec.batch)
-    tokens = spec.batch * whole.model.context_length
-    metrics |= throughput([timeline.step_ms], tokens=tokens)
+    metrics |= throughput([timeline.step_ms], tokens=spec.batch * spec.model.context_length)
     rows = term_rows({"forward": whole.forward(), "backward": whole.backward()}, prices)
     rows.append(bubble_row(timeline))
     record = modelled(spec, machine, metrics, rows, None)
     tables = {**record.tables, "spans": span_rows(timeline)}
     note = spec.describe_stages(parts, "predicted")
     return dataclasses.replace(record, tables=tables, note=note)
+
+
+Cut = tuple[Computing, Prices, list[range], Durations]
+
+
+def _of_stages(
+    spec: PipelineSpec, schedule: Schedule, prices: Prices, traced: Sequence[TracedNetwork]
+) -> Cut:
+    """All that is computed, at its prices; the parts of each stage, and how long it takes."""
+    work = _work(spec)
+    share = NetworkPart(batch=work.batch, passes=spec.micro_batches)
+    stages = [operations_of(work, share, stage) for stage in traced]
+    whole = InTurn(stages)
+    prices = prices.paced_by(whole)
+    host = host_of(stages[0], prices.machine, Layout(), replayed=spec.cuda_graphs)
+    taken = durations(stages, schedule, prices, host, [0.0] * len(stages))
+    return whole, prices, stages_of(spec), taken
+
+
+def _of_halves(spec: PipelineSpec, schedule: Schedule, prices: Prices) -> Cut:
+    """The same of the Transformer, whose halves of blocks are known."""
+    work = _work(spec)
+    whole = StepOperations(work, NetworkPart(batch=work.batch, passes=spec.micro_batches))
+    prices, halves = prices.paced_by(whole), Halves.of(whole)
+    parts = stages_of(spec, halves.times(prices))
+    host = host_of(whole, prices.machine, Layout(), replayed=spec.cuda_graphs)
+    nbytes = whole.stream_bytes
+    taken = halves.durations(parts, schedule, prices, nbytes=nbytes, host=host)
+    return whole, prices, parts, taken
 
 
 def simulated_metrics(timeline: Timeline, taken: Durations, *, batch: int) -> dict[str, Sample]:
@@ -82,11 +110,7 @@ def span_rows(timeline: Timeline) -> list[list[object]]:
     return [head, *rows]
 
 
-def _whole(spec: PipelineSpec) -> StepOperations:
-    """The network as one rank would run it, a micro-batch at a time."""
-    model = spec.model
-    if not isinstance(model, ModelSpec):
-        raise ValueError("only presets of the Transformer are predicted")
+def _work(spec: PipelineSpec) -> WorkSpec:
+    """The step of one rank that has the whole network, a micro-batch at a time."""
     batch = spec.batch // spec.micro_batches
-    work = as_kind(WorkSpec, spec, batch=batch, phases="backward")
-    return StepOperations(work, NetworkPart(batch=work.batch, passes=spec.micro_batches))
+    return as_kind(WorkSpec, spec, batch=batch, phases="backward")

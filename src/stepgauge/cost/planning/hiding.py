@@ -28,6 +28,7 @@ def overlaps(spec: LayoutSpec, machine: CalibratedMachine) -> list[overlap_ratio
     """
     parts = LayoutParts.of(spec, machine)
     stage, prices = parts.stages[0], parts.prices
+    assert isinstance(stage, StepOperations), "nothing was traced"
     computing = prices.total_us(term for term in stage.forward_parts()[1] if not term.axis)
     weights = stage.model.block_matrix_parameters / spec.parsed_layout.tensor
     rate = 2 * stage.tokens * weights / computing * 1e6

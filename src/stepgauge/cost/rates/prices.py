@@ -1,6 +1,8 @@
 """What a term takes on a machine, under a layout."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from stepgauge.cost.operations.terms import COLLECTIVES, TRAFFIC, TRANSFER, Term
@@ -25,6 +27,19 @@ class Computing(Protocol):
 
     def forward(self) -> Iterator[Term]: ...
     def backward(self) -> Iterator[Term]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class InTurn:
+    """Stages, one after another, as one network."""
+
+    stages: Sequence[Computing]
+
+    def forward(self) -> Iterator[Term]:
+        return itertools.chain(*(stage.forward() for stage in self.stages))
+
+    def backward(self) -> Iterator[Term]:
+        return itertools.chain(*(stage.backward() for stage in self.stages))
 
 
 class Prices:

@@ -65,7 +65,7 @@ class Launching:
     block_us: float = 0.0
     outside_us: float = 0.0
 
-    def us(self, blocks: int) -> float:
+    def us(self, blocks: float) -> float:
         return max(0.0, self.outside_us + self.block_us * blocks)
 
 
@@ -87,7 +87,12 @@ class LaunchGroup:
 
 
 class Operations(Protocol):
-    """What a rank runs: of a preset its StepOperations, of a user's network its traced operators."""
+    """What a rank runs: a list of operations with their sizes, by formulas (StepOperations) or as they
+    were traced (TracedOperations).
+
+    stream_bytes  of what a stage of a pipeline gives to the next
+    launched      blocks of the calibrated network that the host launches as much for in a phase
+    """
 
     @property
     def spec(self) -> Any: ...
@@ -96,6 +101,8 @@ class Operations(Protocol):
     @property
     def blocks(self) -> range: ...
     @property
+    def stream_bytes(self) -> float: ...
+    @property
     def num_parameters(self) -> int: ...
     @property
     def units(self) -> Mapping[str, int]: ...
@@ -103,6 +110,7 @@ class Operations(Protocol):
     def block_matrices(self) -> list[int]: ...
     @property
     def end_matrices(self) -> list[int]: ...
+    def launched(self, phase: str) -> float: ...
     def forward(self) -> Iterator[Term]: ...
     def backward(self) -> Iterator[Term]: ...
     def groups(self, phase: str, host: Launching) -> Iterator[LaunchGroup]: ...
@@ -157,10 +165,13 @@ class RankStep:
             if phases != "forward":
                 self._backward(program, axis if sends else DataParallelCost())
         if phases == "step":
-            program.host("optimizer", self.host["optimizer"].us(len(self.operations.blocks)))
+            program.host("optimizer", self._optimizer_us())
             axis.optimizer(program, self.operations, self.prices)
             program.end("optimizer")
         return program
+
+    def _optimizer_us(self) -> float:
+        return self.host["optimizer"].us(self.operations.launched("optimizer"))
 
     def _forward(self, program: Program, axis: DataParallelCost) -> None:
         for group in self.groups("forward"):

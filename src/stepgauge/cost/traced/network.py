@@ -4,16 +4,21 @@ it held from moment to moment.
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from stepgauge.cost.operations.supported import PRICED
-from stepgauge.cost.operations.terms import Arithmetic, Term
+from stepgauge.cost.operations.rank_sizes import NetworkPart
+from stepgauge.cost.operations.supported import CALIBRATED, NORMS, PRICED
+from stepgauge.cost.operations.terms import PRECISION, Arithmetic, Term
 from stepgauge.cost.streams.program import LaunchGroup, Launching
 from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.pipeline import PipelineSpec
+from stepgauge.spec.step import BUDGET
 from stepgauge.spec.steps import AnyStep
 
+TracedSpec = AnyStep | PipelineSpec
 TRACED = "a user's model, BERT, experts, windows and other masks"
-LAYOUTS = f"of {TRACED} one device and data axes are predicted"
+COMPILED = ("off", "on", "blocks", "reduce-overhead")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,46 +58,64 @@ class TracedNetwork:
 
 
 class TracedOperations:
-    """What StepOperations is of a preset."""
+    """What StepOperations is of the Transformer, of any network."""
 
-    def __init__(self, spec: AnyStep, traced: TracedNetwork):
-        self.spec, self.traced = spec, traced
+    def __init__(self, spec: Any, share: NetworkPart, traced: TracedNetwork):
+        self.spec, self.share, self.traced = spec, share, traced
         self.how = Arithmetic.of(
-            spec.precision,
-            is_compiled=spec.compile != "off",
-            gathered=gathers_weights(spec.parsed_layout),
+            spec.precision, is_compiled=spec.compile != "off", gathered=share.gathered
         )
-        self.blocks = range(1)  # the host launches all of it as one block
+        self.blocks = share.blocks or range(1)
         self.block_matrices: list[int] = []
         self.end_matrices = list(traced.parameters)
         self.num_parameters = sum(traced.parameters)
         self.units = traced.units
 
+    @property
+    def stream_bytes(self) -> float:
+        """The residual stream of this rank's tokens, between blocks of a network whose shape is
+        known.
+        """
+        model, share = self.spec.network, self.share
+        tokens = share.batch * model.context_length / share.context / share.tensor
+        return tokens * model.d_model * self.how.residual
+
+    def launched(self, phase: str) -> float:
+        return self.traced.blocks.get(phase, 0.0)
+
     def forward(self) -> Iterator[Term]:
         return iter(_together(self.traced.terms("forward")))
 
     def backward(self) -> Iterator[Term]:
-        return iter(_together(self.traced.terms("backward")))
+        return iter(_together([*self.traced.terms("backward"), *self._added()]))
 
     def groups(self, phase: str, host: Launching) -> Iterator[LaunchGroup]:
         """The runs, each with its part of the phase's launches, after what the host does first."""
         runs = self.traced.runs(phase)
-        yield LaunchGroup(f"start of {phase}", [], host.outside_us)
+        yield LaunchGroup(f"start of {phase}", [], host.us(0))
         total, place = sum(len(run.terms) for run in runs), 0
+        host_us = host.block_us * self.launched(phase)
         for number, run in enumerate(runs):
             named = [
                 dataclasses.replace(term, name=f"{n}.{term.name}")
                 for n, term in enumerate(run.terms, place)
             ]
             place += len(named)
-            host_us = host.block_us * len(named) / total
-            yield LaunchGroup(run.unit or f"{phase} {number}", named, host_us, one_by_one=True)
+            part_us = host_us * len(named) / total
+            yield LaunchGroup(run.unit or f"{phase} {number}", named, part_us, one_by_one=True)
+        if phase == "backward":
+            yield LaunchGroup("gradients", list(self._added()), 0.0)
 
     def optimizer(self, numel: float) -> Term:
         """Of so many of the parameters."""
-        (size,) = self.traced.update.sizes
-        part = size * numel / self.num_parameters
-        return dataclasses.replace(self.traced.update, sizes=(part,))
+        update, part = self.traced.update, numel / self.num_parameters
+        (size,) = update.sizes
+        return dataclasses.replace(update, sizes=(size * part,), nbytes=update.nbytes * part)
+
+    def _added(self) -> Iterator[Term]:
+        """Gradients to those of earlier passes; ZeRO 3 adds shares alone."""
+        if not self.share.gathered:
+            yield from self.how.gradients_added(self.num_parameters, self.share.passes)
 
 
 def _together(terms: Sequence[Term]) -> list[Term]:
@@ -104,11 +127,14 @@ def _together(terms: Sequence[Term]) -> list[Term]:
     return [dataclasses.replace(term, count=count) for term, count in counts.items()]
 
 
-def has_formulas(model: object) -> bool:
-    """Whether the terms of the network are written down (cost/operations/): of other networks the
-    operators are traced.
+def has_formulas(spec: Any) -> bool:
+    """Whether the terms of the step are written down (cost/operations): of other steps the operators
+    are traced.
     """
-    if not isinstance(model, ModelSpec):
+    model, is_updated = spec.model, getattr(spec, "phases", "step") == "step"
+    if not isinstance(model, ModelSpec) or model.attention == "eager" or model.norm not in NORMS:
+        return False
+    if is_updated and getattr(spec, "optimizer", CALIBRATED[0]) not in CALIBRATED:
         return False
     try:
         model.require_defaults(PRICED, "")
@@ -117,19 +143,45 @@ def has_formulas(model: object) -> bool:
     return True
 
 
-def require_traceable(spec: AnyStep) -> None:
+def require_traceable(spec: TracedSpec) -> None:
     """Raises ValueError for what is not predicted by operators, before anything is traced."""
-    if spec.compile not in ("off", "on"):
-        raise ValueError(f"compile is {spec.compile!r}; of {TRACED} off and on are predicted")
-    layout = spec.parsed_layout
-    if set(layout.sizes) - {"data"}:
-        raise ValueError(f"layout is {str(layout)!r}; {LAYOUTS}")
-    if spec.compile == "on" and gathers_weights(layout):
+    if spec.compile not in COMPILED:
+        raise ValueError(f"compile is {spec.compile!r}; predicted are {', '.join(COMPILED)}")
+    layout = layout_of(spec)
+    if layout.torch_tensor:
+        raise ValueError(f"layout is {str(layout)!r}; torch's tensor parallel is not predicted")
+    if layout.context > 1 and not layout.ulysses:
         raise ValueError(
-            f"compile is 'on'; of {TRACED} under {layout.wrapper} only off is predicted"
+            f"layout is {str(layout)!r}; of {TRACED} a ring of keys is not predicted: add ulysses"
         )
+    if layout.pipeline > 1 and getattr(spec, "needs_times", False):
+        raise ValueError(
+            f"of {TRACED} stages are predicted as cut by flops: choose --balance flops"
+        )
+    if getattr(spec, "checkpointing", "none") == BUDGET:
+        raise ValueError(f"checkpointing is {BUDGET!r}; what it comes to is not predicted yet")
+    if spec.precision not in PRECISION:
+        raise ValueError(f"precision is {spec.precision!r}; its cost is not calibrated")
 
 
-def gathers_weights(layout: Layout) -> bool:
-    """Whether ranks gather each other's parts of weights before they compute."""
-    return WRAPPERS[layout.wrapper].shards("weights")
+def gathers_weights(spec: TracedSpec) -> bool:
+    """Whether ranks gather each other's parts of weights before they compute: a stage of a pipeline
+    has them whole for a step, in the parameters' type.
+    """
+    layout = layout_of(spec)
+    return WRAPPERS[layout.wrapper].shards("weights") and layout.pipeline == 1
+
+
+def layout_of(spec: TracedSpec) -> Layout:
+    if isinstance(spec, PipelineSpec):
+        return Layout(pipeline=spec.ranks, schedule=spec.ours if spec.ranks > 1 else "")
+    return spec.parsed_layout
+
+
+def cut_of(spec: TracedSpec) -> Layout:
+    """What of the spec's layout cuts layers and sequences."""
+    layout = layout_of(spec)
+    return Layout(
+        tensor=layout.tensor, overlap=layout.overlap, context=layout.context, ulysses=layout.ulysses,
+        wrapper=layout.wrapper if layout.context > 1 else "none",
+    )  # fmt: skip

@@ -1,14 +1,14 @@
 """Layouts of a network that is known by its traced operators alone: data axes, ranked."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.planning.planner import Plan, device_bytes, limit_of
 from stepgauge.cost.rates.estimate import spread
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.traced.network import TracedNetwork
-from stepgauge.cost.traced.step import predict_traced
-from stepgauge.spec.layout import WRAPPERS, Layout
+from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.planning import PlanSpec
 from stepgauge.spec.record import Record, Sample
@@ -17,7 +17,9 @@ PLANNED = ("bucketed", "zero1", "zero2", "zero3")
 
 
 def plan_traced(
-    spec: PlanSpec, trace: Callable[[LayoutSpec], TracedNetwork], machine: CalibratedMachine
+    spec: PlanSpec,
+    trace: Callable[[LayoutSpec], Sequence[TracedNetwork]],
+    machine: CalibratedMachine,
 ) -> Plan:
     """Every layout, all of them traced and simulated. Raises ValueError for batches that the ranks cannot
     share, and where nothing fits.
@@ -28,9 +30,7 @@ def plan_traced(
             f"the model: choose a multiple"
         )
     limit = limit_of(spec, machine)
-    wrappers = [w for w in PLANNED if spec.compile == "off" or not WRAPPERS[w].shards("weights")]
-    if spec.gpus == 1:
-        wrappers = ["none"]
+    wrappers = PLANNED if spec.gpus > 1 else ("none",)
     rows = [_simulated(wrapper, spec, trace, machine) for wrapper in wrappers]
     fitting = [row for row in rows if device_bytes(row) <= limit]
     if not fitting:
@@ -46,7 +46,7 @@ def plan_traced(
 def _simulated(
     wrapper: str,
     spec: PlanSpec,
-    trace: Callable[[LayoutSpec], TracedNetwork],
+    trace: Callable[[LayoutSpec], Sequence[TracedNetwork]],
     machine: CalibratedMachine,
 ) -> Record:
     asked = LayoutSpec(
@@ -54,6 +54,6 @@ def _simulated(
         accumulation=spec.global_batch // spec.gpus, precision=spec.precision,
         compile=spec.compile, optimizer=spec.optimizer, device=spec.device,
     )  # fmt: skip
-    record = predict_traced(asked, trace(asked), machine)
+    record = predict_layout(asked, machine, trace(asked))
     off = Sample.exact(spread(record), "fraction of the step")
     return dataclasses.replace(record, metrics={**record.metrics, "spread": off})
