@@ -99,6 +99,7 @@ def test_every_bad_input_is_one_sentence_that_names_the_option_and_status_2(step
         (("schedule", "check"), 2, "schedule check needs a value for WHICH"),
         (("bench", "step", "--config", "{folder}/none.toml"), 2, "there is no such file"),
         (("bench", "step", "--config", "{folder}/bad.toml"), 2, "--batch is -2"),
+        (("--config", "{folder}/bad.toml", "bench", "step"), 2, "--batch is -2"),
         (("bench", "step", "--config", "{folder}/odd.toml"), 2, "Did you mean batch?"),
         (("train", "--steps", "2", "--steps", "3"), 2, "--steps is given 2 times"),
         (("train", "--size", "10b", "--device", "cpu"), 1, "GiB of memory"),

@@ -34,7 +34,6 @@ from stepgauge.measure.weight_gradients import marked
 from stepgauge.parallel.fsdp.sharded_unit import repeated_blocks
 from stepgauge.runtime.load_file import user_line
 from stepgauge.runtime.workers import run_isolated
-from stepgauge.spec.fields import as_kind
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
@@ -106,7 +105,7 @@ def _of_layout(
 
 def _stages(spec: TracedSpec) -> list[Stage]:
     """Of the spec's pipeline: without one a stage that is all of the network."""
-    work, layout = _work(spec), cut_of(spec)
+    work, layout = work_of(spec), cut_of(spec)
     if isinstance(spec, PipelineSpec):
         return [Stage(work, layout, parts) for parts in stages_of(spec)]
     if isinstance(spec, LayoutSpec) and spec.parsed_layout.pipeline > 1:
@@ -167,14 +166,6 @@ def _traced_or_why(architecture: str, stage: Stage, gathered: bool) -> TracedNet
         return _traced(architecture, stage, gathered)
     except ValueError as error:
         return str(error)
-
-
-def _work(spec: TracedSpec) -> WorkSpec:
-    """What a rank of the spec computes at once."""
-    if isinstance(spec, PipelineSpec):
-        batch = spec.batch // spec.micro_batches
-        return as_kind(WorkSpec, spec, batch=batch, phases="backward")
-    return work_of(spec)
 
 
 def _counted(

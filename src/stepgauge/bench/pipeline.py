@@ -136,8 +136,14 @@ class PipelineBench:
     def _times(self) -> PartTimes:
         """Measured once in a process: a row and its prediction have the same stages."""
         spec = self.spec
-        micro_batch = spec.batch // spec.micro_batches
-        asked = (spec.model, micro_batch, spec.ranks, spec.precision, spec.compile, spec.device)
+        asked = (
+            spec.model,
+            spec.micro_batch,
+            spec.ranks,
+            spec.precision,
+            spec.compile,
+            spec.device,
+        )
         if asked not in PART_TIMES:
             with self.precision.matmul_mode():
                 dtype, context = self.precision.parameters, self._context
@@ -207,7 +213,7 @@ class PipelineBench:
         """What the stages take alone. All ranks must call it, after a step."""
         assert isinstance(self.pipeline, Pipeline), "torch's pipelines cannot be asked"
         spec = self.spec
-        asked = (spec.model, spec.batch // spec.micro_batches, spec.precision, spec.compile)
+        asked = (spec.model, spec.micro_batch, spec.precision, spec.compile)
         how = (*asked, spec.seed, spec.device, spec.cuda_graphs)
         alike = simulate(self._schedule, Durations.of_stages(spec.num_stages))
         idle = round(alike.bubbles[dist.get_rank()] / IDLE) * IDLE

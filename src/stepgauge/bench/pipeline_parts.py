@@ -44,8 +44,8 @@ def times_of(
     spec: PipelineSpec, *, device: torch.device, dtype: torch.dtype, context: Context
 ) -> PartTimes:
     """What `cut_parts` takes. The same on all ranks, which must all call it."""
-    batch = spec.batch // spec.micro_batches
-    tokens, targets, *_ = (part.to(device) for part in batch_for(spec.model, batch, spec.seed))
+    batch = batch_for(spec.model, spec.micro_batch, spec.seed)
+    tokens, targets, *_ = (part.to(device) for part in batch)
 
     def build(model: ModelSpec | BertSpec, parts: range) -> Callable[..., Tensor]:
         stage = build_stage(spec, model, parts, device=device, dtype=dtype)

@@ -95,8 +95,8 @@ def run(arguments: Sequence[str]) -> int:
     from stepgauge.spec.store import StoreError
 
     try:
-        speak_of(app, arguments)
         given, app.config = _config_of(arguments)
+        speak_of(app, given)
         _load_listed(given)
         status = app(given, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()

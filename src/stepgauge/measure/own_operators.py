@@ -62,35 +62,40 @@ def _backward(given: Mapping[str, Any]) -> Iterator[Term]:
 
 
 def _column_forward(given: Mapping[str, Any]) -> Iterator[Term]:
-    x_BQD, axis = given["x"], given["group"]
-    tokens = x_BQD.shape[0] * x_BQD.shape[1] * axis.ranks
-    yield from _beside("all_gather", "forward", given["weight"], tokens, axis)
+    _, stream = given["weight"].shape
+    tokens = math.prod(given["x"].shape[:2]) * given["group"].ranks
+    yield from _beside("all_gather", "forward", given, tokens, stream)
 
 
 def _column_backward(given: Mapping[str, Any]) -> Iterator[Term]:
+    _, stream = given["weight"].shape
     tokens = math.prod(given["gradient"].shape[:2])
-    yield from _beside("reduce_scatter", "backward", given["weight"], tokens, given["group"])
+    yield from _beside("reduce_scatter", "backward", given, tokens, stream)
 
 
 def _row_forward(given: Mapping[str, Any]) -> Iterator[Term]:
+    stream, _ = given["weight"].shape
     tokens = math.prod(given["x"].shape[:2])
-    yield from _beside("reduce_scatter", "forward", given["weight"], tokens, given["group"])
+    yield from _beside("reduce_scatter", "forward", given, tokens, stream)
 
 
 def _row_backward(given: Mapping[str, Any]) -> Iterator[Term]:
+    stream, _ = given["weight"].shape
     tokens = math.prod(given["x"].shape[:2])
-    yield from _beside("all_gather", "backward", given["weight"], tokens, given["group"])
+    yield from _beside("all_gather", "backward", given, tokens, stream)
 
 
-def _beside(operation: str, phase: str, weight: Tensor, tokens: int, axis: Axis) -> Iterator[Term]:
-    """A layer's collective with the products that hide it, and these. What arrives is summed by an
-    operator of its own.
+def _beside(
+    operation: str, phase: str, given: Mapping[str, Any], tokens: int, stream: int
+) -> Iterator[Term]:
+    """A layer's collective of tokens as wide as the residual stream with the products that hide it,
+    and these. What arrives is summed by an operator of its own.
     """
+    weight, axis = given["weight"], given["group"]
     n, k = weight.shape
-    stream = k if _side(operation, phase) == "column" else n
     size = weight.itemsize
     how = Arithmetic(_kind(weight.dtype), size, size, size, False)
-    sent = Term(operation, operation, (tokens * stream * weight.itemsize,), axis=axis.name)
+    sent = Term(operation, operation, (tokens * stream * size,), axis=axis.name)
     hidden, *_ = beside_products(sent, phase, (n, k), tokens, axis.ranks, how)
     yield hidden
     if phase == "forward":
@@ -98,12 +103,6 @@ def _beside(operation: str, phase: str, weight: Tensor, tokens: int, axis: Axis)
     else:
         for term in how.linear_backward("linear", tokens, n, k, 0):
             yield dataclasses.replace(term, gradient=0, weights=False)
-
-
-def _side(operation: str, phase: str) -> str:
-    """A column gathers its input, a row scatters its output; backward is the mirror."""
-    gathers = operation == "all_gather"
-    return "column" if gathers == (phase == "forward") else "row"
 
 
 def _loss(given: Mapping[str, Any]) -> Iterator[Term]:
@@ -119,7 +118,7 @@ def _loss(given: Mapping[str, Any]) -> Iterator[Term]:
 
 def _adamw(given: Mapping[str, Any]) -> Iterator[Term]:
     numel = sum(parameter.numel() for parameter in given["params"])
-    if given["masters"]:  # as cost/operations.py
+    if given["masters"]:  # as cost/operations/step_operations.py
         yield Term("optimizer", "optimizer fused master", (numel,), nbytes=28 * numel)
     else:
         kind = _kind(given["params"][0].dtype)

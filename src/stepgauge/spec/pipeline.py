@@ -8,6 +8,7 @@ from typing import ClassVar, Self
 
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.fields import as_in, check, option, with_defaults
+from stepgauge.spec.layout import Layout
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.pipeline import SCHEDULES, Schedule, build
 from stepgauge.spec.plan.pipeline.lower import AHEAD
@@ -147,6 +148,14 @@ class PipelineSpec:
                 f"the network has {self.model.num_layers} blocks"
             )
         self.plan()
+
+    @property
+    def parsed_layout(self) -> Layout:
+        return Layout(pipeline=self.ranks, schedule=self.ours if self.ranks > 1 else "")
+
+    @property
+    def micro_batch(self) -> int:
+        return self.batch // self.micro_batches
 
     @property
     def is_torchs(self) -> bool:

@@ -1,18 +1,22 @@
 """A training step whichever command measures it: on one device, over a data axis, under a layout."""
 
+import dataclasses
+
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.fields import as_kind
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.options import Values
+from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.step import StepSpec, WorkSpec
 
 AnyStep = StepSpec | DataParallelSpec | LayoutSpec
 
 
-def work_of(spec: AnyStep) -> WorkSpec:
+def work_of(spec: AnyStep | PipelineSpec) -> WorkSpec:
     """What a rank computes, as one process would be asked for it: of a pipeline a micro-batch."""
-    return as_kind(WorkSpec, spec, batch=spec.micro_batch)
+    work = as_kind(WorkSpec, spec, batch=spec.micro_batch)
+    return dataclasses.replace(work, phases="backward") if isinstance(spec, PipelineSpec) else work
 
 
 def as_layout_step(spec: AnyStep) -> LayoutSpec:

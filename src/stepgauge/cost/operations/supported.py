@@ -18,13 +18,18 @@ COMPILED = ("off", "on", "blocks", "reduce-overhead")
 RECOMPUTED = {"none": 0, "blocks": 1, "selective": 1, "feed-forward": 1, "nested": 2}
 
 
+def require_predicted(*, compile: str, precision: str) -> None:
+    """Raises ValueError for a way to compute that is not predicted, of whatever network."""
+    if compile not in COMPILED:
+        raise ValueError(f"compile is {compile!r}; predicted are {', '.join(COMPILED)}")
+    if precision not in PRECISION:
+        raise ValueError(f"precision is {precision!r}; its cost is not calibrated")
+
+
 def require_priced(spec: WorkSpec) -> ModelSpec:
     """The network. Raises ValueError for a step that has parts whose cost is not modelled."""
     model = spec.model
-    if spec.compile not in COMPILED:
-        raise ValueError(f"compile is {spec.compile!r}; predicted are {', '.join(COMPILED)}")
-    if spec.precision not in PRECISION:
-        raise ValueError(f"precision is {spec.precision!r}; its cost is not calibrated")
+    require_predicted(compile=spec.compile, precision=spec.precision)
     if spec.checkpointing not in RECOMPUTED:
         raise ValueError(f"checkpointing is {spec.checkpointing!r}; its time is not predicted yet")
     if not isinstance(model, ModelSpec):

@@ -15,12 +15,11 @@ from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import Computing, InTurn, Prices
 from stepgauge.cost.step import modelled, term_rows
 from stepgauge.cost.traced.network import TracedNetwork
-from stepgauge.spec.fields import as_kind
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.plan.pipeline import Schedule, lower
 from stepgauge.spec.record import Record, Sample
-from stepgauge.spec.step import WorkSpec
+from stepgauge.spec.steps import work_of
 from stepgauge.spec.throughput import throughput
 
 
@@ -30,10 +29,9 @@ def predict_pipeline(
     """The modelled record: forward and backward, no optimizer. `traced`: the stages of a network
     without formulas. Raises ValueError for what the cost model or the hardware file does not know.
     """
-    layout = Layout(pipeline=spec.ranks, schedule=spec.ours if spec.ranks > 1 else "")
     backend = "nccl" if spec.device.startswith(("cuda", "auto")) else "gloo"
     schedule = lower(spec.plan(), ahead=spec.ahead)
-    prices = Prices(machine, layout, backend)
+    prices = Prices(machine, spec.parsed_layout, backend)
     whole, prices, parts, taken = (
         _of_stages(spec, schedule, prices, traced) if traced else _of_halves(spec, schedule, prices)
     )
@@ -57,7 +55,7 @@ def _of_stages(
     spec: PipelineSpec, schedule: Schedule, prices: Prices, traced: Sequence[TracedNetwork]
 ) -> Cut:
     """All that is computed, at its prices; the parts of each stage, and how long it takes."""
-    work = _work(spec)
+    work = work_of(spec)
     share = NetworkPart(batch=work.batch, passes=spec.micro_batches)
     stages = [operations_of(work, share, stage) for stage in traced]
     whole = InTurn(stages)
@@ -69,7 +67,7 @@ def _of_stages(
 
 def _of_halves(spec: PipelineSpec, schedule: Schedule, prices: Prices) -> Cut:
     """The same of the Transformer, whose halves of blocks are known."""
-    work = _work(spec)
+    work = work_of(spec)
     whole = StepOperations(work, NetworkPart(batch=work.batch, passes=spec.micro_batches))
     prices, halves = prices.paced_by(whole), Halves.of(whole)
     parts = stages_of(spec, halves.times(prices))
@@ -108,9 +106,3 @@ def span_rows(timeline: Timeline) -> list[list[object]]:
         for span in row
     ]
     return [head, *rows]
-
-
-def _work(spec: PipelineSpec) -> WorkSpec:
-    """The step of one rank that has the whole network, a micro-batch at a time."""
-    batch = spec.batch // spec.micro_batches
-    return as_kind(WorkSpec, spec, batch=batch, phases="backward")

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from stepgauge.cost.operations.rank_sizes import NetworkPart
-from stepgauge.cost.operations.supported import CALIBRATED, NORMS, PRICED
-from stepgauge.cost.operations.terms import PRECISION, Arithmetic, Term
+from stepgauge.cost.operations.supported import CALIBRATED, NORMS, PRICED, require_predicted
+from stepgauge.cost.operations.terms import Arithmetic, Term
 from stepgauge.cost.streams.program import LaunchGroup, Launching
 from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.model import ModelSpec
@@ -18,7 +18,6 @@ from stepgauge.spec.steps import AnyStep
 
 TracedSpec = AnyStep | PipelineSpec
 TRACED = "a user's model, BERT, experts, windows and other masks"
-COMPILED = ("off", "on", "blocks", "reduce-overhead")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,9 +144,8 @@ def has_formulas(spec: Any) -> bool:
 
 def require_traceable(spec: TracedSpec) -> None:
     """Raises ValueError for what is not predicted by operators, before anything is traced."""
-    if spec.compile not in COMPILED:
-        raise ValueError(f"compile is {spec.compile!r}; predicted are {', '.join(COMPILED)}")
-    layout = layout_of(spec)
+    require_predicted(compile=spec.compile, precision=spec.precision)
+    layout = spec.parsed_layout
     if layout.torch_tensor:
         raise ValueError(f"layout is {str(layout)!r}; torch's tensor parallel is not predicted")
     if layout.context > 1 and not layout.ulysses:
@@ -160,27 +158,19 @@ def require_traceable(spec: TracedSpec) -> None:
         )
     if getattr(spec, "checkpointing", "none") == BUDGET:
         raise ValueError(f"checkpointing is {BUDGET!r}; what it comes to is not predicted yet")
-    if spec.precision not in PRECISION:
-        raise ValueError(f"precision is {spec.precision!r}; its cost is not calibrated")
 
 
 def gathers_weights(spec: TracedSpec) -> bool:
     """Whether ranks gather each other's parts of weights before they compute: a stage of a pipeline
     has them whole for a step, in the parameters' type.
     """
-    layout = layout_of(spec)
+    layout = spec.parsed_layout
     return WRAPPERS[layout.wrapper].shards("weights") and layout.pipeline == 1
-
-
-def layout_of(spec: TracedSpec) -> Layout:
-    if isinstance(spec, PipelineSpec):
-        return Layout(pipeline=spec.ranks, schedule=spec.ours if spec.ranks > 1 else "")
-    return spec.parsed_layout
 
 
 def cut_of(spec: TracedSpec) -> Layout:
     """What of the spec's layout cuts layers and sequences."""
-    layout = layout_of(spec)
+    layout = spec.parsed_layout
     return Layout(
         tensor=layout.tensor, overlap=layout.overlap, context=layout.context, ulysses=layout.ulysses,
         wrapper=layout.wrapper if layout.context > 1 else "none",
