@@ -186,7 +186,23 @@ def orthogonal():
 """
 
 
-def test_a_presets_operators_cost_what_its_formulas_say(tmp_path):
+ON_GPU = {"model": ModelSpec.preset("medium", num_layers=2), "precision": "bf16", "device": "cuda"}
+EAGER = StepSpec(**ON_GPU, size="medium", batch=16)
+COMPILED = dataclasses.replace(EAGER, compile="on")
+ZERO3 = LayoutSpec(**ON_GPU, batch=32, layout="dp2 zero3")
+
+
+@pytest.fixture(scope="module")
+def presets():
+    """In one process of their own: another test may have run a backward here."""
+    return run_isolated(first_stages, (EAGER, COMPILED, ZERO3), "sm90")
+
+
+def first_stages(specs, architecture):
+    return {spec: traced(spec, architecture)[0] for spec in specs}
+
+
+def test_a_presets_operators_cost_what_its_formulas_say(presets):
     """Two ways to one figure: terms written down from the network's shape, and the operators that
     torch dispatches for it, with the memory of their tensors. The file has rotation's backward as it
     was with one copy more.
@@ -195,20 +211,17 @@ def test_a_presets_operators_cost_what_its_formulas_say(tmp_path):
         CalibratedMachine(HardwareFile.read(HARDWARE / f"{name}.json"))
         for name in ("h200-sxm", "dgx-h100")
     )
-    model = ModelSpec.preset("medium", num_layers=2)
-    spec = StepSpec(model=model, size="medium", precision="bf16", batch=16, device="cuda")
-    [seen] = run_isolated(traced, spec, "sm90")  # another test may have run a backward here
-    formula, by_operators = predict(spec, machine), predict(spec, machine, seen)
+    seen = presets[EAGER]
+    formula, by_operators = predict(EAGER, machine), predict(EAGER, machine, seen)
     for metric, within in (
         ("backward_ms", 0.08), ("optimizer_ms", 0.01), ("device_ms", 0.05), ("peak_bytes", 0.03)
     ):  # fmt: skip
         assert abs(by_operators.median(metric) / formula.median(metric) - 1) < within, metric
     for wrapper in ("bucketed", "zero1", "zero2", "zero3"):
-        asked = {"model": model, "precision": "bf16", "device": "cuda"}
-        two = DataParallelSpec(**asked, batch=16, ranks=2, wrapper=wrapper)
-        layout = LayoutSpec(**asked, batch=32, layout=f"dp2 {wrapper}")
+        two = DataParallelSpec(**ON_GPU, batch=16, ranks=2, wrapper=wrapper)
+        layout = dataclasses.replace(ZERO3, layout=f"dp2 {wrapper}")
         if wrapper == "zero3":  # whose products take weights that came narrow
-            [seen] = run_isolated(traced, layout, "sm90")
+            seen = presets[ZERO3]
         by_rank = predict_data_parallel(two, dgx, seen)
         by_formula = predict_data_parallel(two, dgx)
         for metric in ("peak_bytes", "communication_ms", "sent_bytes"):
@@ -220,25 +233,20 @@ def test_a_presets_operators_cost_what_its_formulas_say(tmp_path):
         assert 1.5 < twice.median("step_ms") / rows.median("step_ms") < 2
         assert twice.median("peak_bytes") >= rows.median("peak_bytes")
     assert 2 <= seen.blocks["forward"] < 4  # two blocks and both ends
-    assert sum(term.gradient for term in seen.terms("backward")) == model.num_parameters
+    assert sum(term.gradient for term in seen.terms("backward")) == EAGER.model.num_parameters
 
 
-def test_a_compiled_presets_operators_are_passes_between_products():
+def test_a_compiled_presets_operators_are_passes_between_products(presets):
     machine = CalibratedMachine(HardwareFile.read(HARDWARE / "h200-sxm.json"))
-    model = ModelSpec.preset("medium", num_layers=2)
-    spec = StepSpec(model=model, size="medium", precision="bf16", batch=16, device="cuda",
-                    compile="on")  # fmt: skip
-    [seen] = run_isolated(traced, spec, "sm90")
-    formula, by_operators = predict(spec, machine), predict(spec, machine, seen)
+    seen = presets[COMPILED]
+    formula, by_operators = predict(COMPILED, machine), predict(COMPILED, machine, seen)
     for metric, within in (("forward_ms", 0.12), ("backward_ms", 0.12), ("optimizer_ms", 0.01)):
         assert abs(by_operators.median(metric) / formula.median(metric) - 1) < within, metric
-    products = [
-        term for term in predict(spec, machine).tables["terms"] if term[2].startswith("matmul")
-    ]
+    products = [term for term in formula.tables["terms"] if term[2].startswith("matmul")]
     assert sum(
         term.is_product for term in (*seen.terms("forward"), *seen.terms("backward"))
     ) >= len(products)
-    assert sum(term.gradient for term in seen.terms("backward")) == model.num_parameters
+    assert sum(term.gradient for term in seen.terms("backward")) == COMPILED.model.num_parameters
     assert "peak_bytes" not in by_operators.metrics  # of eager steps alone is memory traced
 
 
