@@ -115,10 +115,9 @@ class OperatorTrace(TorchDispatchMode):
         def entered() -> None:
             self._unit = name
 
-        def left(
-            gradient: Tensor,
-        ) -> None:  # unless the unit before, whose output this is, has begun
-            self._unit = "" if self._unit == name else self._unit
+        def left(gradient: Tensor) -> None:
+            if self._unit == name:  # else the unit before, whose output this is, has begun
+                self._unit = ""
             self.input_gradients[name] = gradient.untyped_storage()._cdata
 
         return [

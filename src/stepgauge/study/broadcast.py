@@ -7,20 +7,20 @@ from stepgauge.report.broadcast import broadcast_blocks
 from stepgauge.report.page import Block
 from stepgauge.spec.broadcast import BLOCKLESS, SCHEDULES, BroadcastSpec
 from stepgauge.spec.record import Record
+from stepgauge.spec.units import MIB
 from stepgauge.study.experiment import Experiment, StudyMachine
 from stepgauge.study.published import beside
 
-_MIB = 1 << 20
 PUBLISHED_AT = "S3 does not state its tensor's size: compare each with the naive way"
 
 
 def specs(machine: StudyMachine, folder: Path) -> Sequence[BroadcastSpec]:
     if not machine.is_gpu:
-        return [BroadcastSpec(schedule=s, size_bytes=8 * _MIB, block_bytes=_MIB) for s in SCHEDULES]
+        return [BroadcastSpec(schedule=s, size_bytes=8 * MIB, block_bytes=MIB) for s in SCHEDULES]
     return [
         BroadcastSpec(schedule=s, block_bytes=block, gpus=machine.gpus, device="cuda")
         for s in SCHEDULES
-        for block in ((32 * _MIB,) if s in BLOCKLESS else (8 * _MIB, 32 * _MIB))
+        for block in ((32 * MIB,) if s in BLOCKLESS else (8 * MIB, 32 * MIB))
     ]
 
 

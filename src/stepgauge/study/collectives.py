@@ -7,13 +7,13 @@ from stepgauge.report.comm import comm_blocks
 from stepgauge.report.page import Block
 from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.record import Record
+from stepgauge.spec.units import MIB
 from stepgauge.study.experiment import Experiment, StudyMachine, needs_two_gpus
 from stepgauge.study.published import beside
 
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_recv")
-_MIB = 1 << 20
-_GPU_SIZES = tuple(round(mib * _MIB) for mib in (0.5, 1, 2, 10, 25, 50, 100, 250, 500, 1024))
-_CPU_SIZES = (_MIB // 16, _MIB // 4, _MIB // 2, _MIB, 4 * _MIB, 10 * _MIB)
+_GPU_SIZES = tuple(round(mib * MIB) for mib in (0.5, 1, 2, 10, 25, 50, 100, 250, 500, 1024))
+_CPU_SIZES = (MIB // 16, MIB // 4, MIB // 2, MIB, 4 * MIB, 10 * MIB)
 _RANKS = (2, 4, 6, 8)
 
 
