@@ -23,6 +23,7 @@ from stepgauge.models.bert import NOT_MASKED
 from stepgauge.parallel.fsdp.gradient_reductions import GradientReductions
 from stepgauge.parallel.fsdp.unsharded_unit import UnshardedUnit
 from stepgauge.parallel.layout import Network, spread
+from stepgauge.parallel.pipeline.split import SplitLinear
 from stepgauge.parallel.wrappers import Settings
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.bert import BertSpec
@@ -106,6 +107,7 @@ ROUNDED_ON_TWO = {
     "cp2 ulysses zero2": 1.25,
 }
 ROUNDED_ON_FOUR = {"dp2 zero2 tp2": 1.25, "pp2 1f1b m2 tp2": 1.25}
+ADDED_TO_MEANS = ("pp2 1f1b m2 dp2 zero2", "pp2 zb-h1 m2 dp2 zero2", "pp2 zbv m2 dp2 bucketed")
 RECORDED = ("pp2 1f1b m2 dp2 bucketed", "pp2 1f1b m4 dp2 zero1")
 CUT = (
     ("tp2", "grouped"),
@@ -130,6 +132,7 @@ def test_two_ranks_are_one_process():
 def test_four_ranks_are_one_process():
     checks = [(gathers_of_sharded_stages,), (unwritten_where_parts_are_uneven,)]
     checks += [(recorded, layout) for layout in RECORDED]
+    checks += [(sums_of_means, layout) for layout in ADDED_TO_MEANS]
     checks += [(with_blocks_compiled, "dp2 zero3 tp2 overlap", "grouped", "sgd")]
     find_nothing(4, differences_of(ON_FOUR) + checks)
 
@@ -283,6 +286,23 @@ def recorded(layout):
         return differences(layout, "tied", "sgd", device="cuda", cuda_graphs=True)
     finally:
         train_layout.CudaGraphs = graphs
+
+
+def sums_of_means(layout):
+    """Batches of which some are averaged, and others added to means under no_sync()."""
+    spec = LayoutSpec(model=NETWORKS["tied"], layout="pp2 1f1b m2 dp2", batch=8, optimizer="sgd")
+    parsed = Layout.parse(layout)  # a specification has no zero2 with split backwards; spread has
+    ours, alone = build(spec, parsed), build(spec, Layout())
+    place = parsed.place(dist.get_rank())["data"]
+    for number, averages in enumerate((True, True, False, True)):
+        batch = batch_for(spec.model, spec.batch, number)
+        own = [part.chunk(parsed.data)[place] for part in batch]
+        with contextlib.nullcontext() if averages else ours.parallel.no_sync():
+            ours.gradients(own, batches=4)
+        alone.gradients(batch, batches=4)
+    told = differing("norm", *(step.parallel.clip_gradients(CLIP) for step in (ours, alone)))
+    splits = any(isinstance(layer, SplitLinear) for layer in ours.parallel.module.modules())
+    return told if splits or "1f1b" in layout else [*told, "no layer is split"]
 
 
 def with_blocks_compiled(*case):

@@ -20,23 +20,30 @@ def taking_hooks(parameter: Tensor) -> Iterator[None]:
 
 
 class Weakly:
-    """A hook that calls the method as long as its object is there.
+    """A hook that calls the method as long as its object is there, with what autograd gives it, or
+    with the parameter that it is of.
 
     Autograd holds hooks where the garbage collector does not look: through them the wrapper, and
     all weights, would never be freed.
     """
 
-    def __init__(self, method: Callable[[Any], None]):
+    def __init__(self, method: Callable[[Any], None], of: Tensor | None = None):
         self._method = weakref.WeakMethod(method)
+        self._of = None if of is None else weakref.ref(of)
 
-    def __call__(self, parameter: Any) -> None:
+    def __call__(self, given: Any) -> None:
         if (call := self._method()) is not None:
-            call(parameter)
+            call(given if self._of is None else self._of())
 
 
 def hooks_before(parameter: Tensor) -> Collection[Any]:
     """Those that autograd calls with a gradient before it adds it to `.grad`."""
     return (parameter._backward_hooks or {}).values()
+
+
+def others_before(parameter: Tensor) -> list[Any]:
+    """Of `hooks_before`, those that are not a wrapper's."""
+    return [hook for hook in hooks_before(parameter) if not isinstance(hook, Weakly)]
 
 
 def hooks_after(parameter: Tensor) -> Collection[Any]:

@@ -86,6 +86,12 @@ class DataParallel(nn.Module):
         finally:
             self._synchronises = before
 
+    def expect_backward(self) -> None:
+        """Before backward passes under no_sync that add to gradients which may be means already, and
+        that do so without autograd: layers of a pipeline that are split.
+        """
+        return
+
     def synchronize_gradients(self) -> None:
         """Averages every `.grad` as it is now, outside of backward. To be called on every rank."""
         self.begin_synchronizing()

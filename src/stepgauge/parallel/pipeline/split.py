@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepgauge.parallel.autograd.parameter_hooks import hooks_before, others_after
+from stepgauge.parallel.autograd.parameter_hooks import others_after, others_before
 from stepgauge.parallel.sharding import local_part
 
 
@@ -175,7 +175,7 @@ class Watch:
 
 def _has_hooks(layer: nn.Module) -> bool:
     """A wrapper's are not counted: its pipeline tells it when a stage has all its gradients."""
-    return any(hooks_before(p) or others_after(p) for p in layer.parameters(recurse=False))
+    return any(others_before(p) or others_after(p) for p in layer.parameters(recurse=False))
 
 
 Calls = Sequence[tuple[SplitLinear, Slots]]  # of a forward

@@ -3,7 +3,6 @@
 """
 
 import itertools
-import weakref
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
@@ -76,14 +75,18 @@ class OwnerDataParallel(BucketedDataParallel):
     def _hooks_of(self, parameter: nn.Parameter) -> list[Any]:
         hooks = super()._hooks_of(parameter)
         if self._names[parameter] in self.owners:
-            expect, parameter_of = Weakly(self._expect), weakref.ref(parameter)
-            hooks.append(parameter.register_hook(lambda _: expect(parameter_of())))
+            hooks.append(parameter.register_hook(Weakly(self._expect, of=parameter)))
         return hooks
+
+    def expect_backward(self) -> None:
+        for parameter in self._names:
+            if parameter.requires_grad and self._averages(parameter):
+                self._count_for_all(parameter)
+                self._local.add(parameter)
 
     def _expect(self, parameter: nn.Parameter) -> None:
         """Before backward adds to a mean: the owner's counts for all ranks then."""
-        gradient, name = parameter.grad, self._names[parameter]
-        if gradient is None or parameter in self._local or not self._averages(parameter):
+        if parameter.grad is None or parameter in self._local or not self._averages(parameter):
             return
         if not adds_to(parameter):
             return
@@ -93,6 +96,13 @@ class OwnerDataParallel(BucketedDataParallel):
                 "them to None first, or go on without no_sync()"
             )
         self._begin(parameter.device)
+        self._count_for_all(parameter)
+
+    def _count_for_all(self, parameter: nn.Parameter) -> None:
+        """Makes a mean what adds up to it: the owner's counts for all ranks, others have none."""
+        gradient, name = parameter.grad, self._names[parameter]
+        if gradient is None or parameter in self._local or name not in self.owners:
+            return
         if self.owners[name] == self.reducer.rank:
             self._local.add(parameter)
             parameter.grad = as_plain(gradient).mul_(self.reducer.ranks)
