@@ -3,6 +3,7 @@ against what is counted by hand.
 """
 
 import dataclasses
+import itertools
 import json
 import warnings
 from pathlib import Path
@@ -190,12 +191,27 @@ ON_GPU = {"model": ModelSpec.preset("medium", num_layers=2), "precision": "bf16"
 EAGER = StepSpec(**ON_GPU, size="medium", batch=16)
 COMPILED = dataclasses.replace(EAGER, compile="on")
 ZERO3 = LayoutSpec(**ON_GPU, batch=32, layout="dp2 zero3")
+MANY_HEADS = ModelSpec(
+    d_model=768, d_ff=768, num_layers=2, num_heads=96, context_length=192, vocab_size=768
+)
+SHARED = {
+    layout: [
+        LayoutSpec(
+            model=dataclasses.replace(MANY_HEADS, num_layers=layers), precision="bf16",
+            device="cuda", batch=1, layout=layout,
+        )
+        for layers in (1, 3)
+    ]
+    for layout in ("tp3", "tp8 cp4 ulysses zero1")
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def presets():
     """In one process of their own: another test may have run a backward here."""
-    return run_isolated(first_stages, (EAGER, COMPILED, ZERO3), "sm90")
+    return run_isolated(
+        first_stages, (EAGER, COMPILED, ZERO3, *itertools.chain(*SHARED.values())), "sm90"
+    )
 
 
 def first_stages(specs, architecture):
@@ -248,6 +264,13 @@ def test_a_compiled_presets_operators_are_passes_between_products(presets):
     ) >= len(products)
     assert sum(term.gradient for term in seen.terms("backward")) == COMPILED.model.num_parameters
     assert "peak_bytes" not in by_operators.metrics  # of eager steps alone is memory traced
+
+
+@pytest.mark.parametrize("layout", SHARED)
+def test_launches_are_counted_in_blocks_on_any_number_of_ranks(presets, layout):
+    one, three = (presets[spec].blocks for spec in SHARED[layout])
+    for phase in ("forward", "backward"):
+        assert three[phase] - one[phase] == pytest.approx(2)
 
 
 def test_passes_that_follow_one_another_read_and_write_what_others_do():

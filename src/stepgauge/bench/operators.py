@@ -47,9 +47,6 @@ from stepgauge.train.step import TrainingStep
 Built = tuple[TrainingStep, Sequence[Any]]
 STEPS = 2  # the optimizer makes its state in the first
 BLOCKS = (1, 3)  # of the narrow network that tells how many operators a block launches
-NARROW = ModelSpec(
-    d_model=64, d_ff=128, num_layers=1, num_heads=1, context_length=16, vocab_size=256
-)  # as calibrate/host.py
 CAST_BYTES = 2 + 4  # of a value between bf16 and fp32
 # cuDNN runs each in one call, within which no operator is seen.
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell")
@@ -245,13 +242,12 @@ def _as_one(terms: list[Term]) -> Term:
 def _in_blocks(found: Counted, stage: Stage, architecture: str) -> dict[str, float]:
     """Launches of each phase over those of a block of the calibrated network, cut alike."""
     spec, ranks = stage.work, stage.layout.tensor * stage.layout.context
-    narrow = dataclasses.replace(NARROW, num_heads=ranks)
     few, many = (
         _counted(
             Stage(
                 WorkSpec(
-                    model=dataclasses.replace(narrow, num_layers=number), batch=1,
-                    precision=spec.precision, phases=spec.phases, compile=spec.compile,
+                    model=_narrow(number, ranks), batch=1, precision=spec.precision,
+                    phases=spec.phases, compile=spec.compile,
                 ),
                 stage.layout,
             ),
@@ -265,6 +261,14 @@ def _in_blocks(found: Counted, stage: Stage, architecture: str) -> dict[str, flo
         for name, count in found.launched().items()
         if many.get(name, 0) > few.get(name, 0)
     }
+
+
+def _narrow(layers: int, ranks: int) -> ModelSpec:
+    """The network of calibrate/host.py, with as much for each of the ranks that share it."""
+    return ModelSpec(
+        d_model=64 * ranks, d_ff=128 * ranks, num_layers=layers, num_heads=ranks,
+        context_length=16 * ranks, vocab_size=256 * ranks,
+    )  # fmt: skip
 
 
 def _moments(
