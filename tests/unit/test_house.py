@@ -242,6 +242,16 @@ def test_a_file_is_read_in_one_sitting():
     assert {n: lines for n, lines in lengths.items() if lines > MOST_LINES_OF_A_FILE} == {}
 
 
+def test_a_folders_reading_order_names_each_of_its_files():
+    ordered = [
+        path for path in sources(".py") if "in the order in which to read" in path.read_text()
+    ]
+    assert ordered
+    for path in ordered:
+        files = {each.stem for each in path.parent.glob("*.py")} - {"__init__"}
+        assert files <= set(re.findall(r"`(\w+)`", path.read_text())), path
+
+
 def test_every_file_that_is_no_module_is_packaged():
     """Else what is installed from a wheel misses it."""
     project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
