@@ -111,6 +111,8 @@ def test_every_bad_input_is_one_sentence_that_names_the_option_and_status_2(step
         (("model", "--batch", "-1"), 2, "--batch is -1"),
         (("tune", "--best", "x"), 2, "--best is 'x'; it must be a whole number"),
         (("schedule", "simulate", "1f1b", "--forward", "x"), 2, "--forward is 'x'; it must be a"),
+        (("bench", "layout", "--layout", "dp2 zer3"), 2, "stepgauge: --layout has 'zer3'; choose"),
+        (("bench", "comm", "-b", "4M", "-e", "1M"), 2, "and --end must not be less"),
         (("completion", "cmd"), 2, 'Choose from: "bash"'),
     ],
 )
@@ -121,6 +123,13 @@ def test_what_ended_badly_before(stepgauge, tmp_path, arguments, status, said):
     found, out, err = stepgauge(*given)
     assert found == status and "Traceback" not in err + out
     assert said.replace("{folder}", str(tmp_path)) in err
+
+
+def test_a_file_that_is_no_trace_is_one_line(stepgauge, tmp_path):
+    (tmp_path / "my.json").write_text("# mine")
+    status, out, err = stepgauge("profile", "trace", tmp_path / "my.json")
+    assert (status, out) == (2, "")
+    assert err == f"stepgauge: {tmp_path}/my.json is no Chrome trace: '#' stands where {{ should\n"
 
 
 @pytest.mark.parametrize("command", [("bench", "step"), ("train",), ("profile", "memory")])

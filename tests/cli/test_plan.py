@@ -70,6 +70,12 @@ def test_what_one_node_cannot_run_is_started_by_torchrun(stepgauge):
         assert said in out
 
 
+def test_what_no_calibration_has_of_the_host_is_said(stepgauge):
+    asked = ("plan", *SMALL, "--precision", "bf16", "--top", "1", "--hardware")
+    said = "takes of the host: calibrate this machine again with --ranks"
+    assert said in stepgauge(*asked, "dgx-h100")[1].split("\nAssumed\n")[1]
+
+
 def test_why_no_layout_that_fits_is_predicted_is_told(stepgauge):
     asked = ("plan", "--size", "small", "--gpus", "7", "--global-batch", "8", "--hardware")
     status, _, err = stepgauge(*asked, HARDWARE / "h100-sxm.json")

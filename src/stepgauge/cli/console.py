@@ -243,6 +243,7 @@ def progress(total: int, noun: str) -> Iterator[tuple[Progress, Any]]:
         TimeRemainingColumn(),
         console=error_console,
         transient=True,
+        disable=not error_console.is_terminal,  # a file would get an empty line of it
     )
     with bar:
         yield bar, bar.add_task("", total=total)

@@ -13,7 +13,7 @@ from cyclopts import App
 NAME = re.compile(
     r"(?<!\w)'[^']*'(?!\w)"  # quoted: a value
     r"|(?<![\w./=-])[a-z]+(?:_[a-z0-9]+)+(?![\w/=]|\.\w)"  # of several words: no English word
-    r"|(?:(?<=^)|(?<=[:;,] )|(?<=\band ))[a-z]+[0-9]*(?= (?:is|needs|must|has no effect)\b| ')"
+    r"|(?:(?<=^)|(?<=[:;,] )|(?<=\band ))[a-z]+[0-9]*(?= (?:is|needs|must|has no effect)\b| (?:has )?')"
 )
 _of_command: Callable[[], Mapping[str, str]] = dict
 

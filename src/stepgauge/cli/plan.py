@@ -61,8 +61,8 @@ def command(
 
     Your own network (--model FILE.py:factory) takes data axes; torch traces it, without a GPU.
 
-    Data, ZeRO, tensor and pipeline axes, their micro-batches and checkpointing are screened by
-    closed formula; the best that fit are simulated. Each row is a prediction of what bench layout
+    Data, ZeRO, tensor, context and pipeline axes, their micro-batches and checkpointing are screened
+    by closed formula; the best that fit are simulated. Each row is a prediction of what bench layout
     would measure; --verify runs the best on this machine and shows how far they are off.
     """
     for name, value, least in (("top", top, 1), ("verify", verify, 0)):
@@ -110,7 +110,7 @@ def _show(
     if spec.device != "cpu":
         print()
         print_table(parts_table(rows))
-    for heading, lines in _headed(spec, found, machine):
+    for heading, lines in _headed(spec, found, machine, rows):
         print_points(heading, lines)
     # in one piece, to be copied
     command = command_of(found.rows[0], values)
@@ -118,7 +118,7 @@ def _show(
 
 
 def _headed(
-    spec: PlanSpec, found: Plan, machine: CalibratedMachine
+    spec: PlanSpec, found: Plan, machine: CalibratedMachine, shown: Sequence[Record]
 ) -> Iterator[tuple[str, Iterable[str]]]:
     """Headings with their sentences; the shape of a user's network, on which formulas rest, is not
     known.
@@ -130,7 +130,8 @@ def _headed(
         yield "What hides, by formula", [*hides, *_exposed(best)]
         yield "Orders of magnitude of a micro-batch", [magnitudes(scales(asked))]
         yield "What else fits", _answers(spec, found, machine)
-    yield "Assumed", _assumptions(spec, machine)
+    notes = dict.fromkeys(row.note for row in shown if row.note)
+    yield "Assumed", [*notes, *_assumptions(spec, machine)]
 
 
 def _started(command: str, spec: PlanSpec, machine: CalibratedMachine) -> str:

@@ -162,7 +162,7 @@ def sizes(begin: int, end: int, factor: float) -> list[int]:
     """From begin to end, each `factor` times the last. Raises ValueError if it never ends."""
     if begin < 1 or end < begin:
         raise ValueError(
-            f"sizes from {begin:,} to {end:,} bytes; begin must be at least 1 and end not less"
+            f"sizes from {begin:,} to {end:,} bytes; begin must be at least 1, and end must not be less"
         )
     if factor <= 1:
         raise ValueError(f"factor is {factor}; it must be more than 1")

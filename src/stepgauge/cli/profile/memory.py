@@ -7,7 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from stepgauge.cli import rows
-from stepgauge.cli.console import print_records, print_table
+from stepgauge.cli.console import print_records, print_tables
 from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.cli.records import write_page
 from stepgauge.report.checkpointing import best_checkpoint_tables
@@ -57,10 +57,9 @@ def memory(
 
 def _print_tables(records: Sequence[Record], details: bool) -> None:
     shown = [row.shown for row in paired(records)]
-    print_table(summary_table(records))
+    tables = [summary_table(records)]
     for record in shown if details or len(shown) == 1 else []:
         name = describe(record) if len(shown) > 1 else ""
-        for table in memory_tables(record, name=name):
-            print_table(table)
-    for table in [*kept_tables(shown, largest=False), *best_checkpoint_tables(records)]:
-        print_table(table)
+        tables += memory_tables(record, name=name)
+    tables += [*kept_tables(shown, largest=False), *best_checkpoint_tables(records)]
+    print_tables("table", tables)
