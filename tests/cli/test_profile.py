@@ -223,7 +223,7 @@ def test_blocks_without_checkpointing_are_no_rows_of_their_own(stepgauge, tmp_pa
     asked = [("none", 1), ("blocks", 2), ("blocks", 1)]
     assert rows == [("modelled", *each) for each in asked]
     assert (
-        "checkpoint_blocks has no effect in 1 of 4 rows; rows that differ only in it run once"
+        "--checkpoint-blocks has no effect in 1 of 4 rows; rows that differ only in it run once"
         in err
     )
 
