@@ -61,7 +61,7 @@ def test_bench_comm_then_fit(stepgauge, tmp_path):
         ),
         (("-e", "1M"), "--end is 1M; it needs a begin"),
         (("-f", "4"), "--factor is 4.0; it needs a begin"),
-        (("-b", "1M", "-e", "1K"), "begin must be at least 1 and end not less"),
+        (("-b", "1M", "-e", "1K"), "--begin must be at least 1, and --end must not be less"),
     ],
 )
 def test_what_cannot_be_measured(stepgauge, tmp_path, arguments, words):
