@@ -77,6 +77,11 @@ def test_a_step_writes_weights_on_all_ranks_and_may_be_compiled(two_ranks):
         assert rank["written"] == [True] * 4 + [False]
 
 
+def test_a_plain_optimizer_is_refused_which_would_step_a_ranks_own_weights_alone(two_ranks):
+    for rank in two_ranks:
+        assert rank["plain step"].endswith("step with the ShardedOptimizer")
+
+
 @pytest.fixture(scope="module")
 def two_ranks():
     return launch(all_checks, ranks=2)
@@ -90,6 +95,7 @@ def all_checks():
     found["in other memory"] = in_other_memory()
     found["after a failure"] = after_a_failure()
     found["written"] = written()
+    found["plain step"] = of_a_plain_step()
     return found
 
 
@@ -184,6 +190,18 @@ def written():
     before = [parameter._version for parameter in parameters]
     torch.compile(optimizer.step, backend="eager")()
     return [p._version > version for p, version in zip(parameters, before, strict=True)]
+
+
+def of_a_plain_step():
+    module = mlp()
+    sharded = ShardedOptimizer(module.parameters(), torch.optim.SGD, stage=2, lr=0.1)
+    parallel = OwnerDataParallel(module, owners=sharded.owners_of(module))
+    loss_of(parallel, 0).backward()
+    try:
+        torch.optim.SGD(module.parameters(), lr=0.1).step()
+    except RuntimeError as error:
+        return str(error)
+    return "stepped"
 
 
 def state_bytes():

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stepgauge.parallel.communication.collectives import broadcast_from, launch_together
 from stepgauge.parallel.communication.reducer import GradientReducer
@@ -296,6 +297,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
             }
         )
         self.state = inner.state
+
+
+def _refuse_shares(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Before the step of any optimizer: a plain one would write this rank's copies alone of the
+    weights that it owns. The first gradient tells: looking at 300 takes 36 us of host a step.
+    """
+    if isinstance(optimizer, ShardedOptimizer):
+        return
+    gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
+    if isinstance(next((g for g in gradients if g is not None), None), Share):
+        raise RuntimeError(
+            f"this rank has its share of the gradients only, and {type(optimizer).__name__} would "
+            "step its own copy of those weights: step with the ShardedOptimizer"
+        )
+
+
+register_optimizer_step_pre_hook(_refuse_shares)
 
 
 def _equal(first: Any, second: Any) -> bool:
