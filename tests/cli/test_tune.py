@@ -77,7 +77,7 @@ def test_what_cannot_be_tuned_is_told(stepgauge):
         (("--size", "vast"), "--size is 'vast'"),
         (("--best", "0", "--device", "cpu"), "--best is 0"),
         (("--device", "cpu", "--ranks", "2", "--phases", "forward"), "phases is no option"),
-        (("--device", "cpu", "--precision", "fp32", "--d-model", "7"), "d_model"),
+        (("--device", "cpu", "--precision", "fp32", "--d-model", "7"), "--d-model 7"),
     ):
         status, _, err = stepgauge("tune", *arguments)
         assert status == 2 and said in err, (arguments, err)
