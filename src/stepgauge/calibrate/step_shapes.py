@@ -13,7 +13,7 @@ import torch
 from stepgauge.bench.sweep import Job
 from stepgauge.calibrate import run
 from stepgauge.calibrate.grids import grid_of
-from stepgauge.calibrate.host import narrow_network
+from stepgauge.calibrate.host import MODES, narrow_network
 from stepgauge.calibrate.machine import TIMED_MS
 from stepgauge.calibrate.operations import operations
 from stepgauge.calibrate.passes import BATCH, HEAD_WIDTH
@@ -44,12 +44,15 @@ def shape_jobs(shapes: Mapping[tuple[int, str], Set[Shape]], device: torch.devic
 
 def host_job(spec: Any, turn: int) -> Job | None:
     """What the host takes for a step that is launched as the spec's, to be timed right before it:
-    the row of that number. A wrapper's buckets are as much smaller as the blocks are. None for
-    compiled steps, which would be compiled for it, and on a CPU, which launches nothing.
+    the row of that number. A wrapper's buckets are as much smaller as the blocks are. None on a CPU,
+    which launches nothing, for what is compiled otherwise than the host is timed, and for
+    compiled steps of several ranks, each of which would compile for it.
     """
-    if spec.compile != "off" or spec.device.startswith("cpu"):
+    mode = next((mode for mode, compile in MODES.items() if compile == spec.compile), None)
+    if mode is None or spec.device.startswith("cpu") or (mode != "eager" and spec.ranks > 1):
         return None
-    kind = "bf16" if spec.precision in ("bf16", "fp16") else "fp32"
+    casts = spec.precision in ("bf16", "fp16") or mode != "eager"  # compiled, part of a launch
+    kind = "bf16" if casts else "fp32"
     layout = spec.parsed_layout
     under = launched_under(layout, spec.checkpointing)
     narrower = 1.0 if WRAPPERS[layout.wrapper].buckets else 0.0
@@ -58,7 +61,7 @@ def host_job(spec: Any, turn: int) -> Job | None:
         narrower = narrow / spec.model.block_matrix_parameters
     return run.job(
         CalibrationSpec(
-            operation=f"host eager {kind}{under}", turn=turn, ranks=spec.ranks,
+            operation=f"host {mode} {kind}{under}", turn=turn, ranks=spec.ranks,
             bucket_mb=narrower * getattr(spec, "bucket_mb", 0.0), device=spec.device,
         )
     )  # fmt: skip

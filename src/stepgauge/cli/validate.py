@@ -61,8 +61,9 @@ def validate(
         Parameter(
             negative="",
             help="First time the operations of the rows at their very shapes, a tenth of a second "
-            "each, and right before each eager row what its launches take of the host. The hardware "
-            "file with them is in the run.",
+            "each, and right before each row what its launches take of the host: compiled rows take "
+            "a quarter of a minute more, those of several ranks are left out. The hardware file "
+            "with them is in the run.",
         ),
     ] = False,
     fresh: Fresh = False,
