@@ -316,3 +316,16 @@ def test_memory_by_part_ends_at_the_peak_of_tensors_or_at_what_is_kept(found, to
     (plot,) = sharded_state._picture([sharded(parameter=1, gradient=2, optimizer=4, **found)])
     assert plot.caption == caption
     assert f">{total}<" in plot.svg and (">rest<" in plot.svg) == ("rest" in found)
+
+
+def test_a_pipeline_whose_fewest_micro_batches_are_best_is_compared_with_the_most():
+    def row(micro_batches, rate):
+        spec = {"schedule": "1f1b", "ranks": 2, "micro_batches": micro_batches, "overweight": 0}
+        metrics = {"samples_per_s": Sample.exact(rate, "samples/s")}
+        return Record(kind="pipeline", spec=spec, metrics=metrics)
+
+    answer = select(["pipeline"])[0].answer
+    falling, rising = ([row(n, rate) for n, rate in zip((2, 4, 8), rates, strict=True)]
+                       for rates in ((9.0, 8.0, 7.0), (7.0, 8.0, 9.0)))  # fmt: skip
+    assert "with 2 micro-batches; with 8 it does 7" in answer(falling)
+    assert "with 8 micro-batches; with 2 it does 7" in answer(rising)

@@ -130,7 +130,7 @@ def test_rows_of_a_machine_that_was_not_idle_are_told_apart():
     records = wrappers((12, 10, 11), (12, 10, 22))
     restless = Sample.of([20.0, 22.0, 40.0], "ms")
     records[-1] = dataclasses.replace(records[-1], metrics={"step_ms": restless})
-    assert "1 of the rows were disturbed; without them mean 0.0%" in sentence(records)
+    assert "1 of the rows was disturbed; without them mean 0.0%" in sentence(records)
     assert "disturbed: p90 is over" in error_table(records).rows[-1][-1]
 
 

@@ -159,7 +159,8 @@ def sentence(records: Sequence[Record]) -> str:
     )
     quiet = [each for each in found if not is_disturbed(each.row.record)]
     if len(quiet) < len(found):
-        said += f" {len(found) - len(quiet)} of the rows were disturbed"
+        disturbed = len(found) - len(quiet)
+        said += f" {disturbed} of the rows {'was' if disturbed == 1 else 'were'} disturbed"
         said += f"; without them {_spread(quiet)}." if quiet else "."
     peaks = [abs(each.peak) for each in found if each.peak is not None]
     if peaks:

@@ -97,17 +97,20 @@ def _picture(record: Record, records: Sequence[Record]) -> list[Block]:
 
 
 def answer(records: Sequence[Record]) -> str:
-    """How the best number of micro-batches compares with the fewest, and how the simulator did."""
+    """How the best number of micro-batches compares with the fewest, or with the most where the
+    fewest are best, and how the simulator did.
+    """
     measured = [r for r in records if r.status == "ok" and r.provenance == "measured"]
     measured, among = undisturbed(measured)
     of_name = {name: points for name, points in _by_chunks(measured).items() if len(points) > 1}
     if not of_name:
         return ""
     name, points = max(of_name.items(), key=lambda item: max(rate for _, rate in item[1]))
-    best, fewest = max(points, key=lambda point: point[1]), points[0]
+    best = max(points, key=lambda point: point[1])
+    other = points[-1] if best is points[0] else points[0]
     said = (
         f"{among}{name} does {number(best[1])} samples/s at best, with {best[0]} micro-batches; "
-        f"with {fewest[0]} it does {number(fewest[1])}."
+        f"with {other[0]} it does {number(other[1])}."
     )
     modelled = {r.key: r.median("step_ms") for r in records if r.provenance == "modelled"}
     errors = sorted(
