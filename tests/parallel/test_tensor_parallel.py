@@ -623,7 +623,8 @@ def test_mistakes_are_said(two_ranks):
         assert said["sparse"] == "embed has sparse, which an embedding that is cut does not do"
         assert said["weight norm"] == "out has no parameter weight of its own to cut"
         assert said["dropout"] == (
-            "layers.0.norm drops 0.1 of what it is given, other values on each rank; set its p to 0"
+            "layers.0.norm has dropout of 0.1, which would drop other values on each rank; set its p "
+            "to 0"
         )
         assert said["hook"] == (
             "layers.0.q has forward_hooks, which would be lost; register hooks after the layers are "
@@ -643,7 +644,7 @@ def test_mistakes_are_said(two_ranks):
             "layers.0.o has a parameter that is computed from others; the rule row cuts nn.Linear"
         )
         assert said["functional dropout"] == (
-            "layers.0.norm drops 0.5 of what it is given, other values on each rank; set its "
+            "layers.0.norm has dropout of 0.5, which would drop other values on each rank; set its "
             "dropout to 0"
         )
         assert said["attends"] == (
@@ -654,9 +655,7 @@ def test_mistakes_are_said(two_ranks):
             "layers.1.norm.out_proj is read by its nn.MultiheadAttention, which does not call it; "
             "leave it whole"
         )
-        part = (
-            "has no rule, so that the gradients of its weights would be of a part; give it one of"
-        )
+        part = "has no rule: the gradients of its weights would be those of one part alone; give it one of"
         assert said["no rule"] == (
             f"layers.0.norm works on a piece of the sequence and {part} sequence, heads, whole"
         )
@@ -664,8 +663,8 @@ def test_mistakes_are_said(two_ranks):
             f"layers.0.o.q is in layers.0.o, which gathers for its columns, and {part} heads"
         )
         assert said["uncounted"] == (
-            "layers.0.o reads its num_heads, 4, of which each rank has some; give it a rule with "
-            "counts=(Count('num_heads', Section(4)),)"
+            "layers.0.o reads its num_heads, 4, and each rank has only a part of them; give it a rule "
+            "with counts=(Count('num_heads', Section(4)),)"
         )
         assert said["no config"] == (
             "a UserModel has no config of the transformers library to make a table from; give a "

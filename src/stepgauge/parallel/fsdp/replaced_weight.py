@@ -16,9 +16,9 @@ class ReplacedWeight(nn.Parameter):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         raise RuntimeError(
-            "a weight is used that zero3 has put shards in place of: give optimizers, lists and other "
-            "modules the parameters that the module has after it is wrapped, or wrap one module that "
-            "holds all who share the weight"
+            "this weight is no parameter any more, zero3 has put shards in place of it: build "
+            "optimizers and lists from the parameters of the wrapped module, and wrap modules that "
+            "share the weight as one module"
         )
 
 

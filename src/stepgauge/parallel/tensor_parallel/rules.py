@@ -102,8 +102,8 @@ def _require_counted(module: nn.Module, name: str, rules: Rules) -> None:
     for key, value in _read_counts(module.get_submodule(parent)):
         if key not in told and (value in heads or not heads):
             raise ValueError(
-                f"{parent} reads its {key}, {value}, of which each rank has some; give it a rule with "
-                f"counts=(Count({key!r}, Section({value})),)"
+                f"{parent} reads its {key}, {value}, and each rank has only a part of them; give it "
+                f"a rule with counts=(Count({key!r}, Section({value})),)"
             )
 
 
@@ -155,8 +155,8 @@ def _require_no_dropout(name: str, part: nn.Module) -> None:
     for key, share in dropped.items():
         if share:
             raise ValueError(
-                f"{name or 'the module'} drops {share} of what it is given, other values on each "
-                f"rank; set its {key} to 0"
+                f"{name or 'the module'} has dropout of {share}, which would drop other values on "
+                f"each rank; set its {key} to 0"
             )
 
 
@@ -199,8 +199,8 @@ def _require_rules(
         own = any(True for _ in part.parameters(recurse=False))
         if own and name not in told and not _is_in(name, rules, kinds):
             raise ValueError(
-                f"{name or 'the module'} {does} and has no rule, so that the gradients of its "
-                f"weights would be of a part; give it one of {', '.join(kinds)}"
+                f"{name or 'the module'} {does} and has no rule: the gradients of its weights "
+                f"would be those of one part alone; give it one of {', '.join(kinds)}"
             )
 
 
