@@ -2,6 +2,7 @@
 read from what a layer is given, arguments are given by name, key heads are repeated by a count.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -99,3 +100,85 @@ class CountingAttention(nn.Module):
         return self.o(
             F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(*x.shape[:-1], -1)
         )
+
+
+class Conv1D(nn.Module):
+    """A linear layer whose weight is (inputs, outputs), as the library's GPT-2 has it."""
+
+    __module__ = "transformers.pytorch_utils"
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf = nf
+        self.weight, self.bias = nn.Parameter(torch.empty(nx, nf)), nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x):
+        y = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+        return y.view(*x.shape[:-1], self.nf)
+
+
+class GPT2Config:
+    def to_dict(self):
+        return {"model_type": "gpt2", "n_embd": WIDTH, "n_head": HEADS}
+
+
+class GPT2Model(nn.Module):
+    def __init__(self, vocabulary):
+        super().__init__()
+        self.config = GPT2Config()
+        self.transformer = nn.Module()
+        self.transformer.wte = nn.Embedding(vocabulary, WIDTH)
+        self.transformer.wpe = nn.Embedding(8, WIDTH)
+        self.transformer.h = nn.ModuleList(GPT2Block() for _ in range(2))
+        self.transformer.ln_f = nn.LayerNorm(WIDTH)
+        self.lm_head = nn.Linear(WIDTH, vocabulary, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight
+
+    def forward(self, tokens, targets):
+        parts = self.transformer
+        x = parts.wte(tokens) + parts.wpe(torch.arange(tokens.shape[1]))
+        for block in parts.h:
+            x = block(x)
+        return F.cross_entropy(self.lm_head(parts.ln_f(x)).flatten(0, 1), targets.flatten())
+
+
+class GPT2Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attn, self.mlp = GPT2Attention(), nn.Module()
+        self.mlp.c_fc, self.mlp.c_proj = Conv1D(24, WIDTH), Conv1D(WIDTH, 24)
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp.c_proj(F.gelu(self.mlp.c_fc(self.ln_2(x))))
+
+
+class GPT2Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.split_size = WIDTH
+        self.c_attn, self.c_proj = Conv1D(3 * WIDTH, WIDTH), Conv1D(WIDTH, WIDTH)
+
+    def forward(self, hidden_states):
+        query, key, value = self.c_attn(hidden_states).split(self.split_size, dim=2)
+        heads = [x.unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2) for x in (query, key, value)]
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.c_proj(mixed.transpose(1, 2).flatten(-2))
+
+
+class OneKeyHead(nn.Module):
+    """GPT-2's layers, and one key head that all query heads read."""
+
+    def __init__(self):
+        super().__init__()
+        self.fused, self.out = Conv1D(WIDTH + 2 * HEAD_WIDTH, WIDTH), Conv1D(WIDTH, WIDTH)
+
+    def forward(self, x):
+        fused = self.fused(x)
+        query, key, value = (
+            each.unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2)
+            for each in fused.split([fused.shape[-1] - 2 * HEAD_WIDTH, HEAD_WIDTH, HEAD_WIDTH], -1)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+        return self.out(mixed.transpose(1, 2).flatten(-2))

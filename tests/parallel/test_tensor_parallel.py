@@ -6,8 +6,14 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from tests.parallel.library_networks import (
+    HEAD_WIDTH,
+    CountingAttention,
+    GPT2Model,
+    LibraryModel,
+    OneKeyHead,
+)
 from tests.parallel.library_networks import HEADS as NUM_HEADS
-from tests.parallel.library_networks import CountingAttention, LibraryModel
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -134,6 +140,14 @@ COUNTING_TABLE = {
     "layers.*.o.o": Rule("row"),
 }
 
+ONE_KEY = Section(HEAD_WIDTH, unit=HEAD_WIDTH, shared=True)
+ONE_KEY_TABLE = {
+    "embed": Rule("embedding"),
+    "out": Rule("head"),
+    "layers.*.o.fused": Rule("column", (Section(16, unit=4), ONE_KEY, ONE_KEY)),
+    "layers.*.o.out": Rule("row"),
+}
+
 
 def build(name):
     """A network with random values everywhere, and its table."""
@@ -142,6 +156,12 @@ def build(name):
         model, table = UserModel(), USER_TABLE
     elif name == "counting":
         model, table = counting_model(), COUNTING_TABLE
+    elif name == "one key head, transposed":
+        model, table = counting_model(), ONE_KEY_TABLE
+        for layer in model.layers:
+            layer.o = OneKeyHead()
+    elif name == "gpt2":
+        model, table = GPT2Model(VOCABULARY), None
     elif name.startswith("library"):
         model = LibraryModel(VOCABULARY)
         table = by_sequence_too(model) if "sequence" in name else None
@@ -527,7 +547,7 @@ def everything():
         for name in (*SPECS, "user")
         for by_sequence in ((True, False) if is_two else (True,))
     }
-    for name in ("library", "library by sequence", "counting"):
+    for name in ("library", "library by sequence", "counting", "gpt2", "one key head, transposed"):
         found[name] = difference(name)
     found["no logits held"] = difference(OVERLAPPED[0], True, PARTIAL_LOSS)
     found |= overlapped_differences()
@@ -600,7 +620,9 @@ def test_mistakes_are_said(two_ranks):
         said = found["mistakes"]
         assert said["odd sequence"].startswith("the sequence has 5 tokens, which 2 ranks")
         assert said["no module"] == "'nobody' is the name of no module"
-        assert said["no linear"] == "norm is a RMSNorm; the rule column cuts nn.Linear"
+        assert said["no linear"] == (
+            "norm is a RMSNorm; the rule column cuts nn.Linear and transformers' Conv1D"
+        )
         assert said["heads"].startswith("head.weight: 1 units of 11 rows cannot be cut into")
         assert said["whole"] == (
             "overlap is True and by_sequence False; only pieces are overlapped"
@@ -638,10 +660,12 @@ def test_mistakes_are_said(two_ranks):
             "after the layers are cut"
         )
         assert said["own forward"] == (
-            "layers.0.q is a Linear with a forward of its own; the rule column cuts nn.Linear"
+            "layers.0.q is a Linear with a forward of its own; the rule column cuts nn.Linear and "
+            "transformers' Conv1D"
         )
         assert said["computed"] == (
-            "layers.0.o has a parameter that is computed from others; the rule row cuts nn.Linear"
+            "layers.0.o has a parameter that is computed from others; the rule row cuts nn.Linear "
+            "and transformers' Conv1D"
         )
         assert said["functional dropout"] == (
             "layers.0.norm has dropout of 0.5, which would drop other values on each rank; set its "

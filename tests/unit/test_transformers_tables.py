@@ -6,6 +6,7 @@ from stepgauge.spec.plan.tensor import Count, Section, matched
 from stepgauge.spec.plan.transformers_tables import FAMILIES, table_of_config
 
 SHAPE = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPE |= {"n_embd": 32, "n_head": 4}  # as GPT-2 has them
 ATTENTION = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
 GATED = ["mlp", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 LLAMA = ["self_attn", *ATTENTION, *GATED]
@@ -13,6 +14,7 @@ BERT = [
     *("attention.self", "attention.self.query", "attention.self.key", "attention.self.value"),
     *("attention.output.dense", "intermediate.dense", "output.dense"),
 ]
+GPT2 = ["attn", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
 NEOX = ["attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"]
 # The module of the base network, its blocks, its embedding, and a block's modules.
 NAMES = {
@@ -23,6 +25,7 @@ NAMES = {
         *("model", "decoder.layers", "decoder.embed_tokens"),
         ["self_attn", *ATTENTION[:3], "self_attn.out_proj", "fc1", "fc2"],
     ),
+    "gpt2": ("transformer", "h", "wte", GPT2),
     "gpt_neox": ("gpt_neox", "layers", "embed_in", NEOX),
     "bert": ("bert", "encoder.layer", "embeddings.word_embeddings", BERT),
 }
@@ -66,8 +69,8 @@ def test_heads_stay_whole_and_are_counted():
 
 def test_what_has_no_table_is_said():
     with pytest.raises(
-        ValueError, match="model_type is 'gpt2', whose networks have no table; give"
+        ValueError, match="model_type is 'bloom', whose networks have no table; give"
     ):
-        table_of_config({"model_type": "gpt2"}, [])
+        table_of_config({"model_type": "bloom"}, [])
     with pytest.raises(ValueError, match=r"the module has no layers\.0, which networks of llama"):
         table_of_config({**SHAPE, "model_type": "llama"}, ["lm_head"])

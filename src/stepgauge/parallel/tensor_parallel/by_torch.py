@@ -63,7 +63,7 @@ def _order_by_rank(layer: Any, rule: Rule, mesh: DeviceMesh) -> None:
     if copied := [section for section in rule.sections if section.copies(ranks) > 1]:
         raise ValueError(f"{copied[0].rows} rows are on several of {ranks} ranks; torch cuts them")
     for parameter in layer.parameters(recurse=False):
-        cut = rule.cut_of("weight", len(parameter))
+        cut = rule.cut_of("weight", parameter.shape)
         assert cut is not None, "sections are rows"
         slices = [part for rank in range(ranks) for part in cut.parts(len(parameter), rank, ranks)]
         parameter.copy_(torch.cat([parameter[part] for part in slices]))

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from stepgauge.parallel.tensor_parallel.layer_types import is_transposed
 from stepgauge.parallel.tensor_parallel.rules import Rules
-from stepgauge.spec.plan.tensor import KINDS, Cut
+from stepgauge.spec.plan.tensor import Cut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,16 +54,15 @@ def cut_parameters(module: nn.Module, rules: Rules, rank: int, ranks: int) -> Cu
     cuts: dict[str, CutParameter] = {}
     parts: dict[Tensor, tuple[str, nn.Parameter]] = {}  # with the first name of the whole
     for layer, rule in rules:
-        for key, whole in list(module.get_submodule(layer).named_parameters(recurse=False)):
-            dim = KINDS[rule.kind].cuts.get(key)
-            if dim is None:
+        owner = module.get_submodule(layer)
+        for key, whole in list(owner.named_parameters(recurse=False)):
+            cut = rule.cut_of(key, whole.shape, is_transposed=is_transposed(owner))
+            if cut is None:
                 continue
             name = f"{layer}.{key}".lstrip(".")
-            cut = rule.cut_of(key, whole.shape[dim])
-            assert cut is not None, "a dim has a cut"
-            cuts[name] = CutParameter(cut, whole.shape[dim], rank, ranks)
+            cuts[name] = CutParameter(cut, whole.shape[cut.dim], rank, ranks)
             first, _ = parts.setdefault(whole, (name, _part_of(name, whole, cuts[name])))
-            if cuts[name].places != cuts[first].places or dim != cuts[first].dim:
+            if cuts[name].places != cuts[first].places or cut.dim != cuts[first].dim:
                 raise _cut_elsewhere(name, first)
     for name, whole in list(module.named_parameters(remove_duplicate=False)):
         if whole not in parts:
@@ -70,8 +70,8 @@ def cut_parameters(module: nn.Module, rules: Rules, rank: int, ranks: int) -> Cu
         first, part = parts[whole]
         if name not in cuts:
             raise _cut_elsewhere(name, first)
-        owner, _, key = name.rpartition(".")
-        setattr(module.get_submodule(owner), key, part)
+        path, _, key = name.rpartition(".")
+        setattr(module.get_submodule(path), key, part)
     return cuts
 
 

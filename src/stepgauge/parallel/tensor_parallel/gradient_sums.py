@@ -16,7 +16,7 @@ from stepgauge.parallel.replicas import registrations
 from stepgauge.parallel.tensor_parallel.cuts import CutParameter, Cuts
 from stepgauge.parallel.tensor_parallel.residual_stream import ResidualStream
 from stepgauge.parallel.tensor_parallel.rules import Rules
-from stepgauge.spec.plan.tensor import KINDS
+from stepgauge.spec.plan.tensor import KINDS, Section
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +36,20 @@ class GradientSum:
         pieces = self.cut.pieces(gradient)
         for section, (_, copies, piece) in zip(self.cut.cut.sections, pieces, strict=True):
             if copies > 1:
-                # Zeros where other ranks have other heads: one collective of the whole group.
-                whole = gradient.new_zeros(section.rows, *gradient.shape[1:])
-                rows = section.part(self.stream.rank, self.stream.ranks)
-                whole[rows] = piece
-                piece = self.stream.reduced(whole)[rows]
+                piece = self._summed(piece, section)
             found.append(piece)
-        return torch.cat(found)
+        return torch.cat(found, self.cut.dim)
+
+    def _summed(self, piece: Tensor, section: Section) -> Tensor:
+        """Zeros where other ranks have other heads: one collective of the whole group."""
+        assert self.cut is not None, "a section is one of a cut"
+        shape = list(piece.shape)
+        shape[self.cut.dim] = section.rows
+        whole = piece.new_zeros(shape)
+        part = section.part(self.stream.rank, self.stream.ranks)
+        own = self.cut.dim, part.start, part.stop - part.start
+        whole.narrow(*own).copy_(piece)
+        return self.stream.reduced(whole).narrow(*own)
 
 
 def gradient_sums(

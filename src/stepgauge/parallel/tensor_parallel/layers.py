@@ -4,10 +4,13 @@ Legend: B batch, T sequence, D model width, F features of all ranks, V vocabular
 batch.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stepgauge.parallel.tensor_parallel.layer_types import is_transposed
 from stepgauge.parallel.tensor_parallel.residual_stream import ResidualStream
 from stepgauge.parallel.tensor_parallel.vocabulary_loss import (
     PartialLoss,
@@ -17,37 +20,44 @@ from stepgauge.parallel.tensor_parallel.vocabulary_loss import (
 )
 
 
-class ColumnParallelLinear(nn.Module):
+class _CutLinear(nn.Module):
+    """The parameters of a linear layer as they are stored: a state has the shapes of the layer's."""
+
+    def __init__(self, layer: Any, stream: ResidualStream):
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+        self.stream, self.is_transposed = stream, is_transposed(layer)
+
+    def rows_by_outputs(self) -> Tensor:
+        """weight_FD, whichever way it is stored."""
+        return self.weight.t() if self.is_transposed else self.weight
+
+
+class ColumnParallelLinear(_CutLinear):
     """Some rows of a linear layer: all of the input in, some of the features out.
 
     sections  rows that this rank has of each of the layers that are fused here
     gathers   False: its input is gathered already, for several columns at once
     """
 
-    def __init__(self, layer: nn.Linear, stream: ResidualStream, sections: tuple[int, ...]):
-        super().__init__()
-        self.weight, self.bias = layer.weight, layer.bias
-        self.stream, self.sections = stream, sections
+    def __init__(self, layer: Any, stream: ResidualStream, sections: tuple[int, ...]):
+        super().__init__(layer, stream)
+        self.sections = sections
         self.gathers = True
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.gathers:
-            return F.linear(x, self.weight, self.bias)
-        return self.stream.entering(as_computed(x), self.weight, self.bias)
+            return F.linear(x, self.rows_by_outputs(), self.bias)
+        return self.stream.entering(as_computed(x), self.rows_by_outputs(), self.bias)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_CutLinear):
     """Some columns of a linear layer: some of the features in, all of the output out, summed over
     ranks. The bias is added once, after the sum.
     """
 
-    def __init__(self, layer: nn.Linear, stream: ResidualStream):
-        super().__init__()
-        self.weight, self.bias = layer.weight, layer.bias
-        self.stream = stream
-
     def forward(self, x_BTF: Tensor) -> Tensor:
-        y = self.stream.leaving(as_computed(x_BTF), self.weight)
+        y = self.stream.leaving(as_computed(x_BTF), self.rows_by_outputs())
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 

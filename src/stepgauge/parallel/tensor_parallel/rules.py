@@ -11,15 +11,10 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from stepgauge.parallel.autograd.parameter_hooks import hooks_before, hooks_of_module, num_hooks
+from stepgauge.parallel.tensor_parallel.layer_types import CUT_TYPES, base_of
 from stepgauge.spec.plan.tensor import KINDS, Rule, Table, matched
 
 Rules = Sequence[tuple[str, Rule]]
-LAYERS: Mapping[str, Any] = {
-    "column": nn.Linear,
-    "row": nn.Linear,
-    "head": nn.Linear,
-    "embedding": nn.Embedding,
-}
 DROPOUTS = (
     nn.Dropout,
     nn.Dropout1d,
@@ -64,18 +59,19 @@ def rules_of(module: nn.Module, table: Table, *, by_sequence: bool) -> Rules:
 
 def _require_layer(module: nn.Module, name: str, rule: Rule) -> None:
     """Raises ValueError for a layer that is not the one that the rule cuts."""
-    wanted = LAYERS.get(rule.kind)
-    if wanted is None:
+    types = CUT_TYPES.get(rule.kind)
+    if types is None:
         return
     if not name:
         raise ValueError(
             f"the rule {rule.kind} replaces a layer of a module, and was given it alone"
         )
     layer: Any = module.get_submodule(name)
-    cuts = f"the rule {rule.kind} cuts nn.{wanted.__name__}"
-    if not isinstance(layer, wanted):
+    cuts = f"the rule {rule.kind} cuts {' and '.join(each.name for each in types)}"
+    base: Any = base_of(layer, types)
+    if base is None:
         raise ValueError(f"{name} is a {type(layer).__name__}; {cuts}")
-    if type(layer).forward is not wanted.forward or "forward" in vars(layer):
+    if type(layer).forward is not base.forward or "forward" in vars(layer):
         raise ValueError(f"{name} is a {type(layer).__name__} with a forward of its own; {cuts}")
     if "weight" not in dict(layer.named_parameters(recurse=False)):
         raise ValueError(f"{name} has no parameter weight of its own to cut")
@@ -194,7 +190,7 @@ def _require_told(module: nn.Module, rules: Rules, by_sequence: bool) -> None:
 def _require_rules(
     parts: Mapping[str, nn.Module], rules: Rules, kinds: Sequence[str], does: str
 ) -> None:
-    told = {name for name, rule in rules if rule.kind in LAYERS}
+    told = {name for name, rule in rules if rule.kind in CUT_TYPES}
     for name, part in parts.items():
         own = any(True for _ in part.parameters(recurse=False))
         if own and name not in told and not _is_in(name, rules, kinds):

@@ -95,12 +95,11 @@ class TensorParallel:
         if name not in self.cuts:
             return [(self.stream.ranks, part)]
         cut = self.cuts[name]
-        if cut.dim:
-            return [(1, part)]
-        found, begin = [], -first_row
+        found, begin = [], 0 if cut.dim else -first_row
         for place, copies in zip(cut.places, cut.copies, strict=True):
             end = begin + place.stop - place.start
-            found.append((copies, part[max(0, begin) : max(0, end)]))
+            start, stop = (min(max(0, edge), part.shape[cut.dim]) for edge in (begin, end))
+            found.append((copies, part.narrow(cut.dim, start, stop - start)))
             begin = end
         return found
 

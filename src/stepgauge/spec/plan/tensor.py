@@ -9,7 +9,7 @@ Legend: B batch, T sequence, D model width, N ranks.
 
 import dataclasses
 import fnmatch
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 
@@ -75,7 +75,8 @@ class Cut:
 class Kind:
     """What a rule does to a module.
 
-    cuts      the dim along which each of its parameters is cut; others are whole on every rank
+    cuts      the dim along which each of its parameters is cut, of a weight (outputs, inputs);
+              others are whole on every rank
     forward   collectives of the residual stream in forward, and the same of backward
     sums      gradients of whole parameters are parts, of a piece of the sequence or of some heads:
               they are summed over ranks
@@ -168,13 +169,20 @@ class Rule:
         if self.kind not in KINDS:
             raise ValueError(f"kind is {self.kind!r}; choose one of {', '.join(KINDS)}")
 
-    def cut_of(self, parameter: str, size: int) -> Cut | None:
-        """How the module's parameter, `size` long along its dim, is cut; None: it is whole."""
+    def cut_of(
+        self, parameter: str, shape: Sequence[int], *, is_transposed: bool = False
+    ) -> Cut | None:
+        """How the module's parameter of that shape is cut; None: it is whole.
+
+        is_transposed  matrices of the module are (inputs, outputs), not (outputs, inputs)
+        """
         dim = KINDS[self.kind].cuts.get(parameter)
         if dim is None:
             return None
+        if is_transposed and len(shape) == 2:
+            dim = 1 - dim
         by_tokens = self.kind in ("embedding", "head")
-        return Cut(dim, () if by_tokens else self.sections or (Section(size),))
+        return Cut(dim, () if by_tokens else self.sections or (Section(shape[dim]),))
 
 
 Table = Mapping[str, Rule]

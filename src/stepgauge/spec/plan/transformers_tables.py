@@ -112,6 +112,19 @@ def _gpt_neox(config: Config) -> dict[str, Rule]:
     }
 
 
+def _gpt2(config: Config) -> dict[str, Rule]:
+    """Its layers are transposed, which parallelize_tensor finds out by itself."""
+    width = config["n_embd"]
+    heads = Section(width, unit=width // config["n_head"])
+    return {
+        "attn": Rule("gather", counts=(Count("split_size", heads),)),
+        "attn.c_attn": Rule("column", (heads,) * 3),
+        "attn.c_proj": ROW,
+        "mlp.c_fc": COLUMN,
+        "mlp.c_proj": ROW,
+    }
+
+
 def _bert(config: Config) -> dict[str, Rule]:
     heads = Rule("column", (Section(config["hidden_size"], unit=_width(config)),))
     return {
@@ -139,6 +152,7 @@ FAMILIES: Mapping[str, tuple[str, str, Callable[[Config], dict[str, Rule]]]] = {
     "starcoder2": ("layers", "embed_tokens", _starcoder2),
     "phi": ("layers", "embed_tokens", _phi),
     "opt": ("decoder.layers", "decoder.embed_tokens", _opt),
+    "gpt2": ("h", "wte", _gpt2),
     "gpt_neox": ("layers", "embed_in", _gpt_neox),
     "bert": ("encoder.layer", "", _bert),
     "roberta": ("encoder.layer", "", _bert),
