@@ -93,6 +93,8 @@ ON_FOUR = [
     ("pp2 1f1b m2 dp2 bucketed", "tied", "sgd"),
     ("pp2 zbv m2 dp2 zero1", "tied", "adamw"),
     ("pp2 1f1b m2 dp2 zero2", "bert", "adamw"),
+    ("pp2 zbv m2 dp2 zero2", "tied", "adamw"),
+    ("pp2 zb-h1 m4 dp2 zero2", "bert", "sgd"),
     ("pp2 1f1b m2 dp2 zero3", "tied", "adamw"),
     ("pp2 interleaved m2 dp2 zero3", "grouped", "sgd"),
 ]
@@ -291,7 +293,7 @@ def recorded(layout):
 def sums_of_means(layout):
     """Batches of which some are averaged, and others added to means under no_sync()."""
     spec = LayoutSpec(model=NETWORKS["tied"], layout="pp2 1f1b m2 dp2", batch=8, optimizer="sgd")
-    parsed = Layout.parse(layout)  # a specification has no zero2 with split backwards; spread has
+    parsed = Layout.parse(layout)
     ours, alone = build(spec, parsed), build(spec, Layout())
     place = parsed.place(dist.get_rank())["data"]
     for number, averages in enumerate((True, True, False, True)):

@@ -17,6 +17,8 @@ from stepgauge.cost.pipeline.timeline import Durations, simulate
 from stepgauge.parallel.pipeline import Pipeline
 from stepgauge.parallel.pipeline.split import SplitBackward, Watch
 from stepgauge.parallel.pipeline.step import PipelineStep
+from stepgauge.parallel.zero import ShardedOptimizer
+from stepgauge.parallel.zero.owned_gradients import OwnerDataParallel
 from stepgauge.runtime.launch import RankError, launch
 from stepgauge.spec.plan.pipeline import SCHEDULES, build, from_text
 
@@ -38,12 +40,16 @@ ON_FOUR = [("zbv", "transformer"), ("interleaved", "list"), ("v-half", "bert")]
 
 
 def test_two_ranks_are_one_process():
-    for found in launch(all_checks, ON_TWO, ("mistakes", "recorded", "waits"), ranks=2):
+    for found in launch(
+        all_checks, ON_TWO, ("mistakes", "recorded", "waits", "another type"), ranks=2
+    ):
         assert {case: told for case, told in found.items() if told} == {}
 
 
 def test_four_ranks_are_one_process_alone_and_as_two_pipelines_of_two():
-    for found in launch(all_checks, ON_FOUR, ("replicated", "any schedule"), ranks=4):
+    for found in launch(
+        all_checks, ON_FOUR, ("replicated", "joined by hand", "any schedule"), ranks=4
+    ):
         assert {case: told for case, told in found.items() if told} == {}
 
 
@@ -266,7 +272,73 @@ def replicated():
     return differing(pipeline, alone, 0)
 
 
+def joined_by_hand():
+    """Pipelines whose stages' gradients go to owners, joined by a user; the second step adds to the
+    means of the first.
+    """
+    rank = dist.get_rank()
+    pipes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    for schedule in ("1f1b", "zb-h1"):
+        modules, _, _ = network("transformer untied", 2)
+        alone = copy.deepcopy(modules[rank % 2])
+        whole_alone = copy.deepcopy(modules)
+        owned = ShardedOptimizer(
+            modules[rank % 2].parameters(),
+            torch.optim.SGD,
+            stage=2,
+            group=replicas[rank % 2],
+            lr=1.0,
+        )
+        wrapped = OwnerDataParallel(
+            modules[rank % 2], owners=owned.owners_of(modules[rank % 2]), group=replicas[rank % 2]
+        )
+        pipeline = Pipeline(
+            lambda _, wrapped=wrapped: wrapped,
+            build(schedule, ranks=2, micro_batches=4),
+            loss=mean_loss,
+            reduce=lambda _, module: module.begin_synchronizing(),
+            group=pipes[rank // 2],
+        )
+        for number in range(2):
+            for replica in range(2):
+                tokens, targets, _ = batch(2 * number + replica)
+                (mean_loss(whole(whole_alone, tokens), targets) / 2).backward()
+            tokens, targets, _ = batch(2 * number + rank // 2)
+            with wrapped.no_sync():
+                pipeline.step((tokens,), (targets,))
+            wrapped.finish_synchronizing()
+        owned.step()
+        with torch.no_grad():
+            for mine, theirs, other in zip(
+                wrapped.parameters(),
+                whole_alone[rank % 2].parameters(),
+                alone.parameters(),
+                strict=True,
+            ):
+                expected = other if theirs.grad is None else other - theirs.grad
+                if not torch.allclose(mine, expected, atol=1e-6):
+                    return f"{schedule}: {(mine - expected).abs().max()}"
+    return ""
+
+
+def of_another_type():
+    """The norm of gradients is in their type, not narrower."""
+    modules = [nn.Linear(3, 3).double() for _ in range(2)]
+    pipeline = Pipeline(
+        modules, build("1f1b", ranks=2, micro_batches=2), loss=lambda y: y.square().mean()
+    )
+    pipeline.step((torch.ones(4, 3, dtype=torch.float64),))
+    own = [p.grad for p in pipeline.parameters()]
+    square = torch.nn.utils.get_total_norm(own).square()
+    dist.all_reduce(square)
+    norm = pipeline.clip(1e9)
+    return "" if norm.dtype == torch.float64 and torch.equal(norm, square.sqrt()) else str(norm)
+
+
 OTHERS = {
+    "joined by hand": joined_by_hand,
+    "another type": of_another_type,
     "mistakes": mistakes,
     "recorded": recorded,
     "waits": waits,

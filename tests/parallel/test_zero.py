@@ -13,6 +13,7 @@ from torch import nn
 
 from stepgauge.parallel.data_parallel import BucketedDataParallel
 from stepgauge.parallel.replicas import DifferentModelsError
+from stepgauge.parallel.shares import as_share
 from stepgauge.parallel.zero import ShardedOptimizer
 from stepgauge.parallel.zero.owned_gradients import OwnerDataParallel
 from stepgauge.runtime.launch import launch
@@ -31,6 +32,25 @@ def test_training_equals_that_of_one_process(two_ranks):
     for case in CASES:
         for rank in two_ranks:
             assert rank[case] < 1e-12, case
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda gradient: gradient.norm(),
+        lambda gradient: gradient.data.norm(2),
+        lambda gradient: gradient.detach().norm().item() ** 2,
+        lambda gradient: torch.norm(gradient),
+        lambda gradient: torch.linalg.norm(torch.cat([gradient.view(-1), gradient.flatten()])),
+        lambda gradient: nn.utils.get_total_norm([gradient]),
+    ],
+)
+def test_a_norm_by_hand_of_the_gradients_of_this_rank_alone_is_refused(norm):
+    gradient = as_share(torch.ones(2, 2))
+    with pytest.raises(RuntimeError, match="this rank has its share of the gradients only"):
+        norm(gradient)
+    gradient.data.mul_(0.5)
+    assert gradient.clamp_(max=0.25).sum() == 1, "each value is its owner's to write"
 
 
 def test_different_parameters_are_told_at_the_start(two_ranks):

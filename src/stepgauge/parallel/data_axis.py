@@ -158,11 +158,6 @@ class DataAxis:
         if isinstance(module := self.modules[stage], FullyShardedDataParallel):
             module.residency.reshard()
 
-    def expect_backward(self) -> None:
-        """Before a step of a pipeline, which adds to the gradients of steps before it."""
-        for replica in self.wrapped:
-            replica.expect_backward()
-
     def begin(self, stage: int) -> None:
         """Sends a stage's gradients, which no backward of this step adds to any more."""
         if self.synchronises and isinstance(module := self.modules[stage], DataParallel):

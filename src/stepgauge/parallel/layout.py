@@ -265,7 +265,6 @@ class Spread:
     def _mixed(self, batch: Batch, batches: int) -> Tensor:
         assert self.pipeline is not None, "there are stages"
         inputs, targets = self.network.cut(batch)
-        self.data.expect_backward()
         with self.data.quiet():
             loss = self.pipeline.step(inputs, targets, batches=batches)
         self.data.finish()

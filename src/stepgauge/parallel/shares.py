@@ -5,15 +5,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# what torch.nn.utils.clip_grad_norm_ and get_total_norm are made of
-NORMS = (torch.linalg.vector_norm, torch._foreach_norm)
+# What a norm of all gradients is made of: torch.nn.utils.clip_grad_norm_, or a loop of one's own.
+NORMS = (
+    torch.linalg.vector_norm,
+    torch.linalg.norm,
+    torch.norm,
+    Tensor.norm,
+    torch._foreach_norm,
+)
+# The same values, seen otherwise.
+VIEWS = (
+    Tensor.data.__get__,  # type: ignore[attr-defined]
+    Tensor.detach,
+    Tensor.view,
+    Tensor.reshape,
+    Tensor.flatten,
+    torch.flatten,
+    torch.reshape,
+    torch.cat,
+)
 
 
 class Share(Tensor):
     """The whole gradient of a parameter that this rank owns, while other ranks have others'.
 
-    It is an ordinary tensor but for one thing: a norm over the gradients of all parameters, which
-    would be that of this rank's share, raises RuntimeError.
+    It is an ordinary tensor but for one thing: norms raise RuntimeError, since those of all
+    gradients, added up, would be that of this rank's share.
     """
 
     @classmethod
@@ -27,7 +44,8 @@ class Share(Tensor):
             )
         # What Tensor.__torch_function__ itself does; the way out: a public name of it.
         with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **(kwargs or {}))
+            found = function(*args, **(kwargs or {}))
+            return found.as_subclass(Share) if function in VIEWS else found
 
 
 def as_share(gradient: Tensor) -> Tensor:

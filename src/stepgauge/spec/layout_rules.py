@@ -183,10 +183,10 @@ def _check_pipeline(layout: Layout, model: Network) -> None:
     schedule = schedule_of(layout)
     cut_blocks(model, schedule)
     splits = any(schedule.splits(stage) for stage in schedule.rank_of)
-    if splits and WRAPPERS[layout.wrapper].shards("gradients"):
+    if splits and WRAPPERS[layout.wrapper].shards("weights"):
         raise ValueError(
             f"{layout.schedule} computes gradients of weights later than those of inputs, and "
-            f"{layout.wrapper} takes both at once only; choose 1f1b or zero1"
+            f"{layout.wrapper} takes both at once only; choose 1f1b or zero2"
         )
     if splits and layout.tensor > 1:
         raise ValueError(

@@ -78,7 +78,7 @@ def _of_axes(
     schedules = [name for name in SCHEDULES if STAGES[name] * pipeline <= spec.network.num_layers]
     for wrapper in wrappers:
         for schedule in schedules if pipeline > 1 else ("",):
-            if schedule == "zbv" and (tensor > 1 or WRAPPERS[wrapper].shards("gradients")):
+            if schedule == "zbv" and (tensor > 1 or WRAPPERS[wrapper].shards("weights")):
                 continue
             for micro_batch in _micro_batches(spec, rank_batch):
                 passes = rank_batch // micro_batch

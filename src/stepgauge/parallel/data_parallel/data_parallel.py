@@ -87,8 +87,8 @@ class DataParallel(nn.Module):
             self._synchronises = before
 
     def expect_backward(self) -> None:
-        """Before backward passes under no_sync that add to gradients which may be means already, and
-        that do so without autograd: layers of a pipeline that are split.
+        """Before backward passes under no_sync that add to gradients which may be means already: a
+        pipeline's, of which layers that are split add without autograd.
         """
         return
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from stepgauge.parallel.communication.peer_memory import on_one_machine
 from stepgauge.parallel.counted_mean import Count, CountedMean
+from stepgauge.parallel.data_parallel import DataParallel
 from stepgauge.parallel.pipeline.between import Given, Meta, inputs_of
 from stepgauge.parallel.pipeline.clock import Clock
 from stepgauge.parallel.pipeline.graphed import GraphedStage
@@ -166,6 +167,9 @@ class Pipeline:
         parts = _split(inputs, self.schedule.num_micro_batches)
         answers = _split(targets, self.schedule.num_micro_batches)
         self._prepare(parts[0], answers[0])
+        for module in self.modules.values():
+            if isinstance(module, DataParallel):
+                module.expect_backward()
         self._tied.begin()
         for stage in self.stages.values():
             stage.begin()
@@ -210,14 +214,17 @@ class Pipeline:
         return self._mean.weights_of_equal(targets, parts, self.device)
 
     def clip(self, max_norm: float) -> Tensor:
-        """Scales all gradients by the norm of the whole pipeline's; gives the norm before."""
+        """Scales all gradients by the norm of the whole pipeline's; gives the norm before, in the
+        gradients' type or float32, whichever is wider.
+        """
         repeated = self._tied.repeated
         parameters = list(self.parameters())
         own = [p.grad for p in parameters if p.grad is not None and id(p) not in repeated]
-        norms = torch.nn.utils.get_total_norm(own).to(self.device, torch.float32)
-        squared = norms.square()
+        total = torch.nn.utils.get_total_norm(own)
+        # in float64: stages may have other types, and the squares of all ranks add up
+        squared = total.to(self.device, torch.float64).square()
         dist.all_reduce(squared, group=self._group)
-        norm = squared.sqrt()
+        norm = squared.sqrt().to(torch.promote_types(total.dtype, torch.float32))
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
