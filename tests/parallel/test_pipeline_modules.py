@@ -203,6 +203,44 @@ def changes(closes, *kinds):
         pipeline.step((x,), (x,))
 
 
+def test_an_output_may_be_used_in_some_steps_only():
+    for told in launch(uses_by_turns, ranks=2):
+        assert told == []
+
+
+def uses_by_turns():
+    """The second output of the first stage in every other step; what differs from one process."""
+    told = []
+    for schedule in (WHOLE, SPLIT):
+        plan = build(schedule, ranks=2, micro_batches=MICRO_BATCHES)
+        torch.manual_seed(1)
+        modules = [First(), *(Last() for _ in range(plan.num_stages - 1))]
+        modules[1:-1] = [Passes() for _ in modules[1:-1]]
+        alone = copy.deepcopy(modules)
+        pipeline = Pipeline(modules, plan, loss=loss_of, every_output=True)
+        for number in range(3):
+            modules[-1].uses_both = alone[-1].uses_both = number == 1
+            x, targets = torch.randn(2, 2 * MICRO_BATCHES, WIDTH)
+            pipeline.step((x,), (targets,))
+            loss_of(*run(alone, x), targets).backward()
+            zero_missing(alone)
+            told.append(differing(pipeline, alone, number))
+    return list(filter(None, told))
+
+
+class Passes(Linears):
+    def forward(self, x, y):
+        return self.one(x), self.two(y)
+
+
+def zero_missing(modules):
+    """What no step has used has zeros in the pipeline."""
+    for module in modules[:-1]:
+        for parameter in module.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
 def test_a_last_stage_gives_one_number():
     with pytest.raises(ValueError, match=r"gives tensors of shapes \[\(2,\)\]; its loss must be"):
         inputs_of([], {0: Given([Meta(torch.Size([2]), torch.float32)], [set()])})

@@ -66,9 +66,13 @@ def _read(output: Tensor, inputs: Sequence[Tensor]) -> set[int]:
     return {place for leaf, place in leaves.items() if leaf in seen}
 
 
-def inputs_of(first: Sequence[Meta], given: Mapping[int, Given]) -> dict[int, list[Meta]]:
+def inputs_of(
+    first: Sequence[Meta], given: Mapping[int, Given], *, every_output: bool = False
+) -> dict[int, list[Meta]]:
     """The inputs of each stage, of what all stages have given: the loss depends on an output if it
     does on one of the next stage that reads it. Raises ValueError where the last one is no loss.
+
+    every_output  counts each output as one that the loss depends on
     """
     inputs, last = {0: list(first)}, max(given)
     shapes = [tuple(meta.shape) for meta in given[last].outputs]
@@ -81,7 +85,7 @@ def inputs_of(first: Sequence[Meta], given: Mapping[int, Given]) -> dict[int, li
     for stage in range(last, 0, -1):
         used = set().union(*(given[stage].reads[place] for place in used))
         inputs[stage] = [
-            meta._replace(is_used=place in used)
+            meta._replace(is_used=every_output or place in used)
             for place, meta in enumerate(given[stage - 1].outputs)
         ]
     return dict(sorted(inputs.items()))

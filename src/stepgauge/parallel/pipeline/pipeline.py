@@ -69,6 +69,8 @@ class Pipeline:
               process group; "auto": copies between GPUs of one machine
     recording keeps when each action ran: `spans`
     graphs    records forward and backward of each stage, to be replayed: CudaGraphs(device)
+    every_output  for outputs that the loss depends on in some steps only: a gradient comes back for
+              each that has one in any, zeros in the other steps. False: for those of the first step
 
     Raises ValueError for another number of stages or ranks than the schedule's, and for ranks that
     have different schedules.
@@ -91,6 +93,7 @@ class Pipeline:
         transport: str = "auto",
         recording: bool = False,
         graphs: Recorder | None = None,
+        every_output: bool = False,
     ):
         self.schedule = _agreed(schedule, group, ahead=ahead, sharded=weights is not None)
         self._weights = weights
@@ -98,7 +101,7 @@ class Pipeline:
         self.modules = _own_modules(stages, self.schedule, self.rank)
         ties = tied if callable(stages) else with_shared(tied, stages)
         self.device = torch.device(device or _device_of(self.modules.values()))
-        self._group, self._reduce = group, reduce
+        self._group, self._reduce, self._every_output = group, reduce, every_output
         self._mean = CountedMean(share) if callable(share) else share
         make = functools.partial(
             self._stage,
@@ -261,7 +264,7 @@ class Pipeline:
         if self.metas.get(0) == first:
             return
         given = self._given(inputs, targets)
-        self.metas = inputs_of(first, given)
+        self.metas = inputs_of(first, given, every_output=self._every_output)
         self._transfers.prepare(_messages(self.metas))
         last = self.schedule.num_stages - 1
         for number, stage in self.stages.items():

@@ -149,7 +149,8 @@ class PipelineStep:
             if gradient is not None and not meta.is_used:
                 raise RuntimeError(
                     f"the loss depends on output {place} of stage {stage} now, and did not when the "
-                    f"pipeline was run first: call close() on all ranks before such a change"
+                    f"pipeline was run first: call close() on all ranks before such a change, or "
+                    f"choose every_output=True"
                 )
         return [
             meta.empty(self.device).zero_() if gradient is None else gradient
