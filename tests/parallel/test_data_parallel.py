@@ -24,6 +24,7 @@ from stepgauge.parallel.data_parallel import (
     OverlappedDataParallel,
 )
 from stepgauge.parallel.data_parallel.bucket_gradients import BucketGradients
+from stepgauge.parallel.data_parallel.readiness import Averaged
 from stepgauge.parallel.replicas import DifferentModelsError
 from stepgauge.runtime.launch import launch
 from stepgauge.spec import layout
@@ -47,8 +48,9 @@ def test_gradients_that_others_share_are_sent_as_copies(count):
     sent = [nn.Parameter(torch.zeros(2, 3)) for _ in range(count)]
     for parameter, row in zip(sent, shared, strict=False):
         parameter.grad = row.view(2, 3)
+    members = [Averaged(n, "", p, is_local=True) for n, p in enumerate(sent)]
     message = BucketGradients(
-        sent, {*sent}, types.SimpleNamespace(rank=0), dtype=torch.float32, packs=count > 1
+        members, types.SimpleNamespace(rank=0), dtype=torch.float32, packs=count > 1
     )
     for tensor in message.tensors:
         tensor.zero_()

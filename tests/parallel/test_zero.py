@@ -53,6 +53,11 @@ def test_a_norm_by_hand_of_the_gradients_of_this_rank_alone_is_refused(norm):
     assert gradient.clamp_(max=0.25).sum() == 1, "each value is its owner's to write"
 
 
+def test_the_gradient_of_a_tie_that_is_undone_is_its_owners(two_ranks):
+    norms = [rank["norm of what is left"] for rank in two_ranks]
+    assert norms[0][0] == norms[1][0] == pytest.approx(norms[0][1].item(), rel=1e-6)
+
+
 def test_different_parameters_are_told_at_the_start(two_ranks):
     words = "the ranks' optimizers differ: parameter 0 is float32 of 4 values on rank 0"
     assert all(words in rank["different"] for rank in two_ranks)
@@ -116,7 +121,19 @@ def all_checks():
     found["after a failure"] = after_a_failure()
     found["written"] = written()
     found["plain step"] = of_a_plain_step()
+    found["norm of what is left"] = norm_of_a_tie_that_is_undone()
     return found
+
+
+def norm_of_a_tie_that_is_undone():
+    """Loaded with assign=True the first of two tied layers has another weight, without a gradient."""
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    module[1].weight = module[0].weight
+    parallel = OwnerDataParallel(module, owners={"0.weight": 0})
+    parallel(torch.ones(1, 2)).sum().backward()
+    expected = module[1].weight.grad.square().sum().sqrt() if dist.get_rank() == 0 else None
+    module.load_state_dict({"0.weight": torch.ones(2, 2)}, strict=False, assign=True)
+    return parallel.clip_gradients(1e9), expected
 
 
 def in_other_memory():

@@ -20,20 +20,18 @@ def taking_hooks(parameter: Tensor) -> Iterator[None]:
 
 
 class Weakly:
-    """A hook that calls the method as long as its object is there, with what autograd gives it, or
-    with the parameter that it is of.
+    """A hook that calls the method with the number of its parameter, as long as its object is there.
 
     Autograd holds hooks where the garbage collector does not look: through them the wrapper, and
     all weights, would never be freed.
     """
 
-    def __init__(self, method: Callable[[Any], None], of: Tensor | None = None):
-        self._method = weakref.WeakMethod(method)
-        self._of = None if of is None else weakref.ref(of)
+    def __init__(self, method: Callable[[int], None], number: int):
+        self._method, self._number = weakref.WeakMethod(method), number
 
-    def __call__(self, given: Any) -> None:
+    def __call__(self, _: Tensor) -> None:
         if (call := self._method()) is not None:
-            call(given if self._of is None else self._of())
+            call(self._number)
 
 
 def hooks_before(parameter: Tensor) -> Collection[Any]:

@@ -8,40 +8,41 @@ from collections.abc import Container, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from stepgauge.parallel.communication.reducer import GradientReducer, require_dense
+from stepgauge.parallel.data_parallel.readiness import Averaged
 
 
 class BucketGradients:
     """The gradients of some parameters of one type and device.
 
-    own     parameters whose `.grad` backward has added to on this rank. The `.grad` of another is
-            taken to be alike on all ranks that have it, and stays; a missing one counts as zero
+    A gradient that backward has not added to on this rank is taken to be alike on all ranks that
+    have it, and stays; a missing one counts as zero.
+
     dtype   what is sent
     packs   whether the gradients are copied behind each other
     """
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
-        own: Container[nn.Parameter],
+        members: Sequence[Averaged],
         reducer: GradientReducer,
         *,
         dtype: torch.dtype,
         packs: bool = False,
     ):
-        self.parameters, self.own, self.reducer = parameters, own, reducer
+        self.members, self.reducer = members, reducer
         self.work: dist.Work | None = None
         self._dtype = dtype
-        # parameters whose mean is not in `.grad` but here
-        self.copies: dict[nn.Parameter, Tensor] = {}
+        # by member, the mean that is not in `.grad` but here
+        self.copies: list[Tensor | None] = []
         if packs:
-            counts = [parameter.numel() for parameter in parameters]
-            flat = parameters[0].new_empty(sum(counts), dtype=dtype)
-            for parameter, part in zip(parameters, flat.split(counts), strict=True):
-                self._place(parameter, part.view(parameter.shape))
-        self.tensors = [flat] if packs else [self._place(parameter) for parameter in parameters]
+            counts = [member.parameter.numel() for member in members]
+            flat = members[0].parameter.new_empty(sum(counts), dtype=dtype)
+            for member, part in zip(members, flat.split(counts), strict=True):
+                self._place(member, part.view(member.parameter.shape))
+        self.tensors = [flat] if packs else [self._place(member) for member in members]
 
     def send(self) -> None:
         self.work = self.launch()
@@ -54,45 +55,48 @@ class BucketGradients:
         if self.work is not None:
             self.work.wait()
 
-    def unpack(self, unused: Container[nn.Parameter] = ()) -> None:
+    def unpack(self, unused: Container[int] = ()) -> None:
         """Waits, and gives each parameter its mean. Those that no rank used stay as they are."""
         self.wait()
-        for parameter in self.parameters:
-            if parameter not in unused:
-                self.give_mean(parameter)
+        for member, mean in zip(self.members, self.copies, strict=True):
+            if member.number not in unused:
+                self.give_mean(member, mean)
 
-    def give_mean(self, parameter: nn.Parameter) -> None:
-        mean = self.copies.get(parameter)
+    def give_mean(self, member: Averaged, mean: Tensor | None) -> None:
+        """mean: None where it is in `.grad` already."""
+        parameter = member.parameter
         if parameter.grad is None:
             assert mean is not None, "a gradient that is not there was sent as a copy"
             parameter.grad = mean.to(parameter.dtype, copy=True)
         elif mean is not None:
             parameter.grad.copy_(mean)
 
-    def _place(self, parameter: nn.Parameter, part: Tensor | None = None) -> Tensor:
+    def _place(self, member: Averaged, part: Tensor | None = None) -> Tensor:
         """What is sent of a gradient: a part of a flat message, `.grad` itself where it can be
         averaged in place, or a copy.
         """
+        parameter = member.parameter
         gradient = parameter.grad
         if gradient is not None:
             require_dense(gradient)
         if gradient is not None and not (
-            parameter in self.own and gradient.dtype == self._dtype and is_alone(gradient)
+            member.is_local and gradient.dtype == self._dtype and is_alone(gradient)
         ):
             gradient = None
         if gradient is not None and part is None:
+            self.copies.append(None)
             return gradient
         part = parameter.new_empty(parameter.shape, dtype=self._dtype) if part is None else part
-        self.fill(part, parameter)
+        self.fill(part, member)
         if gradient is not None:
             gradient.data = part  # it is seen only through `.grad`
-        else:
-            self.copies[parameter] = part
+        self.copies.append(None if gradient is not None else part)
         return part
 
-    def fill(self, part: Tensor, parameter: nn.Parameter) -> Tensor:
+    def fill(self, part: Tensor, member: Averaged) -> Tensor:
         """What this rank adds to the mean, written into the part."""
-        return part.zero_() if parameter.grad is None else part.copy_(parameter.grad)
+        gradient = member.parameter.grad
+        return part.zero_() if gradient is None else part.copy_(gradient)
 
 
 def is_alone(gradient: Tensor) -> bool:

@@ -21,7 +21,7 @@ from stepgauge.parallel.autograd.present_backward import at_end_of_backward
 from stepgauge.parallel.communication.collectives import Group
 from stepgauge.parallel.communication.reducer import GradientReducer
 from stepgauge.parallel.data_parallel.bucket_gradients import BucketGradients
-from stepgauge.parallel.data_parallel.readiness import Readiness
+from stepgauge.parallel.data_parallel.readiness import Averaged, Readiness
 from stepgauge.parallel.data_parallel.usage import Usage
 from stepgauge.parallel.replicas import (
     describe_parameter,
@@ -33,6 +33,9 @@ from stepgauge.parallel.replicas import (
 )
 from stepgauge.spec.layout import WRAPPERS, Wrapper
 from stepgauge.spec.plan.shards import plan_launches
+
+# What a copy makes anew: hooks, and what they have seen.
+OF_THIS_PROCESS = ("_members", "_usage", "_readiness", "_in_flight", "_launches", "_remove_hooks")
 
 
 class DataParallel(nn.Module):
@@ -73,7 +76,7 @@ class DataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if self._registered != (now := registrations()):
-            require_known(self.module, self._names)
+            require_known(self.module, {member.parameter for member in self._members})
             self._registered = now
         return self.module(*inputs, **named)
 
@@ -101,7 +104,8 @@ class DataParallel(nn.Module):
     def begin_synchronizing(self) -> None:
         """Sends every `.grad` as it is now, which may not be touched until `finish_synchronizing`."""
         readiness = self._begin()
-        self._local.update(p for p in self._names if p.grad is not None)
+        for member in self._members:
+            member.is_local = member.is_local or member.parameter.grad is not None
         self._send(readiness.next_launches(rest=True))
 
     @torch.no_grad()
@@ -110,70 +114,90 @@ class DataParallel(nn.Module):
         if self._readiness is None:
             return
         try:
-            # what zero_grad has taken since is not there any more
-            self._local -= {p for p in self._local - self._readiness.arrived if p.grad is None}
+            for member in self._members:
+                # what zero_grad has taken since is not there any more
+                if member.is_local and not member.is_counted and member.parameter.grad is None:
+                    member.is_local = False
             self._send(self._readiness.next_launches(rest=True))
-            planned = [parameter for launch in self._launches for parameter in launch]
-            unused = self._usage.unused_anywhere(planned, self._local, asks=self.communicates)
+            here = [m.number for launch in self._launches for m in launch if not m.is_local]
+            unused = self._usage.unused_anywhere(here, asks=self.communicates)
             for gradients in self._in_flight:
                 gradients.unpack(unused)
         finally:
             self._readiness, self._in_flight = None, []
-            self._local.clear()
+            for member in self._members:
+                member.is_local = member.is_counted = False
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scales the gradients to a norm of all of at most `max_norm`; the norm before."""
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {n: v for n, v in self.__dict__.items() if n not in ("_hook", "_remove_hooks")}
+        names = {member.name for member in self._members}
+        left = {n: v for n, v in self.__dict__.items() if n not in OF_THIS_PROCESS}
+        return {**left, "_names": names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        names = state.pop("_names")
         super().__setstate__(state)
-        self._attach({p: name for name, p in self.module.named_parameters() if p in self._names})
+        self._attach({p: name for name, p in self.module.named_parameters() if name in names})
 
     def _attach(self, names: Mapping[nn.Parameter, str]) -> None:
         """Takes the parameters by name, without a gradient on its way."""
-        self._names, self._usage = names, Usage(names, self.reducer)
+        self._members = [Averaged(n, name, p) for n, (p, name) in enumerate(names.items())]
+        self._usage = Usage(names, self.reducer)
         self._readiness, self._in_flight = None, []
-        # parameters that backward has added to since gradients were averaged
-        self._local: set[nn.Parameter] = set()
-        self._hook = Weakly(self._arrive)
         handles: list[Any] = []
-        for parameter in names:
-            with taking_hooks(parameter):
-                handles += self._hooks_of(parameter)
+        for member in self._members:
+            with taking_hooks(member.parameter):
+                handles += self._hooks_of(member)
         self._plan()
         self._remove_hooks = weakref.finalize(self, lambda: [each.remove() for each in handles])
         self._remove_hooks.atexit = False
 
-    def _hooks_of(self, parameter: nn.Parameter) -> list[Any]:
-        return [parameter.register_post_accumulate_grad_hook(self._hook)]
+    def _hooks_of(self, member: Averaged) -> list[Any]:
+        member.hook = Weakly(self._arrive, member.number)
+        return [member.parameter.register_post_accumulate_grad_hook(member.hook)]
 
-    def _averages(self, parameter: nn.Parameter) -> bool:
+    def _averages(self, member: Averaged) -> bool:
         """Whether this wrapper averages it: of several with the same parameter, the one made last."""
-        hooks = hooks_after(parameter)
-        return len(hooks) < 2 or [h for h in hooks if isinstance(h, Weakly)][-1:] == [self._hook]
+        hooks = hooks_after(member.parameter)
+        return len(hooks) < 2 or [h for h in hooks if isinstance(h, Weakly)][-1] is member.hook
 
     def _plan(self) -> None:
         """Buckets of what is trained, and of what no_sync has left."""
         self._planned_for = self._averaged()
-        of_name = {self._names[p]: p for p in self._planned_for}
+        planned = {
+            member.name: member
+            for member, dtype in zip(self._members, self._planned_for, strict=True)
+            if dtype is not None
+        }
         self.buckets = self.policy.plan_buckets(
-            [describe_parameter(name, p, self.reduce_dtype) for name, p in of_name.items()],
+            [describe_parameter(n, m.parameter, self.reduce_dtype) for n, m in planned.items()],
             bucket_mb=self.bucket_mb,
             owners=self.owners,
         )
         self._planned = plan_launches(self.buckets)
-        self._launches = [  # their parameters
-            [of_name[name] for bucket in launch for name in bucket.names]
+        self._launches = [
+            [planned[name] for bucket in launch for name in bucket.names]
             for launch in self._planned
         ]
+        for member in self._members:
+            member.launch = None
+        for number, launch in enumerate(self._launches):
+            for member in launch:
+                member.launch = number
 
-    def _averaged(self) -> dict[nn.Parameter, torch.dtype]:
-        """With their types; one may have been frozen since no_sync."""
-        trained = (p for p in self._names if p.requires_grad or p in self._local)
-        return {p: p.dtype for p in trained if self._averages(p)}
+    def _averaged(self) -> list[torch.dtype | None]:
+        """The type of each parameter, None for one that is not averaged. One may have been frozen
+        since no_sync.
+        """
+        return [
+            m.parameter.dtype
+            if (m.parameter.requires_grad or m.is_local) and self._averages(m)
+            else None
+            for m in self._members
+        ]
 
     def _begin(self, device: torch.device | None = None) -> Readiness:
         """Of the backward that goes on, on a device, whose end averages what it has not."""
@@ -186,21 +210,24 @@ class DataParallel(nn.Module):
         self._readiness = begun = Readiness(self._launches)
         return begun
 
-    def _arrive(self, parameter: nn.Parameter) -> None:
+    def _arrive(self, number: int) -> None:
         """After backward has added to a gradient."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "backward(create_graph=True) into `.grad` is not averaged; take the gradients that "
                 "are differentiated again with torch.autograd.grad"
             )
+        member = self._members[number]
+        is_alone = len(hooks_after(member.parameter)) < 2
         # frozen since forward (autograd has added nothing), or another wrapper's to average
-        if not parameter.requires_grad or not self._averages(parameter):
+        if not member.parameter.requires_grad or not (is_alone or self._averages(member)):
             return
-        self._local.add(parameter)
+        member.is_local = True
         if self._synchronises:
-            readiness = self._begin(parameter.device)
-            readiness.arrive(parameter)
-            if self.policy.overlaps:
+            readiness = self._readiness or self._begin(member.parameter.device)
+            # Hooks of others run after ours, and may write `.grad`.
+            readiness.arrive(member, counts=is_alone)
+            if self.policy.overlaps and readiness.is_next_complete:
                 self._send(readiness.next_launches())
 
     def _send(self, numbers: Iterable[int]) -> None:
@@ -213,9 +240,9 @@ class DataParallel(nn.Module):
             self._in_flight.append(gradients)
 
     def _gradients_of(self, number: int) -> Any:
-        parameters = self._launches[number]
-        dtype, packs = reduced_dtype(parameters[0], self.reduce_dtype), self.policy.packs
-        return BucketGradients(parameters, self._local, self.reducer, dtype=dtype, packs=packs)
+        members = self._launches[number]
+        dtype = reduced_dtype(members[0].parameter, self.reduce_dtype)
+        return BucketGradients(members, self.reducer, dtype=dtype, packs=self.policy.packs)
 
 
 class NaiveDataParallel(DataParallel):

@@ -140,6 +140,17 @@ class GradientReductions:
         for hook in hooks_after(parameter):
             hook(parameter)
 
+    def _accumulate_used_elsewhere(self) -> None:
+        """The gradients of weights that this rank did not use and another did."""
+        parameters = self.parameters
+        self._usage = self._usage or Usage(parameters, self.sharding)
+        here = {p for p, _ in self._unused_here} - self._used
+        numbers = [number for number, p in enumerate(parameters) if p in here] if here else []
+        unused = {parameters[number] for number in self._usage.unused_anywhere(numbers)}
+        for parameter, part in self._unused_here:
+            if parameter not in unused:
+                self._accumulate(parameter, part)
+
     @torch.no_grad()
     def _end_backward(self, failed: bool) -> None:
         try:
@@ -155,12 +166,7 @@ class GradientReductions:
                 return
             if not self._used and not self._unused_here:
                 return
-            asked = [parameter for parameter, _ in self._unused_here]
-            self._usage = self._usage or Usage(self.parameters, self.sharding)
-            unused = self._usage.unused_anywhere(asked, self._used)
-            for parameter, part in self._unused_here:
-                if parameter not in unused:
-                    self._accumulate(parameter, part)
+            self._accumulate_used_elsewhere()
         finally:
             kept = self._usage, self._incomplete
             self._reset()

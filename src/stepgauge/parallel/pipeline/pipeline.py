@@ -96,8 +96,7 @@ class Pipeline:
         every_output: bool = False,
     ):
         self.schedule = _agreed(schedule, group, ahead=ahead, sharded=weights is not None)
-        self._weights = weights
-        self.rank = dist.get_rank(group)
+        self._weights, self.rank = weights, dist.get_rank(group)
         self.modules = _own_modules(stages, self.schedule, self.rank)
         ties = tied if callable(stages) else with_shared(tied, stages)
         self.device = torch.device(device or _device_of(self.modules.values()))

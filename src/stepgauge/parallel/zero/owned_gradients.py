@@ -15,6 +15,7 @@ from stepgauge.parallel.autograd.present_backward import adds_to
 from stepgauge.parallel.communication.collectives import is_only_group, launch_together
 from stepgauge.parallel.data_parallel import BucketedDataParallel
 from stepgauge.parallel.data_parallel.bucket_gradients import BucketGradients, is_alone
+from stepgauge.parallel.data_parallel.readiness import Averaged
 from stepgauge.parallel.replicas import device_of, reduced_dtype
 from stepgauge.parallel.shares import as_plain, as_share
 from stepgauge.parallel.whole_norm import clip_whole_norm
@@ -60,10 +61,11 @@ class OwnerDataParallel(BucketedDataParallel):
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scales the gradients to a norm of all of at most `max_norm`; the norm before."""
-        given = {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
+        owned = {m.parameter: self.owners.get(m.name) for m in self._members}
+        given = {p: p.grad for p in self.module.parameters() if p.grad is not None}
         rank, ranks = self.reducer.rank, self.reducer.ranks
-        own = [(1, gradient) for n, gradient in given.items() if self.owners.get(n) == rank]
-        of_all = [(ranks, gradient) for n, gradient in given.items() if n not in self.owners]
+        own = [(1, gradient) for p, gradient in given.items() if owned.get(p) == rank]
+        of_all = [(ranks, gradient) for p, gradient in given.items() if owned.get(p) is None]
         return clip_whole_norm(
             given.values(),
             own + of_all,
@@ -72,39 +74,41 @@ class OwnerDataParallel(BucketedDataParallel):
             device=device_of(self.module),
         )
 
-    def _hooks_of(self, parameter: nn.Parameter) -> list[Any]:
-        hooks = super()._hooks_of(parameter)
-        if self._names[parameter] in self.owners:
-            hooks.append(parameter.register_hook(Weakly(self._expect, of=parameter)))
+    def _hooks_of(self, member: Averaged) -> list[Any]:
+        hooks = super()._hooks_of(member)
+        if member.name in self.owners:
+            hooks.append(member.parameter.register_hook(Weakly(self._expect, member.number)))
         return hooks
 
     def expect_backward(self) -> None:
-        for parameter in self._names:
-            if parameter.requires_grad and self._averages(parameter):
-                self._count_for_all(parameter)
-                self._local.add(parameter)
+        for member in self._members:
+            if member.parameter.requires_grad and self._averages(member):
+                self._count_for_all(member)
+                member.is_local = True
 
-    def _expect(self, parameter: nn.Parameter) -> None:
+    def _expect(self, number: int) -> None:
         """Before backward adds to a mean: the owner's counts for all ranks then."""
-        if parameter.grad is None or parameter in self._local or not self._averages(parameter):
+        member = self._members[number]
+        if member.parameter.grad is None or member.is_local or not self._averages(member):
             return
-        if not adds_to(parameter):
+        if not adds_to(member.parameter):
             return
         if not self._synchronises:
             raise RuntimeError(
                 "gradients that are averaged at their owners take no backward under no_sync(); set "
                 "them to None first, or go on without no_sync()"
             )
-        self._begin(parameter.device)
-        self._count_for_all(parameter)
+        self._begin(member.parameter.device)
+        self._count_for_all(member)
 
-    def _count_for_all(self, parameter: nn.Parameter) -> None:
+    def _count_for_all(self, member: Averaged) -> None:
         """Makes a mean what adds up to it: the owner's counts for all ranks, others have none."""
-        gradient, name = parameter.grad, self._names[parameter]
-        if gradient is None or parameter in self._local or name not in self.owners:
+        parameter, name = member.parameter, member.name
+        gradient = parameter.grad
+        if gradient is None or member.is_local or name not in self.owners:
             return
         if self.owners[name] == self.reducer.rank:
-            self._local.add(parameter)
+            member.is_local = True
             parameter.grad = as_plain(gradient).mul_(self.reducer.ranks)
             return
         # Raised here, it would leave the owner waiting, who sees nothing of it.
@@ -113,21 +117,20 @@ class OwnerDataParallel(BucketedDataParallel):
         parameter.grad = None
 
     def _gradients_of(self, number: int) -> "BucketLaunch":
-        parameters = iter(self._launches[number])
+        members = iter(self._launches[number])
         found: list[BucketGradients] = []
         for bucket in self._planned[number]:
-            own = [*itertools.islice(parameters, len(bucket.names))]
-            dtype = reduced_dtype(own[0], self.reduce_dtype)
-            given = own, self._local, self.reducer
+            own = [*itertools.islice(members, len(bucket.names))]
+            dtype = reduced_dtype(own[0].parameter, self.reduce_dtype)
             if bucket.owner is None:
-                found.append(BucketGradients(*given, dtype=dtype))
+                found.append(BucketGradients(own, self.reducer, dtype=dtype))
             else:
-                found.append(OwnedGradients(*given, dtype=dtype, owner=bucket.owner))
+                found.append(OwnedGradients(own, self.reducer, dtype=dtype, owner=bucket.owner))
         return BucketLaunch(found)
 
-    def _arrive(self, parameter: nn.Parameter) -> None:
+    def _arrive(self, number: int) -> None:
         """Frees others' gradients while backward goes on, but the latest."""
-        super()._arrive(parameter)
+        super()._arrive(number)
         while len(self._in_flight) > 1 and self._can_be_freed(self._in_flight[0]):
             self._in_flight.pop(0).unpack()
 
@@ -148,28 +151,29 @@ class OwnerDataParallel(BucketedDataParallel):
 class OwnedGradients(BucketGradients):
     """Those of a bucket whose mean its owner alone gets, in one message."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], *given: Any, owner: int, **how: Any):
+    def __init__(self, members: Sequence[Averaged], *given: Any, owner: int, **how: Any):
         self.owner = owner
-        super().__init__(parameters, *given, packs=len(parameters) > 1, **how)
+        super().__init__(members, *given, packs=len(members) > 1, **how)
 
     def launch(self) -> dist.Work:
         return self.reducer.launch_to(self.owner, self.tensors[0])
 
-    def give_mean(self, parameter: nn.Parameter) -> None:
+    def give_mean(self, member: Averaged, mean: Tensor | None) -> None:
+        parameter = member.parameter
         if self.owner != self.reducer.rank:
             parameter.grad = None
             return
-        super().give_mean(parameter)
+        super().give_mean(member, mean)
         assert parameter.grad is not None, "it has its mean"
         parameter.grad = as_share(parameter.grad)
 
-    def fill(self, part: Tensor, parameter: nn.Parameter) -> Tensor:
+    def fill(self, part: Tensor, member: Averaged) -> Tensor:
         """What backward has not added to is the owner's: it counts for all ranks."""
-        if parameter in self.own:
-            return super().fill(part, parameter)
+        if member.is_local:
+            return super().fill(part, member)
         if self.owner != self.reducer.rank:
             return part.zero_()
-        return super().fill(part, parameter).mul_(self.reducer.ranks)
+        return super().fill(part, member).mul_(self.reducer.ranks)
 
 
 class BucketLaunch:
@@ -177,7 +181,7 @@ class BucketLaunch:
 
     def __init__(self, buckets: Sequence[BucketGradients]):
         self._buckets, self._reducer = buckets, buckets[0].reducer
-        self.device = buckets[0].parameters[0].device
+        self.device = buckets[0].members[0].parameter.device
 
     def send(self) -> None:
         works = launch_together(
@@ -188,7 +192,7 @@ class BucketLaunch:
         for bucket, work in zip(self._buckets, works, strict=True):
             bucket.work = work
 
-    def unpack(self, unused: Container[nn.Parameter] = ()) -> None:
+    def unpack(self, unused: Container[int] = ()) -> None:
         for bucket in self._buckets:
             bucket.unpack(unused)
 
@@ -201,7 +205,11 @@ class BucketLaunch:
         has a gradient of each.
         """
         return all(
-            p in bucket.own and (p not in bucket.copies or p.grad is None or is_alone(p.grad))
+            member.is_local and (copy is None or _may_be_written(member.parameter.grad))
             for bucket in self._buckets
-            for p in bucket.parameters
+            for member, copy in zip(bucket.members, bucket.copies, strict=True)
         )
+
+
+def _may_be_written(gradient: Tensor | None) -> bool:
+    return gradient is None or is_alone(gradient)
