@@ -16,6 +16,7 @@ from tests.parallel.library_networks import (
 from tests.parallel.library_networks import HEADS as NUM_HEADS
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stepgauge.kernels.linear_cross_entropy.partial import partial_backward, partial_forward
 from stepgauge.models.bert import BertForMaskedLM
@@ -220,6 +221,33 @@ def difference(name, by_sequence=None, partial_loss=None, overlap=False, prepare
         cut += parameter.numel() < expected.numel()
     assert cut >= 4 * 2, "few layers were cut"
     return max(each.item() for each in differences)
+
+
+def difference_of_penalties(name, by_sequence=None):
+    """Of gradients of a loss that has the gradient of the embedding's output in it."""
+    found = []
+    whole, table = build(name)
+    parallel = parallelize_tensor(copy.deepcopy(whole), table, by_sequence=by_sequence)
+    for model in (whole, parallel.module):
+        embeddings = []
+        embedding = next(
+            m for n, m in model.named_modules() if n.endswith(("embed", "embed_tokens", "wte"))
+        )
+        embedding.register_forward_hook(lambda *call, seen=embeddings: seen.append(call[-1]))
+        head = model.get_submodule("out" if hasattr(model, "out") else "lm_head")
+        head.register_forward_hook(lambda *call, seen=embeddings: seen.append(call[-1]))
+        with sdpa_kernel(SDPBackend.MATH):
+            model(*batch(0))
+        x, logits = embeddings
+        value = logits.square().mean()
+        (gradient,) = torch.autograd.grad(value, x, create_graph=True)
+        (value + gradient.square().sum() * 1e3).backward()
+    for key, parameter in parallel.module.named_parameters():
+        expected = whole.get_parameter(key).grad
+        assert (expected is None) == (parameter.grad is None)
+        if expected is not None:
+            found.append((parameter.grad - parallel.part(key, expected)).abs().max().item())
+    return max(found)
 
 
 def logits_differ():
@@ -522,6 +550,12 @@ def mistakes():
     return {
         "odd sequence": message_of(lambda: parallel.module(torch.zeros(1, 5, dtype=torch.int64))),
         "no module": message_of(lambda: parallelize_tensor(model, {"nobody": Rule("row")})),
+        "of another library": message_of(
+            lambda: parallelize_tensor(
+                nn.Sequential(type("Linear", (nn.Identity,), {"__module__": "other.layers"})()),
+                {"0": Rule("column")},
+            )
+        ),
         "no linear": message_of(lambda: parallelize_tensor(model, {"norm": Rule("column")})),
         "heads": message_of(
             lambda: parallelize_tensor(
@@ -549,6 +583,9 @@ def everything():
     }
     for name in ("library", "library by sequence", "counting", "gpt2", "one key head, transposed"):
         found[name] = difference(name)
+    for name in ("user", "library by sequence", "gpt2"):
+        found[name, "penalty"] = difference_of_penalties(name)
+    found["user", "penalty", "whole"] = difference_of_penalties("user", False)
     found["no logits held"] = difference(OVERLAPPED[0], True, PARTIAL_LOSS)
     found |= overlapped_differences()
     if is_two:
@@ -623,6 +660,7 @@ def test_mistakes_are_said(two_ranks):
         assert said["no linear"] == (
             "norm is a RMSNorm; the rule column cuts nn.Linear and transformers' Conv1D"
         )
+        assert said["of another library"].startswith("0 is a other.layers.Linear; the rule column")
         assert said["heads"].startswith("head.weight: 1 units of 11 rows cannot be cut into")
         assert said["whole"] == (
             "overlap is True and by_sequence False; only pieces are overlapped"

@@ -38,6 +38,7 @@ REFUSALS = {
         "zero them before the next",
         "gives no gradients of sharded weights",
         "register it before",
+        "tie it again",
     ),
 }
 ALWAYS_REFUSED = {"zero2": "scaled_step", "zero3": "differentiate_by_weights"}

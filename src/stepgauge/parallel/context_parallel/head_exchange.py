@@ -84,6 +84,8 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():  # it is differentiated again
+            return _Arrive.apply(gradient, ctx.group), None
         return _await(gradient, ctx.group), None
 
 
@@ -97,6 +99,8 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            return _Send.apply(gradient, ctx.group), None
         return _launch(gradient, ctx.group), None
 
 

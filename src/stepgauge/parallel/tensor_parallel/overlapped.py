@@ -50,6 +50,7 @@ class _Column(torch.autograd.Function):
         ctx.save_for_backward(x_BQD, weight_FD)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x_BQD, weight_FD = ctx.saved_tensors
         wants = ctx.needs_input_grad[1]
@@ -68,6 +69,7 @@ class _Row(torch.autograd.Function):
         ctx.save_for_backward(x_BTF, weight_DF)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x_BTF, weight_DF = ctx.saved_tensors
         wants = ctx.needs_input_grad[1]

@@ -100,7 +100,9 @@ class ResidualStream:
         return _Sum.apply(y, self.group) if self.communicates else y
 
     def reduced(self, x: Tensor, operation: str = "sum") -> Tensor:
-        """The sum (or what `operation` says) over ranks, which autograd does not see."""
+        """The sum (or what `operation` says) over ranks. Autograd follows a sum alone."""
+        if operation == "sum" and torch.is_grad_enabled():
+            return self.sum(x)
         return over_ranks(x, self.heard, operation)
 
     @property
@@ -168,9 +170,20 @@ def piece_of(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Function(torch.autograd.Function):
+    """Its backward is another one's forward, so that a backward is differentiated again rightly."""
+
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.group = inputs[1]
+
+
+def _mirrored(
+    function: type[_Function], gradient: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, None]:
+    """What `function` gives of the gradient, which autograd follows where it is asked to."""
+    if torch.is_grad_enabled():
+        return function.apply(gradient, group), None
+    return function.forward(gradient, group), None  # type: ignore[attr-defined]
 
 
 class _Gather(_Function):
@@ -180,7 +193,7 @@ class _Gather(_Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter(gradient, ctx.group), None
+        return _mirrored(_ReduceScatter, gradient, ctx.group)
 
 
 class _ReduceScatter(_Function):
@@ -190,7 +203,7 @@ class _ReduceScatter(_Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_gather(gradient, ctx.group), None
+        return _mirrored(_Gather, gradient, ctx.group)
 
 
 class _Split(_Function):
@@ -200,7 +213,19 @@ class _Split(_Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_gather(gradient, ctx.group), None
+        return _mirrored(_Join, gradient, ctx.group)
+
+
+class _Join(_Function):
+    """All ranks' pieces, of which every rank has the whole gradient."""
+
+    @staticmethod
+    def forward(x_BQD: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return all_gather(x_BQD, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _mirrored(_Split, gradient, ctx.group)
 
 
 class _Sum(_Function):
@@ -210,7 +235,9 @@ class _Sum(_Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+        if not torch.is_grad_enabled():
+            return gradient, None
+        return _mirrored(_SumOfGradients, gradient, ctx.group)
 
 
 class _SumOfGradients(_Function):
@@ -220,4 +247,4 @@ class _SumOfGradients(_Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(gradient, ctx.group), None
+        return _mirrored(_Sum, gradient, ctx.group)

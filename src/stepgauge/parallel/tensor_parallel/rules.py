@@ -70,7 +70,10 @@ def _require_layer(module: nn.Module, name: str, rule: Rule) -> None:
     cuts = f"the rule {rule.kind} cuts {' and '.join(each.name for each in types)}"
     base: Any = base_of(layer, types)
     if base is None:
-        raise ValueError(f"{name} is a {type(layer).__name__}; {cuts}")
+        own = type(layer).__name__
+        if any(each.name.endswith(own) for each in types):  # of another library, by the same name
+            own = f"{type(layer).__module__}.{own}"
+        raise ValueError(f"{name} is a {own}; {cuts}")
     if type(layer).forward is not base.forward or "forward" in vars(layer):
         raise ValueError(f"{name} is a {type(layer).__name__} with a forward of its own; {cuts}")
     if "weight" not in dict(layer.named_parameters(recurse=False)):

@@ -146,6 +146,7 @@ class _CrossEntropy(torch.autograd.Function):
         return ((sum_N.log() - target_N) * counts_N).sum() / counts_N.sum()
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         probabilities_NV, rows_N, is_here_N, weights_N = ctx.saved_tensors
         logits_grad = probabilities_NV.clone()
