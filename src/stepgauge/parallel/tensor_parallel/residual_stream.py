@@ -183,7 +183,7 @@ def _mirrored(
     """What `function` gives of the gradient, which autograd follows where it is asked to."""
     if torch.is_grad_enabled():
         return function.apply(gradient, group), None
-    return function.forward(gradient, group), None  # type: ignore[attr-defined]
+    return function.forward(gradient, group), None
 
 
 class _Gather(_Function):
