@@ -13,8 +13,13 @@ from stepgauge.bench import operators
 from stepgauge.bench.operators import traced
 from stepgauge.bench.stage_step import Stage
 from stepgauge.cost.layout import LayoutParts
+from stepgauge.cost.operations.rank_sizes import NetworkPart
+from stepgauge.cost.operations.terms import TRAFFIC, Term
 from stepgauge.cost.rates.machine import CalibratedMachine
+from stepgauge.cost.traced.memory import traced_memory
+from stepgauge.cost.traced.network import TracedNetwork, TracedOperations
 from stepgauge.spec.bert import BertSpec
+from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.pipeline import PipelineSpec
@@ -163,3 +168,28 @@ def test_what_no_hardware_file_can_tell_is_refused_by_name():
         asked = {"model": BERT, "layout": "none", "batch": 4, **changes}
         with pytest.raises(ValueError, match=words):
             predicted(LayoutSpec(**asked), wired(8))
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "parameters", "state"), [("zero1", 40, 40), ("zero3", 20, 40), ("bucketed", 40, 80)]
+)
+@pytest.mark.parametrize("axis", ["dp2", "cp2 ulysses"])
+def test_ranks_that_share_sequences_share_weights_and_state_as_those_of_data_do(
+    axis, wrapper, parameters, state
+):
+    layout = Layout.parse(f"{axis} {wrapper}")
+    found = traced_memory(
+        TracedOperations(
+            StepSpec(model=DENSE, precision="fp32"),
+            NetworkPart(batch=1, gathered=layout.gathers_weights),
+            TracedNetwork(
+                forward=(), backward=(), update=Term("optimizer", TRAFFIC, (1,)),
+                parameters=[5, 5], units={}, blocks={},
+                moments=[{"parameters": 40, "optimizer state": 80}],
+            ),
+        ),
+        layout,
+        accumulates=False,
+    )  # fmt: skip
+    held = {item.name: item.bytes for item in found.items}
+    assert (held["parameters"], held["optimizer state"]) == (parameters, state)

@@ -2,6 +2,7 @@
 status.
 """
 
+import dataclasses
 import errno
 import importlib.resources
 import json
@@ -10,12 +11,17 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from tests.cpu_machine import made_up
 from tests.sentences import one_sentence
 
 from stepgauge import cli
 from stepgauge.cli import console
+from stepgauge.cli import rows as command_rows
+from stepgauge.measure.environment import environment
+from stepgauge.runtime.host import thread_settings
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.record import Sample
 from stepgauge.spec.store import RunStore
 
 NANO = (
@@ -440,3 +446,36 @@ def test_rows_that_are_all_on_disk_are_shown_without_torch(stepgauge, tmp_path):
     stepgauge(*asked, "--batch", "2,4")
     measured = [r for r in rows(tmp_path / "r") if r.provenance == "measured"]
     assert [record.spec["batch"] for record in measured] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ("comm", "--op", "all_reduce", "--size", "1K,2K"),
+        ("kernel", "rms-norm", "--rows", "8", "--width", "16"),
+        ("pipeline", "--size", "nano", "--context", "16", "--batch", "4", "--microbatches", "4"),
+        ("op", "own.py:double"),
+    ],
+    ids=lambda asked: asked[0],
+)
+def test_whatever_is_measured_is_shown_again_without_torch(stepgauge, tmp_path, monkeypatch, asked):
+    def leave(jobs, out, **_):
+        RunStore(out).prepare()
+        where = {**environment(torch.device("cpu")), "thread_settings": thread_settings()}
+        figures = {"step_ms": Sample.exact(1.0, "ms")}
+        for job in jobs:
+            row = dataclasses.replace(job.asked, metrics=figures, environment=where)
+            RunStore(out).append(row)
+        raise command_rows.RunFailedError("nothing is measured here")
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text("def inputs(device): return ()\ndef double(): pass\n")
+    asked = ["bench", *asked, "--device", "cpu", "--out", "r", "--format", "json"]
+    with monkeypatch.context() as patched:
+        patched.setattr(command_rows, "run_jobs", leave)
+        patched.setattr(command_rows, "require_usable", lambda *_: None)
+        assert stepgauge(*asked)[0] == 1
+    again = [sys.executable, "-c", RESUMED, *asked]
+    done = subprocess.run(again, capture_output=True, text=True, timeout=120)
+    assert done.stdout.endswith("]\n0 False\n"), done.stderr
+    assert len(json.loads(done.stdout.removesuffix("0 False\n"))) == len(rows("r"))

@@ -74,6 +74,16 @@ def test_in_a_file_remarks_and_names_wrap_in_a_page(capsys):
     assert "1.5" in lines[2] and " ".join(lines).count("ran out") == 10
 
 
+def test_no_word_is_broken_in_a_file(capsys):
+    names = ["a-name-of-twenty-six-letters", "torch-ddp-views", "reduce-overhead", "parameter GiB"]
+    columns = ["name", "wrapper", "compile mode", "figure", "A", "B", "verdict"]
+    rows = [[*names, 12345.6, 12345.6, "within spread"]]
+    console.print_table(Table(columns, rows, numeric=frozenset("AB")))
+    printed = capsys.readouterr().out
+    assert all(word in printed.split() for word in [*names[:3], "12,346", "within", "spread"])
+    assert max(map(len, printed.splitlines())) <= console.PAGE_WIDTH + 10
+
+
 def test_a_remark_wraps_and_figures_do_not(terminal):
     printed = terminal(60)
     remarked = Table(

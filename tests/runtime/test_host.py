@@ -1,5 +1,6 @@
 """What is told of a machine without torch is what torch tells."""
 
+import pytest
 import torch
 
 from stepgauge.runtime import host
@@ -21,3 +22,14 @@ def test_what_sets_the_number_of_threads_is_told(monkeypatch):
     monkeypatch.setenv("MKL_DYNAMIC", "FALSE")
     told = host.thread_settings()
     assert "OMP_NUM_THREADS=3" in told.split() and "MKL_DYNAMIC=FALSE" in told.split()
+
+
+@pytest.mark.parametrize(
+    ("given", "threads"), [("", 4), ("3", 3), ("2,1", 2), ("0", 4), ("many", 4)]
+)
+def test_ranks_have_the_threads_that_a_user_has_set_or_their_part_of_the_cores(
+    monkeypatch, given, threads
+):
+    monkeypatch.setattr(host, "available_cores", lambda: 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert host.threads_of_a_rank(2) == threads

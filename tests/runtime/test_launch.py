@@ -208,7 +208,6 @@ def test_another_number_of_ranks_than_torchrun_has_started(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with pytest.raises(ValueError, match="ranks is 3; torchrun has started 2"):
         launch(total, 1, ranks=3)
-    assert joined_world().nodes == 1
 
 
 SLEEP = """

@@ -135,12 +135,11 @@ PRIVATE_NAMES = {
     "torch.utils._pytree": (
         {
             "api/measure.py",
-            "bench/kernels/comparison.py",
             "bench/storage_tracking.py",
             "bench/user_file.py",
             "measure/dtypes.py",
+            "measure/footprint.py",
             "measure/memory/storage_tracker.py",
-            "measure/operators.py",
             "parallel/fsdp/sharded_unit.py",
             "train/user_model.py",
         },

@@ -27,7 +27,7 @@ from stepgauge.measure.environment import device_name
 from stepgauge.measure.memory.timeline import by_block
 from stepgauge.runtime.world import gathered_objects
 from stepgauge.spec.hardware import ACCELERATORS, Peaks, peaks
-from stepgauge.spec.layout import WRAPPERS, Layout
+from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
@@ -144,16 +144,15 @@ def _wrapper_bytes(spec: MemorySpec, layout: Layout) -> int:
     """
     if layout.ranks == 1:
         return 0
-    sharded = WRAPPERS[layout.wrapper].shards("weights")
 
-    def peak(place: Layout, gathered: bool) -> float:
-        part = NetworkPart(batch=spec.batch, gathered=gathered)
+    def peak(place: Layout) -> float:
+        part = NetworkPart(batch=spec.batch, gathered=place.gathers_weights)
         found = step_memory(StepOperations(spec, part), place)
         # the formulas' state is AdamW's
         without = ("optimizer state",) if spec.optimizer == "sgd" else ()
         return sum(item.bytes for item in found.items if item.name not in without)
 
-    return int(peak(layout, sharded) - peak(Layout(), False))
+    return int(peak(layout) - peak(Layout()))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from stepgauge.bench.ranks import OnRanks, slowest
 from stepgauge.measure.collectives import Collective, time_collective
 from stepgauge.measure.devices import require_host_memory
-from stepgauge.runtime.world import joined_world
+from stepgauge.runtime.world import this_world
 from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.record import Record, Sample
 
@@ -30,8 +30,7 @@ class RankTimes:
 
 def measure(spec: CommSpec) -> RankTimes:
     """Checks, then times, then checks again. Raises WrongResultError."""
-    world = joined_world()
-    assert world is not None, "collectives run on ranks"
+    world = this_world()
     device = world.device(spec.device)
     if device.type == "cpu":
         require_host_memory(spec.tensor_bytes * world.local_size)

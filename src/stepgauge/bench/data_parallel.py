@@ -24,7 +24,7 @@ from stepgauge.parallel.data_parallel.graphed_gradients import recorded
 from stepgauge.parallel.training import Parallelise
 from stepgauge.parallel.wrappers import parallelise
 from stepgauge.runtime.recording import CudaGraphs
-from stepgauge.runtime.world import joined_world
+from stepgauge.runtime.world import this_world
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.throughput import throughput
@@ -50,8 +50,7 @@ class DataParallelFigures(RankFigures):
 
 def measure(spec: DataParallelSpec) -> DataParallelFigures:
     """Runs on every rank. Raises what torch raises: out of memory, mostly."""
-    world = joined_world()
-    assert world is not None, "ranks run in a world"
+    world = this_world()
     device = world.device(spec.device)
     step, batch = build(spec, device, world.rank)
     initial = devices.allocated_memory(device)

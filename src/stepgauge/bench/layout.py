@@ -27,7 +27,7 @@ from stepgauge.bench.rates import rates
 from stepgauge.measure import devices
 from stepgauge.measure.timing import Phases, time_phases
 from stepgauge.runtime.progress import tell
-from stepgauge.runtime.world import joined_world
+from stepgauge.runtime.world import this_world
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.plan.recompute import RecomputePlan
 from stepgauge.spec.plan.stages import describe_cuts
@@ -59,8 +59,7 @@ class LayoutFigures(RankFigures):
 
 def measure(spec: LayoutSpec) -> LayoutFigures:
     """Runs on every rank. Raises what torch raises: out of memory, mostly."""
-    world = joined_world()
-    assert world is not None, "ranks run in a world"
+    world = this_world()
     device = world.device(spec.device)
     is_ours = not isinstance(spec.model, UserModel)
     stages = stages_of(spec, spec.parsed_layout, device) if is_ours else []

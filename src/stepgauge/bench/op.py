@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from stepgauge.bench.user_file import UserFunction, load, tensors
+from stepgauge.bench.user_file import UserFunction, load
 from stepgauge.measure import devices
 from stepgauge.measure.accuracy import largest, relative_error, tolerance
 from stepgauge.measure.ceilings import ceilings
 from stepgauge.measure.environment import environment
+from stepgauge.measure.footprint import tensors_in
 from stepgauge.measure.interleaved import time_interleaved
 from stepgauge.measure.launches import Launched, launches
 from stepgauge.measure.memory.storage_tracker import dense_parts
@@ -112,9 +113,9 @@ def _outcome(
             f"the function launches a Triton kernel, which needs a GPU; device is {device} "
             "(TRITON_INTERPRET=1 runs small ones without)"
         ) from None
-    pairs = zip(tensors(user.inputs), tensors(kept), strict=True)
+    pairs = zip(tensors_in(user.inputs), tensors_in(kept), strict=True)
     changed = [new for new, old in pairs if not _same(new, old)]
-    given = [tensor.detach().clone() for tensor in tensors(result) or changed]
+    given = [tensor.detach().clone() for tensor in tensors_in(result) or changed]
     if changed:
         user.restore(kept)
     return CallResult(given, bool(changed))
@@ -156,7 +157,7 @@ def _check(
         both = (ours.given, right.given)
         shapes = " and ".join(str([tuple(t.shape) for t in side]) for side in both)
         raise ValueError(f"the function and its reference give results of other shapes: {shapes}")
-    longest_sum = max((side for t in tensors(user.inputs) for side in t.shape), default=1)
+    longest_sum = max((side for t in tensors_in(user.inputs) for side in t.shape), default=1)
     limit = asked or max(tolerance(t.dtype, longest_sum) for t in ours.given)
     pairs = zip(ours.given, right.given, strict=True)
     error = largest(relative_error(_dense(a), _dense(b)) for a, b in pairs)
@@ -170,7 +171,7 @@ def _roofline(
     # what is changed in place is read and written
     num_bytes = user.num_bytes or _num_bytes([user.inputs, found.given])
     flops = user.num_flops if user.num_flops is not None else _counted_flops(user)
-    dtype = next((t.dtype for t in tensors(user.inputs) if t.is_floating_point()), torch.float32)
+    dtype = next((t.dtype for t in tensors_in(user.inputs) if t.is_floating_point()), torch.float32)
     reached = ceilings(device, dtype)
     copy, matmul = reached.bytes_per_s / 1e9, reached.flop_per_s / 1e12
     figures = {
@@ -209,5 +210,5 @@ def _counted_flops(user: UserFunction) -> int:
 
 def _num_bytes(values: Any) -> int:
     """Of the distinct tensors, each moved once."""
-    parts = (part for tensor in tensors(values) for part in dense_parts(tensor))
+    parts = (part for tensor in tensors_in(values) for part in dense_parts(tensor))
     return sum({part.data_ptr(): part.nbytes for part in parts}.values())

@@ -17,14 +17,8 @@ from stepgauge.bench.stage_step import Stage, axes_of, build_stage_step, other_r
 from stepgauge.bench.storage_tracking import predict as predict_memory
 from stepgauge.cost.operations.terms import TRAFFIC, Term
 from stepgauge.cost.pipeline.cuts import stages_of
-from stepgauge.cost.traced.network import (
-    Run,
-    TracedNetwork,
-    TracedSpec,
-    cut_of,
-    gathers_weights,
-    require_traceable,
-)
+from stepgauge.cost.traced.asked import TracedSpec, cut_of, require_traceable
+from stepgauge.cost.traced.network import Run, TracedNetwork
 from stepgauge.measure.fusion import Moved, fused, fused_units
 from stepgauge.measure.memory.fake_device import fake_device
 from stepgauge.measure.memory.missing_rules import NotPredictableError
@@ -94,7 +88,7 @@ def _of_layout(
     found = []
     for stage in _stages(spec):
         own = trace(stage, False)
-        if gathers_weights(spec) and stage.work.precision == "bf16":
+        if spec.parsed_layout.gathers_weights and stage.work.precision == "bf16":
             own = dataclasses.replace(trace(stage, True), update=own.update)
         found.append(own)
     return found

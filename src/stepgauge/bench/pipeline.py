@@ -25,7 +25,7 @@ from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
 from stepgauge.parallel.pipeline import Pipeline
 from stepgauge.runtime.recording import CudaGraphs
-from stepgauge.runtime.world import gathered_objects, joined_world
+from stepgauge.runtime.world import gathered_objects, this_world
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.plan.pipeline import Schedule, lower
@@ -94,9 +94,7 @@ class PipelineBench:
         self.spec = spec
         self._schedule = lower(plan_of(spec), ahead=spec.ahead)
         self.precision = PRECISIONS[spec.precision]
-        world = joined_world()
-        assert world is not None, "ranks run in a world"
-        self.device = world.device(spec.device)
+        self.device = this_world().device(spec.device)
         tokens, targets, *_ = batch_for(spec.model, spec.batch, spec.seed + 1)
         self.batch = ((tokens.to(self.device),), (targets.to(self.device),))
         self.parts = stages_of(spec, self._times() if spec.needs_times else None)

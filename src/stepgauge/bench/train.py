@@ -15,7 +15,7 @@ from stepgauge.bench.checkpoint_budget import solve
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
 from stepgauge.runtime.workers import run_isolated
-from stepgauge.runtime.world import joined_world
+from stepgauge.runtime.world import joined_world, this_world
 from stepgauge.spec.fields import as_kind
 from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.memory import MemorySpec
@@ -132,9 +132,7 @@ def build_task(spec: TrainSpec, place: RankShare = SINGLE_PROCESS) -> Task:
     # torch's parts of it take a while to load.
     from stepgauge.train.layout import build_layout_step, on_data_axis
 
-    world = joined_world()
-    assert world is not None, "a rank has a world"
-    device = world.device(spec.device)
+    device = this_world().device(spec.device)
     here = dataclasses.replace(spec, device=str(device))
     if is_user:
         return user_task(here, place=place, parallelise=on_data_axis(here, spec.parsed_layout))

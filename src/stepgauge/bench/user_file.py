@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
+from stepgauge.measure.footprint import tensors_in
 from stepgauge.runtime.load_file import load_file
 
 
@@ -46,12 +47,8 @@ class UserFunction:
     def restore(self, kept: tuple[Any, ...]) -> None:
         """Writes the values of copied inputs back into the inputs."""
         with torch.no_grad():
-            for tensor, value in zip(tensors(self.inputs), tensors(kept), strict=True):
+            for tensor, value in zip(tensors_in(self.inputs), tensors_in(kept), strict=True):
                 tensor.copy_(value)
-
-
-def tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _copied(tensor: Tensor) -> Tensor:

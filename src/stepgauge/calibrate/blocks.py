@@ -15,7 +15,7 @@ from stepgauge.calibrate.host import host_times
 from stepgauge.measure.devices import free_unused_memory
 from stepgauge.measure.environment import environment
 from stepgauge.measure.timing import Phases, time_phases
-from stepgauge.runtime.world import joined_world
+from stepgauge.runtime.world import this_world
 from stepgauge.spec.blocks import (
     AXES,
     CLOCKS,
@@ -53,9 +53,7 @@ def run(spec: BlocksSpec) -> Record:
 
 def measure(spec: BlocksSpec) -> Times:
     """Runs on every rank."""
-    world = joined_world()
-    assert world is not None, "ranks run in a world"
-    return _times(spec, world.device(spec.device))
+    return _times(spec, this_world().device(spec.device))
 
 
 def record(spec: BlocksSpec, ranks: Sequence[Times]) -> Record:
@@ -71,9 +69,8 @@ def record(spec: BlocksSpec, ranks: Sequence[Times]) -> Record:
         for layers, phase, clock in [key]
     )
     blocks = TimedBlocks(OperationTable(AXES, rows))
-    return Record(
-        kind=spec.kind,
-        spec=dataclasses.asdict(spec),
+    return Record.of(
+        spec,
         metrics={
             f"{phase}_{clock}_us": Sample.exact(blocks.block_us(phase, clock), "us")
             for phase in TRAINING_PHASES

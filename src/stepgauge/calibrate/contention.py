@@ -23,7 +23,7 @@ from stepgauge.calibrate.operations import PASSES, PRODUCTS, Call, operations, o
 from stepgauge.calibrate.timing import METRICS, Turn, clock_and_power, loop
 from stepgauge.measure.collectives import Collective
 from stepgauge.measure.environment import environment
-from stepgauge.runtime.world import gathered_objects, joined_world
+from stepgauge.runtime.world import gathered_objects, this_world
 from stepgauge.spec.calibration import Contention, ContentionSpec
 from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.record import Record, Sample
@@ -66,9 +66,7 @@ def job(spec: ContentionSpec) -> Job:
 
 def measure(spec: ContentionSpec) -> list[Times]:
     """Of each round. Runs on every rank."""
-    world = joined_world()
-    assert world is not None, "collectives run on ranks"
-    device = world.device(spec.device)
+    device = this_world().device(spec.device)
     name, sizes = KERNELS[device.type][spec.kernels]
     kernel = operations(grid_of(device.type))[name].make(*sizes, device)
     collective = Collective(
@@ -158,9 +156,8 @@ def record(spec: ContentionSpec, ranks: list[list[Times]]) -> Record:
         "kernel_slowdown": [times.kernel_beside / times.kernel for times in rounds],
         "collective_slowdown": [times.collective_beside / times.collective for times in rounds],
     }
-    return Record(
-        kind=spec.kind,
-        spec=dataclasses.asdict(spec),
+    return Record.of(
+        spec,
         metrics={
             **{name: Sample.of(values, "") for name, values in ratios.items()},
             **{

@@ -23,7 +23,7 @@ from stepgauge.calibrate.timing import METRICS, Timing, clock_and_power, heat_of
 from stepgauge.measure import devices
 from stepgauge.measure.cpu_contention import Span, missed_cores, reading
 from stepgauge.measure.environment import environment
-from stepgauge.runtime.world import gathered_objects, joined_world
+from stepgauge.runtime.world import gathered_objects, this_world
 from stepgauge.spec.calibration import ASKED, CalibrationSpec, OperationTable
 from stepgauge.spec.disturbance import MISSED_CORES, is_disturbed
 from stepgauge.spec.hardware import HardwareFile
@@ -87,9 +87,7 @@ def _timed(table: OperationTable, device: torch.device) -> Timed:
 
 
 def _on_rank(spec: CalibrationSpec) -> Timed:
-    world = joined_world()
-    assert world is not None, "ranks run in a world"
-    return _measured(spec, world.device(spec.device))
+    return _measured(spec, this_world().device(spec.device))
 
 
 def _of_ranks(spec: CalibrationSpec, ranks: list[Timed]) -> Record:
@@ -112,9 +110,8 @@ def _record(spec: CalibrationSpec, ranks: Sequence[Timed], device: torch.device)
         ]
     units = list(first.told[0]) if first.told else []
     clocks = {METRICS[unit]: Sample.of((told[unit] for told in first.told), unit) for unit in units}
-    return Record(
-        kind=spec.kind,
-        spec=dataclasses.asdict(spec),
+    return Record.of(
+        spec,
         metrics={
             "shapes": Sample.exact(len(rows), ""),
             "shapes_left_out": Sample.exact(first.left_out, ""),

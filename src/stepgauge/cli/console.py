@@ -108,7 +108,10 @@ def print_table(table: Table) -> None:
     every = table.for_eyes()
     width = console.width if console.is_terminal else PAGE_WIDTH
     shown = _that_fits(every, width)
-    _draw(shown or every, width if shown else NO_BOUND)
+    if shown and not console.is_terminal:
+        _draw(shown, NO_BOUND, _whole_words(shown, width))
+    else:
+        _draw(shown or every, width if shown else NO_BOUND)
     rest = [name for name in every.columns if shown and name not in shown.columns]
     if rest:
         left_out = f"--format csv or json has more: {', '.join(rest)}"
@@ -158,6 +161,24 @@ def _width(table: Table, place: int) -> int:
     return min(widest, REMARK_WIDTH) if column == "remark" else widest
 
 
+def _whole_words(table: Table, width: int) -> list[int]:
+    """Of each column, so many that all fit in the width; none fewer than its longest word has."""
+    taken, least = [], []
+    for column, *cells in zip(table.columns, *table.rows, strict=True):
+        texts = [*_head(table, column).split("\n"), *cells]
+        pieces = texts if table.is_numeric(column) else " ".join(texts).split()
+        taken.append(max(map(cell_len, texts)))
+        least.append(max(map(cell_len, pieces), default=0))
+    excess = sum(taken) + GAP * (len(taken) - 1) - width
+    for place in sorted(
+        range(len(taken)), key=lambda n: least[n] - taken[n]
+    ):  # by what they can give
+        given = max(0, min(excess, taken[place] - least[place]))
+        taken[place] -= given
+        excess -= given
+    return taken
+
+
 def _head(table: Table, column: str) -> str:
     return (
         column.replace(" ", "\n", 1 if "p10" not in column else 2)
@@ -166,15 +187,17 @@ def _head(table: Table, column: str) -> str:
     )
 
 
-def _draw(table: Table, width: int) -> None:
+def _draw(table: Table, width: int, columns: Sequence[int] = ()) -> None:
+    """In so many columns of text; `columns` are those of each of the table's."""
     drawn = RichTable(box=None, pad_edge=False, header_style="bold")
-    for column in table.columns:
+    for place, column in enumerate(table.columns):
         numeric = table.is_numeric(column)
         drawn.add_column(
             Text(_head(table, column)),
             justify="right" if numeric else "left",
             no_wrap=numeric,
             overflow="fold",
+            width=columns[place] if columns else None,
         )
     for row in table.rows:
         drawn.add_row(*map(Text, row))

@@ -10,9 +10,11 @@ from stepgauge.spec.record import Record
 from stepgauge.spec.store import FILE_NAME, RunStore
 
 
-def earlier_rows(specs: Sequence[Any], out: Path) -> list[Record]:
-    """The run's record of each spec, in their order, as a sweep would find them; none where it has to
-    look itself: a row is missing, or is of a GPU, which torch alone can name.
+def earlier_rows(
+    specs: Sequence[Any], out: Path, provenances: Sequence[str] = ("measured",)
+) -> list[Record]:
+    """The run's records of each spec, in their order, as a sweep would find them; none where it has
+    to look itself: a row is missing, or is of a GPU, which torch alone can name.
     """
     if torchrun_numbers() or any(spec.device != "cpu" for spec in specs):
         return []
@@ -30,6 +32,5 @@ def earlier_rows(specs: Sequence[Any], out: Path) -> list[Record]:
         for record in contents.records
         if record.status != "failed" and here.items() <= record.environment.items()
     }
-    asked = [Record.of(spec) for spec in specs]
-    rows = [known.get((record.key, record.provenance)) for record in asked]
+    rows = [known.get((Record.of(spec).key, p)) for spec in specs for p in provenances]
     return [] if None in rows else [row for row in rows if row]

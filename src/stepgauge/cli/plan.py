@@ -33,6 +33,7 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.options import command_line, options_of
 from stepgauge.spec.planning import PlanSpec
 from stepgauge.spec.record import Record
+from stepgauge.spec.units import GIB
 from stepgauge.spec.user_model import UserModel
 from stepgauge.validate.predicted import traced_on
 from stepgauge.validate.rows import Asked
@@ -192,7 +193,7 @@ def runnable(spec: PlanSpec, rows: Sequence[Record], count: int) -> list[LayoutS
 
 def _caption(spec: PlanSpec, found: Plan, machine: CalibratedMachine) -> str:
     every, fitting = found.counted
-    limit = found.limit_bytes / 2**30
+    limit = found.limit_bytes / GIB
     fit = f", {fitting} fit in {limit:.0f} GiB" if spec.device != "cpu" else ""
     name = machine.hardware.device or machine.hardware.name
     if isinstance(spec.model, UserModel):

@@ -20,6 +20,7 @@ from stepgauge.cli.console import (
     tell,
     warn,
 )
+from stepgauge.cli.earlier_rows import earlier_rows
 from stepgauge.cli.options import Values
 from stepgauge.runtime.host import has_only_cpu
 from stepgauge.runtime.torchrun import torchrun_numbers
@@ -91,11 +92,12 @@ def resolve_devices(specs: Any) -> list[Any]:
 
 def with_devices(specs: Sequence[Any]) -> list[Any]:
     """The specs with each device named as what it is. Raises ValueError for one that is not there."""
-    devices = {name: _resolved(name) for name in {spec.device for spec in specs}}
+    devices = {name: resolved(name) for name in {spec.device for spec in specs}}
     return [dataclasses.replace(spec, device=devices[spec.device]) for spec in specs]
 
 
-def _resolved(device: str) -> str:
+def resolved(device: str) -> str:
+    """Its name, without torch where there can be no other than the CPU."""
     if device == "cpu" or (device == "auto" and has_only_cpu()):
         return "cpu"
 
@@ -158,14 +160,13 @@ def of_torchrun(values: Values) -> Values:
 
     Raises ValueError for several nodes without it.
     """
-    from stepgauge.runtime.world import joined_world
-
-    world = joined_world()
-    if world is None:
+    numbers = torchrun_numbers()
+    if numbers is None:
         if values.get("nodes", (1,)) != (1,):
             raise ValueError(f"nodes is {values['nodes'][-1]}; start several nodes with torchrun")
         return values
-    return {"ranks": (world.size,), **values, "nodes": (world.nodes,)}
+    _, ranks, _, local_ranks = numbers
+    return {"ranks": (ranks,), **values, "nodes": (ranks // local_ranks,)}
 
 
 def checked_jobs(specs: Sequence[Any], out: Path) -> list["Job"]:
@@ -181,9 +182,28 @@ def usable_jobs(specs: Sequence[Any], out: Path) -> list["Job"]:
     return checked_jobs(specs, out)
 
 
+def measured(
+    specs: Sequence[Any],
+    out: Path,
+    *,
+    fresh: bool,
+    provenances: Sequence[str] = ("measured",),
+    require: Callable[[], None] = lambda: None,
+) -> list["Record"]:
+    """The records of all specs, of each provenance: where an earlier run has left all of them they
+    are read, which loads no torch; else they are swept, after what `require` refuses.
+    """
+    earlier = [] if fresh else earlier_rows(specs, out, provenances)
+    if earlier:
+        tell_of_all(earlier, out, reused=len(earlier))
+        return earlier
+    require()
+    return run_jobs(usable_jobs(specs, out), out, fresh=fresh)
+
+
 def measure_and_print(specs: Sequence[Any], out: Path, *, fresh: bool, format: Format) -> None:
     """Raises RunFailedError where a row failed, after all are printed."""
-    records = run_jobs(checked_jobs(specs, out), out, fresh=fresh)
+    records = measured(specs, out, fresh=fresh)
     print_records(records, format)
     require_success(records)
 

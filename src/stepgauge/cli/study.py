@@ -9,6 +9,7 @@ from stepgauge.cli.console import tell
 from stepgauge.cli.rows import Device, Fresh, Out, require_success, run_jobs
 from stepgauge.spec.experiments import EXPERIMENTS
 from stepgauge.spec.store import RunStore
+from stepgauge.spec.units import GIB
 
 
 def study(
@@ -43,7 +44,7 @@ def study(
     store.prepare()
     notes.remember(machine, out)
     notes.remember_rows(run.select(()), machine, out)
-    tell(f"{machine.name}, {machine.bytes / 2**30:.0f} GiB")
+    tell(f"{machine.name}, {machine.bytes / GIB:.0f} GiB")
     for experiment in experiments:
         if reason := experiment.needs(machine):
             tell(f"{experiment.name} is left out: {reason}")

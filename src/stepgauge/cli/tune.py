@@ -13,7 +13,7 @@ from stepgauge.cli.options import Values, spec_options
 from stepgauge.cli.predictions import Hardware, hardware_of, predict_rows, print_beside
 from stepgauge.cli.rows import Device, Fresh, Out, checked_jobs, resolve_devices, run_jobs
 from stepgauge.cost.planning.planner import device_bytes
-from stepgauge.cost.traced.network import has_formulas
+from stepgauge.cost.traced.asked import has_formulas
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec

@@ -18,7 +18,7 @@ from stepgauge.cli.rows import (
     run_jobs,
     store_for,
 )
-from stepgauge.cost.traced.network import has_formulas
+from stepgauge.cost.traced.asked import has_formulas
 from stepgauge.spec.blocks import blocks_of
 from stepgauge.spec.calibration import CalibrationSpec
 from stepgauge.spec.hardware import HardwareFile

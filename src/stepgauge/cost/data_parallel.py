@@ -31,8 +31,8 @@ def predict_data_parallel(
     cost model or the hardware file does not know.
     """
     alone, layout = work_of(spec), spec.parsed_layout
-    sharded = WRAPPERS[spec.wrapper].shards("weights") and spec.ranks > 1
-    priced = operations_of(alone, NetworkPart(batch=spec.batch, gathered=sharded), traced)
+    share = NetworkPart(batch=spec.batch, gathered=layout.gathers_weights)
+    priced = operations_of(alone, share, traced)
     prices = Prices(machine, layout, library_of(spec)).paced_by(priced)
     operations = at_pace(priced, prices)
     host = host_of(operations, machine, layout, replayed=spec.cuda_graphs)

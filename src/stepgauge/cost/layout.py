@@ -28,7 +28,6 @@ from stepgauge.cost.streams.outcome import Outcome, exposed_ms, outcome
 from stepgauge.cost.streams.program import Launching, Operations, Program, RankStep
 from stepgauge.cost.timed_blocks import as_timed
 from stepgauge.cost.traced.network import TracedNetwork
-from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.layout_rules import schedule_of
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.plan.pipeline import Schedule, lower
@@ -206,7 +205,7 @@ class LayoutParts:
         plan, left = self._shortened(whole)
         unshard, sent = zip(*map(self._data_us, range(plan.num_stages)), strict=True)
         schedule = lower(plan, sharded=plan.rank_of if any(unshard) else ())
-        taken = durations(self.stages, schedule, self.prices, self.host, unshard)
+        taken = durations(self.stages, self.prices, self.host, unshard)
         timeline = simulate(schedule, taken)
         waits, updates = [], []
         for rank in range(schedule.num_ranks):
@@ -289,17 +288,14 @@ def _waits(timeline: Timeline, rank: int, sent_us: Sequence[float]) -> tuple[flo
 
 
 def share_of(spec: LayoutSpec) -> NetworkPart:
-    """What a rank has of the network. A stage of a pipeline is whole for a step, in the parameters'
-    type.
-    """
+    """What a rank has of the network."""
     layout = spec.parsed_layout
-    sharded = WRAPPERS[layout.wrapper].shards("weights") and layout.num_replicas > 1
     return NetworkPart(
         batch=spec.micro_batch,
         tensor=layout.tensor,
         overlap=layout.overlap,
         context=layout.context,
         ulysses=layout.ulysses,
-        gathered=sharded and layout.pipeline == 1,
+        gathered=layout.gathers_weights,
         passes=spec.accumulation * (layout.microbatches if layout.pipeline > 1 else 1),
     )

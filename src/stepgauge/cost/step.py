@@ -4,7 +4,6 @@ The host launches the operations, the device runs them in order; a phase ends wh
 through. Times of operations come from a hardware file, and nothing is scaled to fit.
 """
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from stepgauge.spec.layout import Layout
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.throughput import throughput
+from stepgauge.spec.units import GIB
 from stepgauge.spec.user_model import UserModel
 
 HEADINGS = ["phase", "term", "operation", "sizes", "count", "us", "source"]
@@ -75,9 +75,8 @@ def modelled(
         metrics = {**metrics, "peak_bytes": Sample.exact(round(memory.peak_bytes), "bytes")}
         tables["memory"] = memory.rows()
         note = "; ".join(filter(None, [lacking(memory, machine), note]))
-    return Record(
-        kind=spec.kind,
-        spec=dataclasses.asdict(spec),
+    return Record.of(
+        spec,
         metrics=metrics,
         tables=tables,
         environment={"device": machine.hardware.device, "hardware": machine.hardware.name},
@@ -92,8 +91,8 @@ def lacking(memory: Memory, machine: CalibratedMachine) -> str:
     has = peaks.program_bytes if peaks else 0
     if not has or memory.device_bytes <= has:
         return ""
-    needs = memory.device_bytes / 2**30
-    return f"does not fit: a rank needs {needs:.1f} GiB, its device has {has / 2**30:.1f}"
+    needs = memory.device_bytes / GIB
+    return f"does not fit: a rank needs {needs:.1f} GiB, its device has {has / GIB:.1f}"
 
 
 def rates(

@@ -8,6 +8,8 @@ import sys
 
 import torch
 
+from stepgauge.spec.units import GIB
+
 
 def resolve(name: str) -> torch.device:
     """The torch device of a name; "auto" prefers an accelerator. ValueError if it is not there."""
@@ -124,7 +126,7 @@ def require_host_memory(least_bytes: int) -> None:
     free = available_host_bytes()
     if free is not None and least_bytes > free:
         raise MemoryError(
-            f"needs at least {least_bytes / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free"
+            f"needs at least {least_bytes / GIB:.1f} GiB of memory, {free / GIB:.1f} GiB are free"
         )
 
 
@@ -155,5 +157,5 @@ def _wanted(message: str) -> str:
     if wanted is None:
         return ""
     if wanted[2] == "bytes":
-        return f" at {int(wanted[1]) / 2**30:.2f} GiB more"
+        return f" at {int(wanted[1]) / GIB:.2f} GiB more"
     return f" at {wanted[1]} {wanted[2]} more"

@@ -1,11 +1,18 @@
 """Bytes of what a training step keeps on a rank: weights, gradients, optimizer state."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from stepgauge.parallel.sharding import local_part
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """Those of a tuple, list or mapping of tensors and others, however deep."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

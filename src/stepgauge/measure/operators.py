@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from stepgauge.cost.operations.terms import TRAFFIC, Term
 from stepgauge.measure import own_operators
+from stepgauge.measure.footprint import tensors_in
 from stepgauge.measure.fusion import Moved
 from stepgauge.measure.pointwise import passes
 from stepgauge.measure.sent_operators import NAMESPACE, Axis, SentOperators
@@ -134,7 +134,7 @@ class OperatorTrace(TorchDispatchMode):
                 return result
         result = func(*args, **(kwargs or {}))
         if self._phase:
-            self._record(func, name, args, _tensors((args, kwargs)), _tensors(result))
+            self._record(func, name, args, tensors_in((args, kwargs)), tensors_in(result))
         return result
 
     def _record(
@@ -278,16 +278,12 @@ def record_step(
                     phase()
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
 def _by_name(func: Any, args: Any) -> dict[str, Any]:
     return {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
 
 
 def _differentiable(values: Any) -> list[Tensor]:
-    return [x for x in _tensors(values) if x.requires_grad]
+    return [x for x in tensors_in(values) if x.requires_grad]
 
 
 def _is_free(func: Any, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> bool:

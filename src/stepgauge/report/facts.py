@@ -6,6 +6,7 @@ from stepgauge.spec.disturbance import CRITERION, is_disturbed
 from stepgauge.spec.hardware import peaks
 from stepgauge.spec.model import FLOP_CONVENTION
 from stepgauge.spec.record import Record
+from stepgauge.spec.units import GIB
 
 
 def page_facts(records: Sequence[Record]) -> dict[str, str]:
@@ -42,7 +43,7 @@ def measured_where(records: Sequence[Record]) -> dict[str, str]:
     where = known[-1].environment
     software = {"Python": "python", "torch": "torch", "Triton": "triton", "stepgauge": "stepgauge"}
     cores = f"{where['cores']} cores" if where.get("cores") else ""
-    size = f"{where['device_bytes'] / 2**30:.0f} GiB" if where.get("device_bytes") else ""
+    size = f"{where['device_bytes'] / GIB:.0f} GiB" if where.get("device_bytes") else ""
     times = sorted(record.created for record in known if record.created)
     hosts = list(dict.fromkeys(where.get("hosts", [])))
     facts = {

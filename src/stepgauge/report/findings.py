@@ -2,7 +2,7 @@
 
 import dataclasses
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from stepgauge.report.names import declared_fields, flatten, labels, naming
@@ -10,6 +10,7 @@ from stepgauge.report.numbers import number
 from stepgauge.spec.disturbance import is_disturbed
 from stepgauge.spec.fallbacks import fallbacks
 from stepgauge.spec.model import SIZES
+from stepgauge.spec.model_fields import NORMS
 from stepgauge.spec.options import flag_of, written
 from stepgauge.spec.record import Record
 from stepgauge.spec.user_model import UserModel
@@ -24,7 +25,11 @@ CHOICES: tuple[Mapping[str, Any], ...] = (
     {"reduce_dtype": "own"},
     {"bucket_mb": 25.0},
 )
-OTHER_WORK = {"norm": "layernorm", "wrapper": "none"}  # values that do less, or something else
+# Values of these that do less than their peers, or something else.
+OTHER_WORK: Mapping[str, Collection[str]] = {
+    "norm": [name for name, function in NORMS.items() if function != "rmsnorm"],
+    "wrapper": ["none"],
+}
 CAUTIONS = {
     "bf16-pure": "Weights and optimizer state are bf16 then: compare the loss.",
     "fp16": "Needs loss scaling: compare the loss.",
@@ -95,7 +100,7 @@ def pairs(records: Sequence[Record], choice: Mapping[str, Any]) -> list[Pair]:
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for record in filter(is_comparable, records):
         spec = flatten(record.spec)
-        if any(spec.get(name) == value for name, value in OTHER_WORK.items()):
+        if any(spec.get(name) in values for name, values in OTHER_WORK.items()):
             continue
         if any(name in spec for name in choice):
             rest = sorted((n, str(v)) for n, v in spec.items() if n not in choice)

@@ -12,6 +12,7 @@ from stepgauge.report.page import Plot
 from stepgauge.report.views import plotted
 from stepgauge.spec.kernel import OURS
 from stepgauge.spec.record import Record
+from stepgauge.spec.units import GIB
 
 Curves = dict[str, tuple[list[float], list[float]]]
 Ends = tuple[float, float]
@@ -117,7 +118,7 @@ def kernel_bars(records: Sequence[Record]) -> list[Plot]:
     drawn = {
         "Time as a multiple of ours.": bars("ms", ours, "times as long as ours"),
         "Peak memory beyond inputs and results; no bar: none, or no figure.": bars(
-            "extra_bytes", [2.0**30] * len(timed), "GiB"
+            "extra_bytes", [float(GIB)] * len(timed), "GiB"
         ),
     }
     return [Plot(svg, caption) for caption, svg in drawn.items() if svg]

@@ -4,6 +4,8 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 
+from stepgauge.spec.units import GIB, MIB
+
 
 class Doubtful(float):
     """A figure of a row that was disturbed: tables and plots write † behind it."""
@@ -91,7 +93,7 @@ class SizeUnit:
 def size_unit(sizes: Iterable[float | None]) -> SizeUnit:
     """GiB; MiB or KiB where all sizes are below a GiB or MiB."""
     largest = max((size for size in sizes if size is not None), default=0.0)
-    units = (SizeUnit("GiB", 2**30), SizeUnit("MiB", 2**20), SizeUnit("KiB", 2**10))
+    units = (SizeUnit("GiB", GIB), SizeUnit("MiB", MIB), SizeUnit("KiB", 2**10))
     return next(
         (unit for unit in units if largest >= unit.bytes), units[-1] if largest else units[0]
     )

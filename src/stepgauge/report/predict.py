@@ -3,6 +3,7 @@
 from stepgauge.cost.rates.estimate import spread
 from stepgauge.report.table import Table
 from stepgauge.spec.record import Record
+from stepgauge.spec.units import GIB
 
 
 def terms_table(record: Record, label: str) -> Table:
@@ -24,8 +25,8 @@ def terms_table(record: Record, label: str) -> Table:
 def memory_table(record: Record, label: str) -> Table:
     """The parts of the peak, and what lies outside of torch's count, in GiB."""
     head, *rows = record.tables["memory"]
-    shown = [[name, nbytes / 2**30, source] for name, nbytes, source in rows]
-    peak = (record.median("peak_bytes") or 0.0) / 2**30
+    shown = [[name, nbytes / GIB, source] for name, nbytes, source in rows]
+    peak = (record.median("peak_bytes") or 0.0) / GIB
     columns = [head[0], "GiB", head[2]]
     return Table(columns, shown, names=1, caption=f"{label}: parts of the peak of {peak:.2f} GiB",
                  numeric=frozenset(("GiB",)))  # fmt: skip

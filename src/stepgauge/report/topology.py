@@ -10,6 +10,7 @@ from stepgauge.report.numbers import whole
 from stepgauge.report.page import Block, Plot, Section, Text, page
 from stepgauge.report.table import Table
 from stepgauge.spec.topology import Topology
+from stepgauge.spec.units import GIB
 
 Point = tuple[float, float]
 LABEL_POINTS = 9  # from a line to its label
@@ -70,7 +71,7 @@ def gpu_table(found: Topology) -> Table:
         {
             "": f"GPU {gpu.index}",
             "name": gpu.name,
-            "GiB": gpu.memory_bytes / 2**30,
+            "GiB": gpu.memory_bytes / GIB,
             **{
                 f"GPU {other.index}": _link(found, gpu.index, other.index)
                 if other is not gpu
@@ -97,7 +98,7 @@ def _link(found: Topology, i: int, j: int) -> str:
 
 def node_table(found: Topology) -> Table:
     rows = [
-        {"NUMA node": node.index, "cores": node.cores, "GiB": node.memory_bytes / 2**30}
+        {"NUMA node": node.index, "cores": node.cores, "GiB": node.memory_bytes / GIB}
         for node in found.numa_nodes
     ]
     return Table.from_rows(rows, caption="Memory.")

@@ -30,6 +30,14 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
+def threads_of_a_rank(ranks: int) -> int:
+    """Of each of so many that share this machine: as many as OMP_NUM_THREADS says, else an equal part
+    of the cores.
+    """
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # the rest is of nested regions
+    return int(given) if given.isdecimal() and int(given) else max(1, available_cores() // ranks)
+
+
 def thread_settings() -> str:
     """The environment's settings of threads: of one CPU with as many cores, equal ones give torch as
     many threads.

@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from stepgauge.runtime.early_exit import running, watched
+from stepgauge.runtime.host import threads_of_a_rank
 from stepgauge.runtime.parent import end_with_parent
 from stepgauge.runtime.world import (
     KEPT_GROUP,
@@ -32,6 +33,7 @@ from stepgauge.runtime.world import (
     gathered_objects,
     joined_world,
     process_group,
+    this_world,
 )
 
 # A rank that fails because another has died waits this long, so that the launcher sees the other's
@@ -251,9 +253,8 @@ def _rank(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent()
-    world = joined_world()
-    assert world is not None, "the launcher sets the environment"
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
+    world = this_world()
+    torch.set_num_threads(threads_of_a_rank(world.local_size))
     interfaces = {name for _, name in socket.if_nameindex()}
     if loopback := interfaces.intersection(_LOOPBACK):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback.pop())

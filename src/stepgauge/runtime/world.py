@@ -31,16 +31,12 @@ class GroupError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class World:
-    """This process's rank of `size`, and its local rank of `local_size` on one of `nodes`."""
+    """This process's rank of `size`, and its local rank of `local_size` on its machine."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
-
-    @property
-    def nodes(self) -> int:
-        return self.size // self.local_size
 
     def device(self, name: str) -> torch.device:
         """The device of this rank where all have one of the kind: "cuda" is the GPU of the local
@@ -65,6 +61,13 @@ def joined_world() -> World | None:
         return None
     rank, size, local_rank, local_size = numbers
     return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size)
+
+
+def this_world() -> World:
+    """`joined_world`, of code that runs on ranks alone."""
+    world = joined_world()
+    assert world is not None, "the launcher sets the environment"
+    return world
 
 
 def gathered_objects(value: Object, group: dist.ProcessGroup | None = None) -> list[Object]:

@@ -18,6 +18,7 @@ from stepgauge.spec.calibration import (
     wrapper_operation,
 )
 from stepgauge.spec.links import Link
+from stepgauge.spec.units import GIB
 
 # Arithmetic a precision's matrix products run in, as the keys of Peaks.
 MATMUL_TYPE = {
@@ -52,7 +53,7 @@ class Peaks:
     @property
     def program_bytes(self) -> int:
         """Of a device for a process and its CUDA context; 0 where its memory is not known."""
-        return self.memory_gb * 2**30 - NOT_FOR_PROGRAMS if self.memory_gb else 0
+        return self.memory_gb * GIB - NOT_FOR_PROGRAMS if self.memory_gb else 0
 
 
 def _nvidia(
@@ -112,7 +113,7 @@ def peaks(device_name: str) -> Peaks | None:
 
 # Of the gigabytes sold, in GiB: an H200 of 141 has 139.8 for programs, an H100 of 80 has 79.2
 # (records' device_bytes), and a process's context is in these, too.
-NOT_FOR_TENSORS = 2 * 2**30
+NOT_FOR_TENSORS = 2 * GIB
 CUDA_CONTEXT = 500 * 2**20  # of one process (docs/memory.md)
 NOT_FOR_PROGRAMS = NOT_FOR_TENSORS - CUDA_CONTEXT
 
@@ -126,7 +127,7 @@ def fits(needed: float, architecture: str) -> str:
     ]
     if not known:
         return ""
-    holding = [device for device in known if needed + NOT_FOR_TENSORS <= device[0] * 2**30]
+    holding = [device for device in known if needed + NOT_FOR_TENSORS <= device[0] * GIB]
     memory, name = min(holding, default=max(known))
     name = name.removeprefix("NVIDIA ")
     return name if holding else f"no: {name} has {memory} GB"

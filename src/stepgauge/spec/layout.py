@@ -232,6 +232,14 @@ class Layout:
         return self.data * self.context
 
     @property
+    def gathers_weights(self) -> bool:
+        """Whether replicas gather each other's parts of the weights before they compute (ZeRO 3). A
+        stage of a pipeline has them whole for a step.
+        """
+        is_sharded = WRAPPERS[self.wrapper].shards("weights") and self.num_replicas > 1
+        return is_sharded and self.pipeline == 1
+
+    @property
     def launched(self) -> "Layout":
         """What of the layout the host of a rank launches otherwise than one process does. The
         wrapper of a stage of a pipeline does little in most of its passes.

@@ -11,6 +11,7 @@ from stepgauge.report.table import Table
 from stepgauge.report.views import plotted
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.record import Record
+from stepgauge.spec.units import GIB
 from stepgauge.study import data_parallel
 from stepgauge.study.data_parallel import row_of
 from stepgauge.study.experiment import Experiment, StudyMachine, needs_two_gpus
@@ -89,7 +90,7 @@ def _picture(records: Sequence[Record]) -> list[Block]:
 
 def _gib(record: Record, part: str) -> float | None:
     value = record.median(f"{part}_bytes")
-    return None if value is None else value / 2**30
+    return None if value is None else value / GIB
 
 
 def _memory(records: Sequence[Record]) -> Table:

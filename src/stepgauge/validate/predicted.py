@@ -5,7 +5,8 @@ from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.pipeline.step import predict_pipeline
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.step import predict
-from stepgauge.cost.traced.network import TRACED, TracedNetwork, TracedSpec, has_formulas
+from stepgauge.cost.traced.asked import TRACED, TracedSpec, has_formulas
+from stepgauge.cost.traced.network import TracedNetwork
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec

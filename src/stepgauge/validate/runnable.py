@@ -6,6 +6,7 @@ from stepgauge.measure.environment import device_memory
 from stepgauge.runtime.host import available_cores
 from stepgauge.runtime.workers import run_isolated
 from stepgauge.spec.layout_step import LayoutSpec
+from stepgauge.spec.units import GIB
 
 
 def why_not_here(spec: LayoutSpec, needed_bytes: float) -> str:
@@ -29,7 +30,7 @@ def why_not_here(spec: LayoutSpec, needed_bytes: float) -> str:
     there = run_isolated(device_memory, device)  # apart: asking takes memory of the GPU
     if needed_bytes > there:
         return (
-            f"layout {spec.layout!r} needs {needed_bytes / 2**30:.1f} GiB a rank; a GPU of this "
-            f"machine has {there / 2**30:.1f}"
+            f"layout {spec.layout!r} needs {needed_bytes / GIB:.1f} GiB a rank; a GPU of this "
+            f"machine has {there / GIB:.1f}"
         )
     return ""

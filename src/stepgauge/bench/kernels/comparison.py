@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from stepgauge.bench.kernels import OPERATIONS
 from stepgauge.bench.kernels.operation import DTYPES
@@ -20,6 +19,7 @@ from stepgauge.measure import devices
 from stepgauge.measure.accuracy import tolerance
 from stepgauge.measure.ceilings import ceilings
 from stepgauge.measure.environment import environment
+from stepgauge.measure.footprint import tensors_in
 from stepgauge.measure.interleaved import time_interleaved
 from stepgauge.spec.kernel import OURS, KernelSpec
 from stepgauge.spec.record import Record, Sample
@@ -139,7 +139,7 @@ class ShapeComparison:
         call()
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        results = _num_bytes(call())
+        results = sum(tensor.nbytes for tensor in tensors_in(call()))
         extra = torch.cuda.max_memory_allocated(self.device) - before - results
         return call, {"extra_bytes": max(0, extra)} | (
             {"held_bytes": held} if passes == "backward" else {}
@@ -209,12 +209,6 @@ def _verdict(providers: Iterable[Provider]) -> tuple[str, str]:
     return (
         "oom" if any(outcome.startswith("oom") for outcome in outcomes.values()) else "failed"
     ), note
-
-
-def _num_bytes(results: Any) -> int:
-    return sum(
-        leaf.nbytes for leaf in pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)
-    )
 
 
 def _versions(packages: Sequence[str]) -> dict[str, str]:

@@ -52,13 +52,10 @@ def _specs(values: Values, ranged: tuple[int, ...]) -> list[CommSpec]:
             raise ValueError("size and a range from begin to end are both given; choose one")
         values["size_bytes"] = ranged
 
-    from stepgauge.measure.devices import resolve
-
-    (first_device, *_) = values["device"]
-    values.setdefault("backend", ("gloo" if resolve(str(first_device)).type == "cpu" else "nccl",))
-    named = {**values, "device": tuple(str(resolve(str(name))) for name in values["device"])}
-    specs = rows.resolve_devices(expand(CommSpec, rows.of_torchrun(named)))
-    specs = list(dict.fromkeys(spec.canonical() for spec in specs))
+    devices = tuple(rows.resolved(str(name)) for name in values["device"])
+    values.setdefault("backend", ("gloo" if devices[0] == "cpu" else "nccl",))
+    expanded = expand(CommSpec, rows.of_torchrun({**values, "device": devices}))
+    specs = list(dict.fromkeys(spec.canonical() for spec in expanded))
     # The ranks of one number are started once if the rows that they measure follow one another.
     return sorted(specs, key=lambda spec: (spec.device, spec.ranks))
 

@@ -66,8 +66,9 @@ def _command(spec: type[KernelSpec]) -> Callable[..., None]:
         names = [name for text in peers for name in text.split(",") if name]
         if names:
             values["peers"] = (AUTO if AUTO in names else " ".join(names),)
-        specs = rows.resolve_devices(expand_grid(spec, grid, values))
-        records = rows.run_jobs(rows.checked_jobs(specs, out), out, fresh=fresh)
+        records = rows.measured(
+            rows.with_devices(expand_grid(spec, grid, values)), out, fresh=fresh
+        )
         print_records(records, format)
         for sentence in outcomes_of(records):
             tell(sentence)

@@ -1,6 +1,7 @@
 """`stepgauge bench op`."""
 
 import dataclasses
+import functools
 import hashlib
 from pathlib import Path
 from typing import Annotated
@@ -39,16 +40,12 @@ def op(
     """
     path, function = read_target(target)
 
-    from stepgauge.bench.user_file import problem, require_tools
-    from stepgauge.measure.devices import resolve
-
     options = {name: value for name, (value,) in values.items()}
-    require_tools(path, resolve(options["device"]))
-    rows.require_usable(path, problem, path, function)
-    (spec,) = rows.resolve_devices(
+    (spec,) = rows.with_devices(
         [OpSpec(file=str(path), function=function, content=_digest(path), **options)]
     )
-    (record,) = rows.run_jobs(rows.checked_jobs([spec], out), out, fresh=fresh)
+    require = functools.partial(_require_usable, path, spec)
+    (record,) = rows.measured([spec], out, fresh=fresh, require=require)
     if not record.metrics:  # nothing was measured: the sentence says all
         rows.require_success([record])
     if format != "table":
@@ -59,6 +56,16 @@ def op(
             print_table(dataclasses.replace(table, caption=""))
     rows.require_success([record])
     write_page(out)
+
+
+def _require_usable(path: Path, spec: OpSpec) -> None:
+    """Raises ValueError for a file that cannot be built or run here, or lacks what is asked for."""
+    import torch
+
+    from stepgauge.bench.user_file import problem, require_tools
+
+    require_tools(path, torch.device(spec.device))
+    rows.require_usable(path, problem, path, spec.function)
 
 
 def _digest(path: Path) -> str:

@@ -29,8 +29,8 @@ def pipeline(
     Every option takes several values, and their product is measured. Before a row runs, its stages
     are timed alone and its schedule is simulated: that prediction is a row of the run too.
     """
-    specs = rows.resolve_devices(rows.distinct(expand(PipelineSpec, values, network=Networks)))
-    records = rows.run_jobs(rows.checked_jobs(specs, out), out, fresh=fresh)
+    specs = rows.with_devices(rows.distinct(expand(PipelineSpec, values, network=Networks)))
+    records = rows.measured(specs, out, fresh=fresh, provenances=("modelled", "measured"))
     print_records(records, format)
     if pictures:
         _draw(records, out)

@@ -39,8 +39,7 @@ def dtypes(
     The logits are those of a forward without targets: a fused loss never makes them. Every option
     takes several values.
     """
-    specs = rows.resolve_devices(expand(DtypesSpec, values))
-    records = rows.run_jobs(rows.checked_jobs(specs, out), out, fresh=fresh)
+    records = rows.measured(rows.with_devices(expand(DtypesSpec, values)), out, fresh=fresh)
     for record in records:
         if record.status == "ok":
             print_in(format, dtype_table(record, each=each))

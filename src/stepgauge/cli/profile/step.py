@@ -35,9 +35,9 @@ def step(
     profiled. Where this device has a hardware file, the terms of the predicted step stand beside
     the kernels.
     """
-    specs = rows.resolve_devices(rows.distinct(expand(ProfileSpec, values)))
+    specs = rows.with_devices(rows.distinct(expand(ProfileSpec, values)))
     specs = list(dict.fromkeys(specs))
-    records = rows.run_jobs(rows.checked_jobs(specs, out), out, fresh=fresh)
+    records = rows.measured(specs, out, fresh=fresh)
 
     from stepgauge.report import profile_page
 

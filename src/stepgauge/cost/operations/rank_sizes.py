@@ -3,6 +3,7 @@
 import dataclasses
 
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.model_fields import NORM_PARAMETERS, NORMS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ class ShareSizes:
 
     @property
     def norm_parameters(self) -> int:
-        return (2 if self.model.norm == "layernorm" else 1) * self.model.d_model
+        return NORM_PARAMETERS[NORMS[self.model.norm]] * self.model.d_model
 
     @property
     def qkv_rows(self) -> int:

@@ -6,6 +6,8 @@ Legend: M tokens, D model width, N and K outputs and inputs of a linear layer.
 import dataclasses
 from collections.abc import Iterator
 
+from stepgauge.spec.model_fields import NORM_PARAMETERS, NORMS
+
 TRAFFIC = "traffic"
 # Arithmetic of products, bytes of an activation, and bytes of a weight.
 PRECISION: dict[str, tuple[str, int, int]] = {
@@ -149,8 +151,7 @@ class Arithmetic:
         before it.
         """
         r, a = self.residual, self.activation
-        vectors = 2 if kind == "layernorm" else 1
-        gradient = vectors * d if direction == "backward" else 0
+        gradient = NORM_PARAMETERS[NORMS[kind]] * d if direction == "backward" else 0
         nbytes: float = m * d * (3 * r + a if direction == "backward" else r + 2)
         if kind == "triton":
             yield Term(name, TRAFFIC, (nbytes,), gradient=gradient)

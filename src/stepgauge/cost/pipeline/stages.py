@@ -3,6 +3,7 @@ for its inputs' gradients and for its weights', a micro-batch at a time.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from stepgauge.cost.operations.step_operations import StepOperations
@@ -10,48 +11,50 @@ from stepgauge.cost.operations.terms import Term
 from stepgauge.cost.pipeline.timeline import Durations
 from stepgauge.cost.rates.prices import Prices
 from stepgauge.cost.streams.program import Launching, Operations
-from stepgauge.spec.plan.pipeline import Channel, Schedule
+from stepgauge.spec.plan.pipeline import Channel
 from stepgauge.spec.plan.pipeline.action import FORWARD, INPUT, UNSHARD, WEIGHT
 from stepgauge.spec.plan.stages import PartTimes
 
+PHASES = ("forward", "backward")
 ATTENTION, FEED_FORWARD = ("attention",), ("feed_forward",)
 
 
 def durations(
     stages: Sequence[Operations],
-    schedule: Schedule,
     prices: Prices,
     host: Mapping[str, Launching],
     unshard_us: Sequence[float],
 ) -> Durations:
     """Of stages of whole blocks. `unshard_us`: to gather the weights of each, where it is sharded."""
-    actions: dict[tuple[int, str], float] = {}
-    for number, stage in enumerate(stages):
-        weights = [term for term in stage.backward() if term.weights]
-        forward = prices.total_us(stage.forward()) / 1e3
-        backward = prices.total_us(stage.backward()) / 1e3
-        weight = prices.total_us(weights) / 1e3
-        actions |= {(number, FORWARD): forward, (number, WEIGHT): weight}
-        actions[number, INPUT] = backward - weight
-        actions[number, UNSHARD] = unshard_us[number] / 1e3
+    terms = [(list(stage.forward()), list(stage.backward())) for stage in stages]
     nbytes = max(stage.stream_bytes for stage in stages)
-    launches = [
-        host[phase].us(stage.launched(phase)) / 1e3
-        for stage in stages
-        for phase in ("forward", "backward")
-    ]
+    launches = [host[phase].us(stage.launched(phase)) for stage in stages for phase in PHASES]
+    found = _durations(terms, launches, prices, nbytes)
+    unshard = {(number, UNSHARD): us / 1e3 for number, us in enumerate(unshard_us)}
+    return dataclasses.replace(found, actions={**found.actions, **unshard})
+
+
+def _durations(
+    stages: Sequence[tuple[Sequence[Term], Sequence[Term]]],
+    launches: Sequence[float],
+    prices: Prices,
+    nbytes: float,
+) -> Durations:
+    """Of what stages run forward and backward. `launches`: microseconds of the host for each phase
+    of each; `nbytes` of what one gives to the next.
+    """
+    actions: dict[tuple[int, str], float] = {}
+    for number, (forward, backward) in enumerate(stages):
+        actions[number, FORWARD] = prices.total_us(forward) / 1e3
+        actions[number, WEIGHT] = prices.total_us(t for t in backward if t.weights) / 1e3
+        actions[number, INPUT] = prices.total_us(t for t in backward if not t.weights) / 1e3
+    transfer_ms = prices.transfer(nbytes).us / 1e3
+    edges = [(a, b) for a in range(len(stages)) for b in (a - 1, a + 1)]
     return Durations(
         actions=actions,
-        transfers=transfers(schedule, prices, nbytes),
-        host_ms=sum(launches) / len(launches),
+        transfers={Channel(a, b): transfer_ms for a, b in edges},
+        host_ms=sum(launches) / len(launches) / 1e3,
     )
-
-
-def transfers(schedule: Schedule, prices: Prices, nbytes: float) -> dict[Channel, float]:
-    """ms of a tensor between stages on different ranks."""
-    ms = prices.transfer(nbytes).us / 1e3
-    edges = [(a, b) for a in range(schedule.num_stages) for b in (a - 1, a + 1)]
-    return {Channel(a, b): ms for a, b in edges}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,23 +76,14 @@ class Halves:
         return cls([first, *halves * layers, last], [first_back, *back * layers, last_back])
 
     def durations(
-        self, cuts: Sequence[range], schedule: Schedule, prices: Prices, *, nbytes: float,
-        host: Mapping[str, Launching],
-    ) -> Durations:  # fmt: skip
+        self, cuts: Sequence[range], prices: Prices, *, nbytes: float, host: Mapping[str, Launching]
+    ) -> Durations:
         """Of stages that have these parts."""
-        actions: dict[tuple[int, str], float] = {}
-        for number, parts in enumerate(cuts):
-            backward = [term for part in parts for term in self._part(self.backward, part)]
-            forward = (term for part in parts for term in self._part(self.forward, part))
-            actions[number, FORWARD] = prices.total_us(forward) / 1e3
-            actions[number, WEIGHT] = prices.total_us(t for t in backward if t.weights) / 1e3
-            actions[number, INPUT] = prices.total_us(t for t in backward if not t.weights) / 1e3
-        launched = [host[phase].us(len(p) // 2) for p in cuts for phase in ("forward", "backward")]
-        return Durations(
-            actions=actions,
-            transfers=transfers(schedule, prices, nbytes),
-            host_ms=sum(launched) / len(launched) / 1e3,
-        )
+        stages = [
+            (self._terms(self.forward, parts), self._terms(self.backward, parts)) for parts in cuts
+        ]
+        launches = [host[phase].us(len(parts) // 2) for parts in cuts for phase in PHASES]
+        return _durations(stages, launches, prices, nbytes)
 
     def times(self, prices: Prices) -> PartTimes:
         """What cuts a network into stages, of whole blocks or of halves."""
@@ -100,9 +94,11 @@ class Halves:
         ]
         return PartTimes(*ms)
 
-    def _part(self, parts: Sequence[Sequence[Term]], number: int) -> Sequence[Term]:
+    def _terms(self, parts: Sequence[Sequence[Term]], numbers: range) -> list[Term]:
         """A stage that is overweight has more blocks than the network: parts like the others."""
-        return parts[number] if number < len(parts) else parts[1 + (number + 1) % 2]
+        every = len(parts)
+        own = (parts[n] if n < every else parts[1 + (n + 1) % 2] for n in numbers)
+        return list(itertools.chain(*own))
 
 
 def _cut(block: Iterable[Term]) -> list[list[Term]]:

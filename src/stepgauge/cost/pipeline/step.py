@@ -17,7 +17,7 @@ from stepgauge.cost.step import modelled, term_rows
 from stepgauge.cost.traced.network import TracedNetwork
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.pipeline import PipelineSpec
-from stepgauge.spec.plan.pipeline import Schedule, lower
+from stepgauge.spec.plan.pipeline import lower
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.steps import work_of
 from stepgauge.spec.throughput import throughput
@@ -33,7 +33,7 @@ def predict_pipeline(
     schedule = lower(spec.plan(), ahead=spec.ahead)
     prices = Prices(machine, spec.parsed_layout, backend)
     whole, prices, parts, taken = (
-        _of_stages(spec, schedule, prices, traced) if traced else _of_halves(spec, schedule, prices)
+        _of_stages(spec, prices, traced) if traced else _of_halves(spec, prices)
     )
     if spec.fill:
         schedule = lower(fill_bubbles(spec.plan(), taken), ahead=spec.ahead)
@@ -51,9 +51,7 @@ def predict_pipeline(
 Cut = tuple[Computing, Prices, list[range], Durations]
 
 
-def _of_stages(
-    spec: PipelineSpec, schedule: Schedule, prices: Prices, traced: Sequence[TracedNetwork]
-) -> Cut:
+def _of_stages(spec: PipelineSpec, prices: Prices, traced: Sequence[TracedNetwork]) -> Cut:
     """All that is computed, at its prices; the parts of each stage, and how long it takes."""
     work = work_of(spec)
     share = NetworkPart(batch=work.batch, passes=spec.micro_batches)
@@ -61,11 +59,11 @@ def _of_stages(
     whole = InTurn(stages)
     prices = prices.paced_by(whole)
     host = host_of(stages[0], prices.machine, Layout(), replayed=spec.cuda_graphs)
-    taken = durations(stages, schedule, prices, host, [0.0] * len(stages))
+    taken = durations(stages, prices, host, [0.0] * len(stages))
     return whole, prices, stages_of(spec), taken
 
 
-def _of_halves(spec: PipelineSpec, schedule: Schedule, prices: Prices) -> Cut:
+def _of_halves(spec: PipelineSpec, prices: Prices) -> Cut:
     """The same of the Transformer, whose halves of blocks are known."""
     work = work_of(spec)
     whole = StepOperations(work, NetworkPart(batch=work.batch, passes=spec.micro_batches))
@@ -73,7 +71,7 @@ def _of_halves(spec: PipelineSpec, schedule: Schedule, prices: Prices) -> Cut:
     parts = stages_of(spec, halves.times(prices))
     host = host_of(whole, prices.machine, Layout(), replayed=spec.cuda_graphs)
     nbytes = whole.stream_bytes
-    taken = halves.durations(parts, schedule, prices, nbytes=nbytes, host=host)
+    taken = halves.durations(parts, prices, nbytes=nbytes, host=host)
     return whole, prices, parts, taken
 
 

@@ -16,6 +16,7 @@ from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.planning import PlanSpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import WorkSpec
+from stepgauge.spec.units import GIB
 
 # Simulated for each row that is asked for, and at least: the first must not depend on how many.
 FINALISTS, LEAST_FINALISTS = 3, 30
@@ -53,8 +54,8 @@ def plan(spec: PlanSpec, machine: CalibratedMachine, *, top: int = 10) -> Plan:
     if not fitting:
         least = min(one.memory.device_bytes for one in every)
         raise ValueError(
-            f"nothing fits: the least that a layout needs is {least / 2**30:.1f} GiB a GPU, of "
-            f"{limit / 2**30:.1f}; add GPUs, or shorten the context"
+            f"nothing fits: the least that a layout needs is {least / GIB:.1f} GiB a GPU, of "
+            f"{limit / GIB:.1f}; add GPUs, or shorten the context"
         )
     fitting.sort(key=lambda one: one.step_us)
     refused: list[str] = []

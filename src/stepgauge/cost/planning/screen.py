@@ -148,10 +148,8 @@ class Screen:
     def of(self, candidate: Candidate) -> Screened:
         """Raises ValueError for what the machine does not know."""
         layout = candidate.layout
-        sharded = WRAPPERS[layout.wrapper].shards("weights") and layout.num_replicas > 1
-        gathered = sharded and layout.pipeline == 1  # cost/layout.py
         blocks = -(-self.spec.network.num_layers // layout.pipeline)
-        layers, of = self.spec.network.num_layers, (candidate.checkpointing, gathered)
+        layers, of = self.spec.network.num_layers, (candidate.checkpointing, layout.gathers_weights)
         axes = layout.tensor, layout.overlap, layout.context, layout.ulysses
         cut = candidate.micro_batch, *axes
         stage = self._shares(*cut, *of, range(blocks))

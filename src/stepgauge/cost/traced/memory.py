@@ -32,7 +32,7 @@ def traced_memory(
             name: size * _share(operations, layout, name, accumulates)
             for name, size in whole.items()
         }
-        if _gathers(layout):
+        if layout.gathers_weights:
             found["unsharded weights"] = _unsharded(operations, bool(moment.get("gradients")))
         return found
 
@@ -46,23 +46,19 @@ def traced_memory(
     return Memory(items, outside, "the fullest moment")
 
 
-def _gathers(layout: Layout) -> bool:
-    return layout.data > 1 and WRAPPERS[layout.wrapper].shards("weights")
-
-
 def _share(operations: TracedOperations, layout: Layout, category: str, accumulates: bool) -> float:
     """Of what one device holds. The step of ZeRO 3 is traced in the type that is computed in, and
     whole gradients add up before ZeRO 2 gives them to their owners.
     """
     wrapper, how = WRAPPERS[layout.wrapper], operations.how
     part = PART_OF.get(category)
-    if layout.data == 1 or part is None or not wrapper.shards(part):
+    if layout.num_replicas == 1 or part is None or not wrapper.shards(part):
         return 1.0
-    if _gathers(layout):
-        return how.weight / how.activation / layout.data
+    if layout.gathers_weights:
+        return how.weight / how.activation / layout.num_replicas
     if category == "gradients" and accumulates:
         return 1.0
-    return most_owned(operations, layout.data) / operations.num_parameters
+    return most_owned(operations, layout.num_replicas) / operations.num_parameters
 
 
 def _unsharded(operations: TracedOperations, in_backward: bool) -> float:

@@ -12,6 +12,7 @@ from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.planning import PlanSpec
 from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.units import GIB
 
 PLANNED = ("bucketed", "zero1", "zero2", "zero3")
 
@@ -34,10 +35,10 @@ def plan_traced(
     rows = [_simulated(wrapper, spec, trace, machine) for wrapper in wrappers]
     fitting = [row for row in rows if device_bytes(row) <= limit]
     if not fitting:
-        least = min(map(device_bytes, rows)) / 2**30
+        least = min(map(device_bytes, rows)) / GIB
         raise ValueError(
             f"nothing fits: the least that a layout needs is {least:.1f} GiB a GPU, of "
-            f"{limit / 2**30:.1f}; give the model a smaller batch"
+            f"{limit / GIB:.1f}; give the model a smaller batch"
         )
     fitting.sort(key=lambda row: row.metrics["step_ms"].median)
     return Plan(fitting, {}, (len(rows), len(fitting)), limit)

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 import triton
 import triton.language as tl
 
-MAX_WIDTH = 65536
-
 
 @triton.jit(do_not_specialize=["num_rows"])
 def forward_kernel(

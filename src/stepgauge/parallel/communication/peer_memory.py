@@ -13,8 +13,8 @@ import os
 import platform
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,21 +29,30 @@ _WAIT_UNTIL_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 WAIT_S = 120.0  # on a CPU, as a collective's
 
 
-class PeerMemory(Protocol):
-    """`box(rank, number)` is a box as bytes, at `address`. `copy` copies bytes between addresses.
-    `tell` sets a flag of a rank to a value, after what the stream has copied before; `wait` makes
-    the stream wait for a flag of this rank. A stream is a handle, None the current one.
-    """
+class PeerMemory(ABC):
+    """Boxes of `box_bytes`, and flags, on every rank. A stream is a handle, None the current one."""
 
-    def box(self, rank: int, number: int) -> Tensor: ...
+    _box_bytes: int
+    _boxes: list[Tensor]  # of each rank, all of them as bytes
 
-    def address(self, rank: int, number: int) -> int: ...
+    def box(self, rank: int, number: int) -> Tensor:
+        return self._boxes[rank][number * self._box_bytes : (number + 1) * self._box_bytes]
 
-    def copy(self, target: int, source: int, nbytes: int, stream: int | None = None) -> None: ...
+    def address(self, rank: int, number: int) -> int:
+        """Of the same box."""
+        return self._boxes[rank].data_ptr() + number * self._box_bytes
 
-    def tell(self, rank: int, flag: int, value: int, stream: int | None = None) -> None: ...
+    @abstractmethod
+    def copy(self, target: int, source: int, nbytes: int, stream: int | None = None) -> None:
+        """Bytes between addresses."""
 
-    def wait(self, flag: int, value: int, stream: int | None = None) -> None: ...
+    @abstractmethod
+    def tell(self, rank: int, flag: int, value: int, stream: int | None = None) -> None:
+        """Sets a flag of a rank, after what the stream has copied before."""
+
+    @abstractmethod
+    def wait(self, flag: int, value: int, stream: int | None = None) -> None:
+        """Makes the stream wait until a flag of this rank has the value."""
 
 
 def peer_memory(
@@ -61,7 +70,7 @@ def on_one_machine(group: dist.ProcessGroup | None) -> bool:
     return len(set(gathered_objects(platform.node(), group))) == 1
 
 
-class GpuMemory:
+class GpuMemory(PeerMemory):
     def __init__(
         self,
         boxes: int,
@@ -87,12 +96,6 @@ class GpuMemory:
         self._driver = Driver()
         torch.cuda.synchronize(device)
         dist.barrier(group)
-
-    def box(self, rank: int, number: int) -> Tensor:
-        return self._boxes[rank][number * self._box_bytes : (number + 1) * self._box_bytes]
-
-    def address(self, rank: int, number: int) -> int:
-        return self._boxes[rank].data_ptr() + number * self._box_bytes
 
     def copy(self, target: int, source: int, nbytes: int, stream: int | None = None) -> None:
         self._driver.copy(target, source, nbytes, self._handle(stream))
@@ -129,7 +132,7 @@ class Driver:
             raise RuntimeError(f"the CUDA driver refuses to copy {nbytes} bytes: error {error}")
 
 
-class SharedMemory:
+class SharedMemory(PeerMemory):
     """For ranks on CPUs: files that live in memory, without names once all have mapped them. The
     host waits itself.
     """
@@ -159,12 +162,6 @@ class SharedMemory:
         self._boxes = [memory[: boxes * box_bytes] for memory in whole]
         self._flags = [memory[boxes * box_bytes :].view(torch.int32) for memory in whole]
         self._mine = self._flags[dist.get_rank(group)]
-
-    def box(self, rank: int, number: int) -> Tensor:
-        return self._boxes[rank][number * self._box_bytes : (number + 1) * self._box_bytes]
-
-    def address(self, rank: int, number: int) -> int:
-        return self._boxes[rank].data_ptr() + number * self._box_bytes
 
     def copy(self, target: int, source: int, nbytes: int, stream: int | None = None) -> None:
         ctypes.memmove(target, source, nbytes)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from stepgauge.parallel.pipeline.between import Given, Meta
-from stepgauge.parallel.pipeline.runs_stage import RunsStage
 from stepgauge.parallel.pipeline.stage import Stage
 from stepgauge.parallel.trial import trial
 from stepgauge.runtime.recording import WARM_UPS, Call, Recorder, places
@@ -39,7 +38,7 @@ class Slot:
     replays: dict[str, Call] = dataclasses.field(default_factory=dict)
 
 
-class GraphedStage(RunsStage):
+class GraphedStage:
     """A Stage with as many slots as micro-batches are in flight at once; the same calls.
 
     What a module does in Python is done once, when it is recorded: shapes, branches and parameters
@@ -49,7 +48,7 @@ class GraphedStage(RunsStage):
     def __init__(self, stage: Stage, recorder: Recorder, slots: int, device: torch.device):
         self.module, self.splits = stage.module, stage.splits
         self._stage, self._recorder, self._device = stage, recorder, device
-        self.num_slots: int = slots
+        self.num_slots = slots
         self._slots: list[Slot] = []
         self._free: list[Slot] = []
         self._used: dict[int, Slot] = {}

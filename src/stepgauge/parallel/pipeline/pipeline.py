@@ -18,9 +18,14 @@ from stepgauge.parallel.pipeline.between import Given, Meta, inputs_of
 from stepgauge.parallel.pipeline.clock import Clock
 from stepgauge.parallel.pipeline.graphed import GraphedStage
 from stepgauge.parallel.pipeline.peer_transfers import PeerTransfers
-from stepgauge.parallel.pipeline.runs_stage import RunsStage
 from stepgauge.parallel.pipeline.stage import Stage
-from stepgauge.parallel.pipeline.step import Batch, PipelineStep, StageWeights, on_device
+from stepgauge.parallel.pipeline.step import (
+    Batch,
+    PipelineStep,
+    StageRunner,
+    StageWeights,
+    on_device,
+)
 from stepgauge.parallel.pipeline.tied import Tie, TiedWeights, with_shared
 from stepgauge.parallel.pipeline.transfers import Transfers, handed, shared
 from stepgauge.runtime.recording import Recorder
@@ -109,7 +114,7 @@ class Pipeline:
             graphs=graphs,
             whole=_shared_layers(self.modules),
         )
-        self.stages: dict[int, RunsStage] = {
+        self.stages: dict[int, StageRunner] = {
             number: make(number, module) for number, module in self.modules.items()
         }
         self._transfers = _transfers(transport, self.schedule, group, self.device)
@@ -126,7 +131,7 @@ class Pipeline:
         loss: Callable[..., Tensor] | None,
         graphs: Recorder | None,
         whole: Collection[nn.Module],
-    ) -> RunsStage:
+    ) -> StageRunner:
         stage = Stage(
             module,
             context=context,
@@ -267,9 +272,10 @@ class Pipeline:
         self._transfers.prepare(_messages(self.metas))
         last = self.schedule.num_stages - 1
         for number, stage in self.stages.items():
-            answers = on_device(targets, self.device) if number == last else ()
-            outputs = given[last].outputs if number == last else self.metas[number + 1]
-            stage.record(self.metas[number], outputs, answers)
+            if isinstance(stage, GraphedStage):
+                answers = on_device(targets, self.device) if number == last else ()
+                outputs = given[last].outputs if number == last else self.metas[number + 1]
+                stage.record(self.metas[number], outputs, answers)
 
     def _given(self, inputs: Batch, targets: Batch) -> dict[int, Given]:
         """What each stage gives for a micro-batch, found by one after the other."""

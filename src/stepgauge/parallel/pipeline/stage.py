@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from stepgauge.parallel.pipeline.between import Given, Meta
-from stepgauge.parallel.pipeline.runs_stage import RunsStage
 from stepgauge.parallel.pipeline.split import Calls, Factors, SplitBackward, Watch
 from stepgauge.parallel.trial import trial
 
@@ -31,7 +30,7 @@ class Kept:
     factors: list[Factors] = dataclasses.field(default_factory=list)
 
 
-class Stage(RunsStage):
+class Stage:
     """A module that runs forward and the parts of backward for many micro-batches.
 
     module   called with the tensors of the stage before (or the batch), gives one or several
@@ -43,6 +42,10 @@ class Stage(RunsStage):
              autograd's own accumulation cannot be recorded
     whole    layers whose backward stays in one part: other stages run them too
     """
+
+    num_slots: int | None = (
+        None  # for so many micro-batches between forward and backward; None: any
+    )
 
     def __init__(
         self,
@@ -91,6 +94,9 @@ class Stage(RunsStage):
         """Before a step."""
         if self._split is not None:
             self._split.begin()
+
+    def finish(self) -> None:
+        """When the gradients of a step are there: autograd has added them."""
 
     def close(self) -> None:
         """Gives the module back as it was, and drops what unfinished micro-batches keep."""

@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from stepgauge.parallel.counted_mean import gradient_of, weighted
 from stepgauge.parallel.pipeline.between import Meta
 from stepgauge.parallel.pipeline.clock import Clock
+from stepgauge.parallel.pipeline.graphed import GraphedStage
 from stepgauge.parallel.pipeline.peer_transfers import PeerTransfers
-from stepgauge.parallel.pipeline.runs_stage import RunsStage
+from stepgauge.parallel.pipeline.stage import Stage
 from stepgauge.parallel.pipeline.transfers import Transfers
 from stepgauge.spec.plan.pipeline import Action, Schedule
 from stepgauge.spec.plan.pipeline.action import BACKWARD, FORWARD, REDUCE, UNSHARD, WEIGHT
 
 Batch = Sequence[Tensor]
+StageRunner = Stage | GraphedStage
 
 
 class StageWeights(Protocol):
@@ -44,7 +46,7 @@ class PipelineStep:
     """
 
     schedule: Schedule
-    stages: Mapping[int, RunsStage]
+    stages: Mapping[int, StageRunner]
     metas: Mapping[int, Sequence[Meta]]
     transfers: Transfers | PeerTransfers
     device: torch.device

@@ -1,0 +1,56 @@
+"""Which steps are predicted by their traced operators, and what of their layouts is traced."""
+
+from typing import Any
+
+from stepgauge.cost.operations.supported import CALIBRATED, NORMS, PRICED, require_predicted
+from stepgauge.spec.layout import Layout
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.pipeline import PipelineSpec
+from stepgauge.spec.step import BUDGET
+from stepgauge.spec.steps import AnyStep
+
+TracedSpec = AnyStep | PipelineSpec
+TRACED = "a user's model, BERT, experts, windows and other masks"
+
+
+def has_formulas(spec: Any) -> bool:
+    """Whether the terms of the step are written down (cost/operations): of other steps the operators
+    are traced.
+    """
+    model, is_updated = spec.model, getattr(spec, "phases", "step") == "step"
+    if not isinstance(model, ModelSpec) or model.attention == "eager" or model.norm not in NORMS:
+        return False
+    if is_updated and getattr(spec, "optimizer", CALIBRATED[0]) not in CALIBRATED:
+        return False
+    try:
+        model.require_defaults(PRICED, "")
+    except ValueError:
+        return False
+    return True
+
+
+def require_traceable(spec: TracedSpec) -> None:
+    """Raises ValueError for what is not predicted by operators, before anything is traced."""
+    require_predicted(compile=spec.compile, precision=spec.precision)
+    layout = spec.parsed_layout
+    if layout.torch_tensor:
+        raise ValueError(f"layout is {str(layout)!r}; torch's tensor parallel is not predicted")
+    if layout.context > 1 and not layout.ulysses:
+        raise ValueError(
+            f"layout is {str(layout)!r}; of {TRACED} a ring of keys is not predicted: add ulysses"
+        )
+    if layout.pipeline > 1 and getattr(spec, "needs_times", False):
+        raise ValueError(
+            f"of {TRACED} stages are predicted as cut by flops: choose --balance flops"
+        )
+    if getattr(spec, "checkpointing", "none") == BUDGET:
+        raise ValueError(f"checkpointing is {BUDGET!r}; what it comes to is not predicted yet")
+
+
+def cut_of(spec: TracedSpec) -> Layout:
+    """What of the spec's layout cuts layers and sequences."""
+    layout = spec.parsed_layout
+    return Layout(
+        tensor=layout.tensor, overlap=layout.overlap, context=layout.context, ulysses=layout.ulysses,
+        wrapper=layout.wrapper if layout.context > 1 else "none",
+    )  # fmt: skip
