@@ -12,6 +12,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src/stepgauge"
 MOST_LINES_OF_A_FUNCTION, MOST_LINES_OF_A_FILE = 40, 400
+MOST_LINES_OF_A_GUIDE = 120  # two screens; that of conformance is a table which its test writes
 DEVICE_CODE = ("triton.jit", "gluon.jit")
 # File -> what of torch's private parts it needs. Each says there what would make it unnecessary.
 PRIVATE_TORCH = {
@@ -239,6 +240,12 @@ def test_a_file_is_read_in_one_sitting():
         for path in sources(".py", ".cpp", ".h", ".js")
     }
     assert {n: lines for n, lines in lengths.items() if lines > MOST_LINES_OF_A_FILE} == {}
+
+
+def test_a_guide_fits_two_screens():
+    guides = [p for p in (SOURCE.parents[1] / "docs").glob("*.md") if p.stem != "conformance"]
+    lengths = {path.name: len(path.read_text("utf-8").splitlines()) for path in guides}
+    assert {n: lines for n, lines in lengths.items() if lines > MOST_LINES_OF_A_GUIDE} == {}
 
 
 def test_a_folders_reading_order_names_each_of_its_files():

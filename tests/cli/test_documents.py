@@ -1,0 +1,36 @@
+"""Every command that README and the guides show is one that there is."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from stepgauge import cli
+from stepgauge.cli import rows
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def commands(text):
+    """What follows the prompt, without what a shell or another program takes."""
+    for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            if shown := re.match(r"\$ (?:\S+/)?stepgauge (.*)", line):
+                words = shlex.split(shown[1], comments=True)
+                ends = [place for place, word in enumerate(words) if word in ("|", ">", "&&")]
+                yield [word for word in words[: min(ends, default=None)] if word[0] != "$"]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_take_the_options_that_are_shown(path, monkeypatch):
+    monkeypatch.setattr(rows, "file_named", Path)  # files of the reader's
+    for words in commands(path.read_text("utf-8")):
+        given, cli.app.config = cli._config_of(words)
+        cli.app.parse_args(given, exit_on_error=False, print_error=False)
+
+
+def test_commands_are_found():
+    found = [each for path in DOCUMENTS for each in commands(path.read_text("utf-8"))]
+    assert len(found) > 40 and ["study"] in found
