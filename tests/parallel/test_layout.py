@@ -442,7 +442,7 @@ def differences(layout, network, optimizer, **more):
         **more,
     )
     ours = build(spec, spec.parsed_layout)
-    alone = build(dataclasses.replace(spec, cuda_graphs=False), Layout())
+    alone = build(dataclasses.replace(spec, cuda_graphs=False, compile="off"), Layout())
     told = []
     for number in range(STEPS):
         loss, norm = train(ours, spec, spec.parsed_layout, number)

@@ -210,12 +210,15 @@ def test_another_number_of_ranks_than_torchrun_has_started(monkeypatch):
         launch(total, 1, ranks=3)
 
 
-SLEEP = """
-import sys
+# Two parents that have loaded torch once.
+PARENTS = """
+import os, pathlib, sys
 from stepgauge.runtime.launch import launch
 import ranks_that_sleep
 if __name__ == "__main__":
-    launch(ranks_that_sleep.sleep, sys.argv[1], ranks=2)
+    folder = pathlib.Path(sys.argv[1] if os.fork() else sys.argv[2])
+    (folder / "parent").write_text(str(os.getpid()))
+    launch(ranks_that_sleep.sleep, str(folder), ranks=2)
 """
 SLEEPER = """
 import os, pathlib, time
@@ -229,25 +232,23 @@ def sleep(folder):
 
 
 def test_a_parent_that_ends_leaves_no_rank_behind(tmp_path):
-    """Killed, and interrupted."""
+    """Interrupted, and killed."""
     (tmp_path / "ranks_that_sleep.py").write_text(SLEEPER)
-    (tmp_path / "main.py").write_text(SLEEP)
-    path = os.pathsep.join([str(Path(__file__).parents[2] / "src"), *sys.path])
-    parents = {}
-    for sent in (signal.SIGKILL, signal.SIGINT):
-        folder = tmp_path / sent.name
+    (tmp_path / "main.py").write_text(PARENTS)
+    folders = {sent: tmp_path / sent.name for sent in (signal.SIGINT, signal.SIGKILL)}
+    for folder in folders.values():
         folder.mkdir()
-        parents[sent] = subprocess.Popen(
-            [sys.executable, tmp_path / "main.py", folder],
-            env={**os.environ, "PYTHONPATH": path},
-            stderr=subprocess.DEVNULL,
-        )
-    files = [tmp_path / sent.name / f"pid{rank}" for sent in parents for rank in range(2)]
+    path = os.pathsep.join([str(Path(__file__).parents[2] / "src"), *sys.path])
+    first = subprocess.Popen(
+        [sys.executable, tmp_path / "main.py", *folders.values()],
+        env={**os.environ, "PYTHONPATH": path},
+        stderr=subprocess.DEVNULL,
+    )
+    files = [folder / f"pid{rank}" for folder in folders.values() for rank in range(2)]
     assert wait_for(lambda: all(file.exists() for file in files), seconds=180)
-    for sent, parent in parents.items():
-        parent.send_signal(sent)
-    for parent in parents.values():
-        parent.wait(timeout=90)
+    for sent, folder in folders.items():
+        os.kill(int((folder / "parent").read_text()), sent)
+    first.wait(timeout=90)
     assert wait_for(lambda: not any(alive(int(file.read_text())) for file in files))
 
 

@@ -97,6 +97,7 @@ def run(names: list[str], wrappers: list[str]) -> dict[tuple[str, str], tuple[st
     """On every rank: what became of each cell, over all ranks, and the words for it."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    gc.freeze()  # else each collection looks through all that torch has loaded
     cells: dict[tuple[str, str], tuple[str, str]] = {}
     talk = dist.new_group(timeout=datetime.timedelta(seconds=120))
     group = dist.new_group(timeout=TIMEOUT)
