@@ -7,10 +7,11 @@
 #   rows     attention at nine shapes of training beside FlashAttention-4 and cuDNN
 #   host     eager small by our parts and torch's, and where the host's time of forward goes
 #   xl       a step of xl, 8 x 2048; float8: by torchao's linear layers; profile: its kernels beside predicted terms
+#   gates    steps with SwiGLU's gate in its products (QuACK) and without, in turns: xl, large, 2.7b, 4096 wide
 #   grid     attention over widths and lengths
 # Writes OUT/{attention.jsonl,log.txt,checks-*.txt} and folders of the rows under OUT.
 set -uo pipefail
-known="checks losses rows host xl float8 profile grid"
+known="checks losses rows host xl float8 profile gates grid"
 BUDGET=${BUDGET:-300}
 . "$(dirname "$0")/parts.sh"
 out=$(mkdir -p "$1" && cd "$1" && pwd)
@@ -70,6 +71,22 @@ if chosen float8; then
 fi
 if chosen profile; then
   logged stepgauge 70 profile step $xl --precision bf16-master --hardware hardware/h200-sxm.json --out "$out/profile"
+fi
+if chosen gates; then
+  gates="--gate torch quack --precision bf16-master $times --optimizer fused --attention triton --loss fused"
+  gates+=" --compile blocks"
+  wide="--d-model 4096 --d-ff 14336 --num-layers 12 --num-heads 32 --num-kv-heads 8"
+  if [ "${TRIAL:-}" ]; then
+    logged stepgauge 60 bench step --size nano --batch 1 --context 16 $gates --out "$out/gates"
+  else
+    logged timed 60 python3 -m pytest -q -m gpu -p no:cacheprovider tests/kernels/test_swiglu_feed_forward.py
+    for turn in 1 2; do
+      logged stepgauge 60 bench step --size xl --batch 8 --context 2048 $gates --out "$out/gates-$turn"
+      logged stepgauge 60 bench step --size large --batch 16 --context 1024 $gates --out "$out/gates-$turn"
+      logged stepgauge 60 bench step --size 2.7b --batch 4 --context 512 $gates --out "$out/gates-$turn"
+      logged stepgauge 60 bench step $wide --batch 16 --context 2048 $gates --out "$out/gates-$turn"
+    done
+  fi
 fi
 if chosen grid; then
   logged timed 100 python3 "$attention" "$out" --grid --budget $((BUDGET - SECONDS - 8)) ${TRIAL:+--trial}

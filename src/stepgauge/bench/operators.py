@@ -241,7 +241,7 @@ def _in_blocks(found: Counted, stage: Stage, architecture: str) -> dict[str, flo
             Stage(
                 WorkSpec(
                     model=_narrow(number, ranks), batch=1, precision=spec.precision,
-                    phases=spec.phases, compile=spec.compile,
+                    phases=spec.phases, compile=spec.compile, optimizer=spec.optimizer,
                 ),
                 stage.layout,
             ),

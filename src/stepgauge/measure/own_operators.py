@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stepgauge.cost.operations.elementwise import GATE_BESIDE_PRODUCT
 from stepgauge.cost.operations.fused_loss import fused_forward
 from stepgauge.cost.operations.tensor_overlap import beside_products
-from stepgauge.cost.operations.terms import Arithmetic, Term
+from stepgauge.cost.operations.terms import TRAFFIC, Arithmetic, Term
 from stepgauge.measure.pointwise import passes
 from stepgauge.measure.sent_operators import Axis
 
@@ -116,6 +117,21 @@ def _loss(given: Mapping[str, Any]) -> Iterator[Term]:
     yield from fused_forward(how, len(hidden_ND), v, d, hidden_ND.device.type)
 
 
+def _gated_product(given: Mapping[str, Any]) -> Iterator[Term]:
+    """SwiGLU's first product, whose gate is part of it (kernels/swiglu/feed_forward.py)."""
+    x, weight = given["x"], given["weight"]
+    sizes = len(x), *weight.shape
+    yield Term("feed_forward.gate_up", f"matmul nt {_kind(x.dtype)}", sizes)
+
+
+def _gated_product_backward(given: Mapping[str, Any]) -> Iterator[Term]:
+    """The gradient of the last product's input, and what of the gate's pass stays beside it."""
+    dout, down, gate_up = given["dout"], given["down_weight"], given["gate_up"]
+    m, width = gate_up.shape
+    yield Term("feed_forward.down", f"matmul nn {_kind(dout.dtype)}", (m, width // 2, len(down)))
+    yield Term("feed_forward.gate", TRAFFIC, (GATE_BESIDE_PRODUCT * 2.5 * gate_up.nbytes,))
+
+
 def _adamw(given: Mapping[str, Any]) -> Iterator[Term]:
     numel = sum(parameter.numel() for parameter in given["params"])
     if given["masters"]:  # as cost/operations/step_operations.py
@@ -138,4 +154,6 @@ TERMS: Mapping[str, Callable[[Mapping[str, Any]], Iterator[Term]]] = {
     "row_backward": _row_backward,
     "linear_cross_entropy": _loss,
     "adamw_": _adamw,
+    "gated_product": _gated_product,
+    "gated_product_backward": _gated_product_backward,
 }

@@ -52,8 +52,9 @@ def _parts(blocks: list[nn.Module], size: int) -> Iterator[list[nn.Module]]:
         yield blocks[start : start + size]
 
 
-# Operators whose results selective checkpointing keeps. Those of stepgauge, but for flash_attention,
-# are of networks that are spread over ranks: overlapped.py and ring_attention.py of parallel/.
+# Operators whose results selective checkpointing keeps. Those of stepgauge, but for
+# flash_attention and gated_product (kernels/), are of networks that are spread over ranks:
+# overlapped.py and ring_attention.py of parallel/.
 PRODUCTS = frozenset(
     (
         "aten::mm",
@@ -62,6 +63,7 @@ PRODUCTS = frozenset(
         "aten::baddbmm",
         "stepgauge::column_forward",
         "stepgauge::row_forward",
+        "stepgauge::gated_product",
     )
 )
 ATTENTION = frozenset(

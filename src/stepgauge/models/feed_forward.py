@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepgauge.kernels.swiglu import swiglu
+from stepgauge.kernels.swiglu.feed_forward import swiglu_feed_forward
 from stepgauge.models.drawing import has_values
 from stepgauge.models.fused_linear import FusedLinear
 from stepgauge.spec.model import ModelSpec
@@ -35,6 +36,8 @@ def build_feed_forward(spec: ModelSpec, device: torch.device | None) -> nn.Modul
     """The layer that the spec names: x_BTD -> y_BTD."""
     if spec.num_experts:
         return Experts(spec, device)
+    if spec.gate == "quack":
+        return FusedGateFeedForward(spec, device)
     return (GatedFeedForward if spec.is_gated else FeedForward)(spec, device)
 
 
@@ -68,6 +71,13 @@ class GatedFeedForward(nn.Module):
             return self.down(swiglu(gate_up_BTF))
         gate_BTF, up_BTF = gate_up_BTF.chunk(2, dim=-1)
         return self.down(self.activation(gate_BTF) * up_BTF)
+
+
+class FusedGateFeedForward(GatedFeedForward):
+    """The same with the gate in its products."""
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return swiglu_feed_forward(x_BTD, self.gate_up.weight, self.down.weight)
 
 
 class Experts(nn.Module):

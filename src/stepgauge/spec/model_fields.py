@@ -47,6 +47,7 @@ MASKS = ("causal", "full")
 POSITIONS = ("rope", "learned", "none")
 ATTENTIONS = ("sdpa", "sdpa-flash", "sdpa-cudnn", "eager", "triton")
 LOSSES = ("cross-entropy", "fused")
+GATES = ("torch", "quack")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,6 +176,12 @@ class NetworkFields:
     loss: str = option(
         "cross-entropy", "implementation of output layer and loss", choices=LOSSES, label="changed"
     )
+    gate: str = option(
+        "torch",
+        "implementation of SwiGLU's gate: quack has it in the products before and after it, on Hopper",
+        choices=GATES,
+        label="changed",
+    )
 
     def __post_init__(self) -> None:
         check(self)
@@ -258,6 +265,10 @@ def _mistakes(spec: NetworkFields) -> Iterator[str]:
         )
     if spec.num_experts and not spec.experts_per_token:
         yield f"num_experts is {spec.num_experts}; give experts_per_token too"
+    if spec.gate != "torch" and (spec.feed_forward != "swiglu" or spec.num_experts):
+        yield f"gate is {spec.gate!r}, which is for swiglu without experts: leave it out"
+    if spec.gate != "torch" and spec.feed_forward_bias:
+        yield f"gate is {spec.gate!r}, which has no biases: leave out feed_forward_bias"
     if spec.num_experts and spec.feed_forward_bias:
         yield "feed_forward_bias is True; experts have no biases: leave it out"
 

@@ -10,6 +10,7 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.user_model import UserModel, settle_user_model
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16-pure", "bf16-master")
+NARROW = ("bf16", "fp16", "bf16-pure", "bf16-master")  # products have 16-bit operands
 FLOAT8 = "float8"  # by a package that may be missing: asked for by name, never part of a study
 COMPILE_MODES = ("off", "on", "blocks", "reduce-overhead", "max-autotune")
 OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-loop", "fused", "sgd")
@@ -91,6 +92,7 @@ class WorkSpec:
         if isinstance(self.model, UserModel):
             settle_user_model(self)
         check_budget(self)
+        check_gate(self)
 
     def canonical(self) -> Self:
         """With defaults for the options that the step has no use for: blocks without checkpointing,
@@ -125,6 +127,16 @@ def check_budget(spec: Any) -> None:
         raise ValueError(
             f"accumulation is {passes}; --checkpointing budget is solved for one forward and "
             f"backward a step"
+        )
+
+
+def check_gate(spec: WorkSpec) -> None:
+    """Raises ValueError for kernels of SwiGLU's gate that do not compute in the step's precision."""
+    gate = getattr(spec.model, "gate", "torch")
+    if gate != "torch" and spec.device.startswith("cuda") and spec.precision not in NARROW:
+        raise ValueError(
+            f"gate is {gate!r}, which computes in 16 bits on a GPU; precision is "
+            f"{spec.precision!r}: choose one of {', '.join(NARROW)}"
         )
 
 

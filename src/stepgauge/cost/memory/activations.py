@@ -8,7 +8,9 @@ import dataclasses
 import math
 
 from stepgauge.cost.operations.step_operations import StepOperations
+from stepgauge.cost.operations.terms import Arithmetic
 from stepgauge.spec.fused_loss import logits_bytes
+from stepgauge.spec.model import ModelSpec
 
 Parts = dict[str, float]
 STATISTIC = 4  # bytes of a norm's and attention's value a row, in fp32 whatever the precision
@@ -71,7 +73,7 @@ def of_block(operations: StepOperations) -> Parts:
         "attention output": m * width * a,
         "attention statistics": heads * operations.length * STATISTIC,
         "feed-forward up": (2 if model.is_gated else 1) * m * f * a,
-        "feed-forward activation": (2 if model.is_gated and not how.is_compiled else 1) * m * f * a,
+        "feed-forward activation": _gated_results(model, how) * m * f * a,
     }
     keeps_product = operations.spec.checkpointing in ("selective", "feed-forward")
     if model.positions == "rope" and (keeps_product or model.qk_norm or not how.is_compiled):
@@ -79,6 +81,13 @@ def of_block(operations: StepOperations) -> Parts:
     if how.casts:
         found["narrow copies of weights"] = narrow_copies(operations)
     return found
+
+
+def _gated_results(model: ModelSpec, how: Arithmetic) -> int:
+    """Tensors as wide as the feed-forward layer that are kept after its first product."""
+    if model.gate == "quack":
+        return 0
+    return 2 if model.is_gated and not how.is_compiled else 1
 
 
 def narrow_copies(operations: StepOperations) -> float:

@@ -7,7 +7,7 @@ from stepgauge.spec.step import WorkSpec
 # Fields of a ModelSpec beside its shape that the terms know, or that cost nothing.
 PRICED = (
     "feed_forward norm norm_epsilon positions rope_base rope_fraction rope_scaling tied_head "
-    "attention loss num_kv_heads head_dim qk_norm attention_bias feed_forward_bias block "
+    "attention loss gate num_kv_heads head_dim qk_norm attention_bias feed_forward_bias block "
     "scaled_embedding"
 )
 NORMS = ("rmsnorm", "layernorm", "triton")

@@ -1,0 +1,58 @@
+"""SwiGLU's gate in the epilogues of the products before and after it, by QuACK
+(https://github.com/Dao-AILab/quack), which FlashAttention-4 brings along.
+
+Where what a product sums over is short, its own kernels take less time than cuBLAS's without any
+gate: each pair of warpgroups multiplies while the other writes. The tiles below were the fastest of
+eleven at 16,384 x 1600 x 6400 (docs/log/2026-11-23-hopper-steps.md).
+"""
+
+import functools
+import importlib.util
+
+import torch
+from torch import Tensor
+
+PACKAGE = "quack-kernels"
+HOPPER = 9  # the compute capability whose kernels these tiles are for
+FORWARD_TILE, BACKWARD_TILE = (128, 192), (128, 128)
+
+
+@functools.cache
+def _require(device: torch.device) -> None:
+    """Raises ValueError where QuACK does not run on that GPU."""
+    if importlib.util.find_spec("quack") is None:
+        raise ValueError(f"gate is 'quack', which needs the package {PACKAGE}")
+    if torch.cuda.get_device_capability(device)[0] != HOPPER:
+        raise ValueError("gate is 'quack', whose kernels are for Hopper GPUs: choose torch")
+
+
+def product(x_MD: Tensor, weight_FD: Tensor) -> tuple[Tensor, Tensor]:
+    """The product with gate's rows and up's behind each other, its columns in turns, and y (M, F)."""
+    _require(x_MD.device)
+    from quack.gemm_interface import gemm_act
+
+    return gemm_act(
+        x_MD, weight_FD.T, activation="swiglu", concat_layout=("B",), **_with_tile(FORWARD_TILE)
+    )
+
+
+def product_backward(dy_MD: Tensor, weight_DF: Tensor, gate_up_MF: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of gate and up in turns, of the gradient that the layer gets, and y once more."""
+    from quack.gemm_interface import gemm_dact
+
+    return gemm_dact(
+        dy_MD, weight_DF, gate_up_MF, activation="swiglu", dynamic_scheduler=False,
+        **_with_tile(BACKWARD_TILE),
+    )  # fmt: skip
+
+
+@functools.cache
+def _with_tile(tile: tuple[int, int]) -> dict:
+    from quack.gemm_config import GemmConfig
+
+    rows, columns = tile
+    config = GemmConfig(
+        tile_m=rows, tile_n=columns, pingpong=True, cluster_m=2, cluster_n=1,
+        is_dynamic_persistent=False, device_capacity=HOPPER,
+    )  # fmt: skip
+    return {"config": config, "tuned": False}
