@@ -104,6 +104,14 @@ def test_a_compiled_block_keeps_rotated_heads_and_no_product_of_them():
     assert found == pytest.approx(row.median("peak_bytes"), rel=0.004)
 
 
+def test_a_gate_in_its_products_keeps_no_result():
+    rows = records("2026-11-23-h200-gates.jsonl", "step")
+    assert [row.spec["model"]["gate"] for row in rows] == ["torch", "quack"] * 3
+    for row in rows:
+        found = step_memory(StepOperations(work(row)), Layout()).peak_bytes
+        assert found == pytest.approx(row.median("peak_bytes"), rel=0.007), row.spec
+
+
 def test_a_compiled_loss_holds_the_narrow_logits_alone():
     rows = records("2026-11-23-h200-validation.jsonl", "step")
     compiled = [row for row in rows if row.spec["compile"] == "on"]

@@ -94,8 +94,14 @@ def test_a_network_has_it_by_its_gate():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: ModelSpec(gate="quack", feed_forward="gelu"), "for swiglu without experts"),
-        (lambda: ModelSpec(gate="quack", feed_forward_bias=True), "has no biases"),
+        (
+            lambda: ModelSpec(gate="quack", feed_forward="gelu"),
+            "for swiglu without experts and biases",
+        ),
+        (
+            lambda: ModelSpec(gate="quack", feed_forward_bias=True),
+            "for swiglu without experts and biases",
+        ),
         (
             lambda: StepSpec(model=ModelSpec(gate="quack"), precision="fp32", device="cuda"),
             "computes in 16 bits on a GPU; precision is 'fp32'",

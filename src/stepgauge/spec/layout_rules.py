@@ -111,7 +111,7 @@ def _check_tensor(layout: Layout, model: Network, *, compile: str) -> None:
         )
     if model.vocab_size < degree:
         raise ValueError(f"vocab_size is {model.vocab_size}; {name} needs a row a rank")
-    if getattr(model, "gate", "torch") != "torch":
+    if isinstance(model, ModelSpec) and model.gate != "torch":
         raise ValueError(f"gate is {model.gate!r}; {name} cuts its layers, choose gate torch")
     if layout.torch_tensor:
         _check_torch_tensor(layout, model, compile=compile)

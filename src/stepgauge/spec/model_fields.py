@@ -186,6 +186,7 @@ class NetworkFields:
     def __post_init__(self) -> None:
         check(self)
         RopeScaling.parse(self.rope_scaling)
+        _check_gate(self)
         for mistake in _mistakes(self):
             raise ValueError(mistake)
 
@@ -265,12 +266,17 @@ def _mistakes(spec: NetworkFields) -> Iterator[str]:
         )
     if spec.num_experts and not spec.experts_per_token:
         yield f"num_experts is {spec.num_experts}; give experts_per_token too"
-    if spec.gate != "torch" and (spec.feed_forward != "swiglu" or spec.num_experts):
-        yield f"gate is {spec.gate!r}, which is for swiglu without experts: leave it out"
-    if spec.gate != "torch" and spec.feed_forward_bias:
-        yield f"gate is {spec.gate!r}, which has no biases: leave out feed_forward_bias"
     if spec.num_experts and spec.feed_forward_bias:
         yield "feed_forward_bias is True; experts have no biases: leave it out"
+
+
+def _check_gate(spec: NetworkFields) -> None:
+    """Raises ValueError for a feed-forward layer that has no gate but torch's."""
+    has_another = spec.num_experts or spec.feed_forward_bias or spec.feed_forward != "swiglu"
+    if spec.gate != "torch" and has_another:
+        raise ValueError(
+            f"gate is {spec.gate!r}, which is for swiglu without experts and biases: leave it out"
+        )
 
 
 def divisors(number: int) -> list[int]:

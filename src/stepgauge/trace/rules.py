@@ -32,7 +32,7 @@ OPERATORS = _table(
     ("softmax", r"^aten::_?(log_)?softmax"),
     ("matmul", r"^aten::_?(mm|addmm|bmm|baddbmm|addbmm|matmul|linear|dot|vdot|mv|addmv|einsum|scaled_mm|grouped_mm|"
      r"addmm_activation|scaled_grouped_mm|int_mm|weight_int4pack_mm\w*|mm_plus_mm)$|mkldnn_linear|mkl_linear|"
-     r"linear_backward$|linear_?cross_?entropy"),
+     r"linear_backward$|linear_?cross_?entropy|^stepgauge::gated_product"),
     ("convolution", r"^aten::.*conv(?!ert)"),
     ("norm", r"^aten::.*(layer|rms|batch|group|instance)_?norm|(^|[:_.])(fused_)?(add_)?(layer|rms|group)_?norm"),
     ("pooling", r"^aten::.*(max|avg)_pool"),

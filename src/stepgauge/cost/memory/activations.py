@@ -104,6 +104,8 @@ def of_products(operations: StepOperations) -> Parts:
     found = of_attention(operations)
     found["feed-forward up"] = of_block(operations)["feed-forward up"]
     if not operations.how.is_compiled:
+        if operations.model.gate == "quack":  # it comes with the product
+            found["feed-forward activation"] = found["feed-forward up"] / 2
         found |= {f"feed-forward {name}": n for name, n in _of_row_layer(operations).items()}
     return found
 
