@@ -96,10 +96,6 @@ PRIVATE_NAMES = {
         {"parallel/communication/collectives.py"},
         "a public launch of several collectives at once",
     ),
-    "torch.distributed.distributed_c10d._get_default_group": (
-        {"parallel/communication/reducer.py"},
-        "dist.group.WORLD, once its type is no longer an optional one",
-    ),
     "torch.distributed.distributed_c10d._world": (
         {"parallel/communication/collectives.py"},
         "a public list of a process's groups",
@@ -138,7 +134,6 @@ PRIVATE_NAMES = {
             "api/measure.py",
             "bench/storage_tracking.py",
             "bench/user_file.py",
-            "measure/dtypes.py",
             "measure/footprint.py",
             "measure/memory/storage_tracker.py",
             "parallel/fsdp/sharded_unit.py",

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+
+from stepgauge.measure.footprint import tensors_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +33,8 @@ def probe(
     paths = {part: path for path, part in module.named_modules()}
 
     def note(part: nn.Module, arguments: Any, output: Any) -> None:
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor):
-                found.append(dtype_of("output", paths[part], tensor, type(part).__name__))
+        owner = type(part).__name__
+        found.extend(dtype_of("output", paths[part], x, owner) for x in tensors_in(output))
 
     watched = [
         part

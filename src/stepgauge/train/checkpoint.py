@@ -48,7 +48,7 @@ class Checkpoints:
         final, partial = self._paths(step)
         with self._failing(final, partial):
             shutil.rmtree(partial, ignore_errors=True)
-            with _quiet():
+            with warnings.catch_warnings(action="ignore"):  # of one process that saves alone
                 state_dict_saver.save(state, checkpoint_id=partial, no_dist=True)
             self._complete(step, about)
         self._remove_older(final, keep)
@@ -66,7 +66,7 @@ class Checkpoints:
             if is_first:
                 shutil.rmtree(partial, ignore_errors=True)
             dist.barrier()
-            with _quiet():
+            with warnings.catch_warnings(action="ignore"):
                 state_dict_saver.save(share, checkpoint_id=partial)
             if is_first:
                 self._complete(step, about)
@@ -184,7 +184,7 @@ class StoredValues(Mapping[str, Any]):
 def _read(reader: FileSystemReader, keys: set[str] | None = None) -> Any:
     """A checkpoint, or what stands under some dotted paths of it."""
     state: dict[str, Any] = {}
-    with _quiet():
+    with warnings.catch_warnings(action="ignore"):
         state_dict_loader._load_state_dict(
             state, reader, planner=_EmptyStateDictLoadPlanner(keys=keys), no_dist=True
         )
@@ -230,11 +230,3 @@ def _force_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-class _quiet(warnings.catch_warnings):
-    """torch warns that one process saves alone; that is what is meant."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        warnings.simplefilter("ignore")

@@ -19,8 +19,10 @@ class GradientReducer:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None):
-        self.group = group or dist.distributed_c10d._get_default_group()
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        group = group or dist.group.WORLD
+        assert group is not None, "torch has raised where there is none"
+        self.group = group
         self._is_nccl: dict[str, bool] = {}  # by the device's type
 
     def __deepcopy__(self, _: Any) -> "GradientReducer":
