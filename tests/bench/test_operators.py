@@ -189,6 +189,7 @@ def orthogonal():
 ON_GPU = {"model": ModelSpec.preset("medium", num_layers=2), "precision": "bf16", "device": "cuda"}
 EAGER = StepSpec(**ON_GPU, size="medium", batch=16)
 COMPILED = dataclasses.replace(EAGER, compile="on")
+MASTERS = dataclasses.replace(EAGER, precision="bf16-master", optimizer="fused", batch=1)
 ZERO3 = LayoutSpec(**ON_GPU, batch=32, layout="dp2 zero3")
 ONE_BLOCK, THREE_BLOCKS = (
     LayoutSpec(
@@ -205,12 +206,14 @@ ONE_BLOCK, THREE_BLOCKS = (
 @pytest.fixture(scope="module")
 def presets():
     """In one process of their own: another test may have run a backward here."""
-    asked = (EAGER, COMPILED, ZERO3, ONE_BLOCK, THREE_BLOCKS)
+    asked = (EAGER, COMPILED, MASTERS, ZERO3, ONE_BLOCK, THREE_BLOCKS)
     return run_isolated(first_stages, asked, "sm90")
 
 
 def first_stages(specs, architecture):
-    return {spec: traced(spec, architecture)[0] for spec in specs}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing that only a trace does is told a user
+        return {spec: traced(spec, architecture)[0] for spec in specs}
 
 
 def test_a_presets_operators_cost_what_its_formulas_say(presets):
@@ -259,6 +262,16 @@ def test_a_compiled_presets_operators_are_passes_between_products(presets):
     ) >= len(products)
     assert sum(term.gradient for term in seen.terms("backward")) == COMPILED.model.num_parameters
     assert "peak_bytes" not in by_operators.metrics  # of eager steps alone is memory traced
+
+
+def test_an_update_of_masters_takes_what_its_bytes_do(presets):
+    """No calibration has a time for it."""
+    machine = CalibratedMachine(HardwareFile.read(HARDWARE / "h200-sxm.json"))
+    formula, by_operators = (
+        [row for row in predict(MASTERS, machine, *seen).tables["terms"] if row[1] == "optimizer"]
+        for seen in ((), (presets[MASTERS],))
+    )
+    assert by_operators == formula
 
 
 def test_launches_are_counted_in_blocks_of_a_network_that_ranks_share(presets):

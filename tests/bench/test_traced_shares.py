@@ -128,6 +128,18 @@ def test_ranks_of_a_tensor_axis_share_the_flops(model):
     assert found["tensor", "all_gather"] == (layers + 2) * stream
 
 
+@pytest.mark.parametrize("layout", ["tp2", "tp2 overlap", "cp2 ulysses"])
+def test_what_selective_checkpointing_keeps_is_not_sent_again(layout):
+    spec = LayoutSpec(
+        model=dataclasses.replace(DENSE, num_layers=2), layout=layout, batch=4,
+        checkpointing="selective",
+    )  # fmt: skip
+    (stage,) = LayoutParts.of(spec, CalibratedMachine(wired(8))).stages
+    (share,) = traced(spec, "cpu")
+    for phase in ("forward", "backward"):
+        assert sent(share.terms(phase)) == sent(getattr(stage, phase)())
+
+
 def test_a_share_that_is_all_of_the_network_is_the_step_of_one_process():
     work = WorkSpec(model=BERT, batch=2)
     alone, all_parts = (

@@ -228,7 +228,8 @@ def _as_one(terms: list[Term]) -> Term:
                 "is predicted"
             )
     if fused := [term for term in terms if term.operation.startswith("optimizer")]:
-        return Term("optimizer", fused[0].operation, (sum(term.sizes[0] for term in fused),))
+        numel, nbytes = sum(term.sizes[0] for term in fused), sum(term.nbytes for term in fused)
+        return Term("optimizer", fused[0].operation, (numel,), nbytes=nbytes)
     moved = sum(term.sizes[0] * (1 if term.operation == TRAFFIC else CAST_BYTES) for term in terms)
     return Term("optimizer", TRAFFIC, (moved,))
 

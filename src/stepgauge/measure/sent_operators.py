@@ -47,6 +47,8 @@ class SentOperators:
             )
             return
         (storage,) = moved.reads
+        if storage not in self._begun:  # kept by checkpointing: it has arrived already
+            return
         sent, place = self._begun.pop(storage)
         beside = tuple(each.term for each in ran[place:] if each.term.is_product)
         term = dataclasses.replace(sent.term, beside=beside)

@@ -7,6 +7,7 @@ its rules: which attention (attention_backend.py).
 
 import contextlib
 import operator
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -55,6 +56,8 @@ def fake_device(architecture: str, left_out: list[str] | None = None) -> Iterato
     """
     is_imagined = architecture != "cpu" and not torch.cuda.is_available()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         if is_imagined:
             stack.enter_context(cuda_without_gpu(architecture))
             attend = attention_of(architecture)
