@@ -47,6 +47,8 @@ def fail(how, failed_at=None):
                 os._exit(0)
             case "hangs":
                 time.sleep(600)
+            case "returns":
+                return
     dist.all_reduce(torch.ones(1))
 
 
@@ -66,6 +68,13 @@ def test_the_rank_that_failed_is_named_not_those_that_waited_for_it(how, words, 
     assert str(raised.value) == words
     assert raised.value.rank == 1
     assert time.time() - float(failed_at.read_text()) < 60
+
+
+def test_a_rank_that_waits_for_one_that_has_returned_says_so():
+    """As where one has fewer batches than the others."""
+    words = "rank 0 of 2: RuntimeError: rank 1 has returned already, and this one waited for it"
+    with pytest.raises(RankError, match=words):
+        launch(fail, "returns", ranks=2, timeout_s=20)
 
 
 def test_a_rank_that_ends_alone_with_status_0():

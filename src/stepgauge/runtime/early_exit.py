@@ -28,6 +28,11 @@ def running(folder: str, rank: int) -> Iterator[None]:
     file.unlink()  # not when it is left by an exception or an exit
 
 
+def returned(folder: str, ranks: int) -> list[int]:
+    """The ranks that have, of those which all have begun."""
+    return sorted({*range(ranks)} - {_rank_and_pid(name)[0] for name in _names(folder)})
+
+
 @contextlib.contextmanager
 def watched(
     folder: str, left: Callable[[int], None], nobody_is_left: Callable[[], None]

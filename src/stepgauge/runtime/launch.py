@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from stepgauge.runtime.early_exit import running, watched
+from stepgauge.runtime.early_exit import returned, running, watched
 from stepgauge.runtime.host import threads_of_a_rank
 from stepgauge.runtime.parent import end_with_parent
 from stepgauge.runtime.world import (
@@ -270,6 +270,11 @@ def _rank(
     except Exception as error:
         if _is_consequence(error):
             time.sleep(CONSEQUENCE_S)
+            for rank in returned(folder, world.size):
+                raise RuntimeError(
+                    f"rank {rank} has returned already, and this one waited for it: do all ranks "
+                    f"have equally many batches? ({error})"
+                ) from error
         raise
 
 
