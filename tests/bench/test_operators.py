@@ -4,6 +4,7 @@ against what is counted by hand.
 
 import dataclasses
 import json
+import math
 import warnings
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from tests.cpu_machine import wired
 
 from stepgauge.bench import operators
-from stepgauge.bench.operators import traced
+from stepgauge.bench.operators import traced, traced_apart
 from stepgauge.cost.data_axis.buckets import Sending
 from stepgauge.cost.data_axis.wrappers import data_axis
 from stepgauge.cost.data_parallel import predict_data_parallel
@@ -438,6 +439,22 @@ def test_presets_without_formulas_are_predicted_by_their_operators(monkeypatch):
     assert two.median("tokens_per_s") == pytest.approx(8 * 64 / two.median("step_ms") * 1e3)
     with pytest.raises(ValueError, match=r"tp2 torch-tp.*torch's tensor parallel is not predicted"):
         predicted(LayoutSpec(model=dense, layout="tp2 torch-tp", optimizer="sgd"), machine)
+
+
+def test_experts_on_a_gpu_are_one_product_a_layer():
+    """Forward two of all chosen tokens, backward four; nothing asks the GPU for a number."""
+    model = ModelSpec.preset("nano", num_layers=1, num_experts=4, experts_per_token=2)
+    tokens, rows = 3 * model.context_length * 2, 2 * model.d_ff
+    spec = StepSpec(model=model, batch=3, precision="bf16", device="cuda")
+    (found,) = traced_apart(spec, "sm90")
+    sizes = {
+        phase: sorted(t.sizes for t in found.terms(phase) if "grouped" in t.name)
+        for phase in ("forward", "backward")
+    }
+    up, down = (tokens, rows, model.d_model), (tokens, model.d_model, model.d_ff)
+    assert sizes["forward"] == sorted([up, down])
+    assert sum(map(math.prod, sizes["backward"])) == 2 * sum(map(math.prod, sizes["forward"]))
+    assert len(sizes["backward"]) == 4
 
 
 def test_passes_over_views_take_a_gpu_longer_than_their_bytes():

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from stepgauge.bench.build import check, least_bytes
+from stepgauge.bench.build import build, check, least_bytes
 from stepgauge.bench.rates import model_flops
 from stepgauge.bench.step import run
 from stepgauge.measure.timing import time_phases
@@ -119,6 +119,25 @@ def test_utilisation_is_against_the_peak_of_the_precision(monkeypatch):
         assert record.median("mfu") == pytest.approx(record.median("tflop_per_s") * 1e12 / peak)
     assert {*PRECISIONS, FLOAT8} == set(MATMUL_TYPE) == set(train_precision.PRECISIONS)
     assert all(peaks.of(p) for peaks in ACCELERATORS.values() for p in PRECISIONS)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("compile", ["off", "blocks"])
+def test_experts_do_not_make_the_host_wait_for_a_gpu(compile):
+    model = ModelSpec.preset("nano", num_experts=4, experts_per_token=2)
+    spec = StepSpec(model=model, device="cuda", precision="bf16", compile=compile)
+    step, batch = build(spec, torch.device("cuda"))
+    phases = step.phases(batch)
+    for phase in phases.values():
+        phase()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for phase in phases.values():
+            phase()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from stepgauge.kernels.rotary import rotate
-from stepgauge.models import parts
+from stepgauge.models import feed_forward, parts
 from stepgauge.models.bert import BertForMaskedLM
-from stepgauge.models.feed_forward import ACTIVATIONS
+from stepgauge.models.feed_forward import ACTIVATIONS, build_feed_forward
 from stepgauge.models.rotary import rotary_tables
 from stepgauge.models.transformer import Attention, TransformerLM
 from stepgauge.spec import model_fields
@@ -191,6 +191,28 @@ def test_implementations_of_attention_agree(changes):
         found.append(TransformerLM(spec, seed=1).double()(torch.arange(16).view(2, 8)))
     for other in found[1:]:
         torch.testing.assert_close(other, found[0])
+
+
+def test_experts_in_one_product_equal_experts_one_by_one(monkeypatch):
+    """As on a GPU in bf16; one expert gets no token."""
+    spec = ModelSpec.preset("nano", d_model=64, d_ff=160, num_experts=4, experts_per_token=2)
+    torch.manual_seed(0)
+    layer = build_feed_forward(spec, torch.device("cpu")).bfloat16()
+    for weight in layer.parameters():
+        torch.nn.init.normal_(weight, std=0.1)
+    x = torch.randn(3, 50, 64, dtype=torch.bfloat16)
+    x[..., 0] = 10.0
+    with torch.no_grad():
+        layer.router.weight[3, 0] = -10.0
+    found = []
+    for is_grouped in (False, True):
+        monkeypatch.setattr(feed_forward, "_are_grouped", lambda *_, so=is_grouped: so)
+        y = layer(x.requires_grad_())
+        wanted = [x, *layer.parameters()]
+        found.append([y, *torch.autograd.grad(y.float().square().sum(), wanted)])
+    assert found[0][3][3].abs().max() == 0, "no token goes to the last"
+    for one, other in zip(*found, strict=True):
+        assert (one.float() - other.float()).norm() <= 0.01 * one.float().norm()
 
 
 def test_experts_are_the_layers_that_the_router_picks():

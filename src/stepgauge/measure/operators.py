@@ -248,7 +248,10 @@ class OperatorTrace(TorchDispatchMode):
 
 
 # The place of the first factor.
-PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "addbmm": 1, "mv": 0}
+PRODUCTS = {
+    "mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "addbmm": 1, "mv": 0,
+    "_grouped_mm": 0,  # of all experts: rows, or what is summed over, in parts
+}  # fmt: skip
 CONVOLUTIONS = ("convolution", "convolution_backward")
 NORMS = {
     "native_layer_norm": "layernorm forward",

@@ -61,6 +61,7 @@ PRODUCTS = frozenset(
         "aten::bmm",
         "aten::addmm",
         "aten::baddbmm",
+        "aten::_grouped_mm",
         "stepgauge::column_forward",
         "stepgauge::row_forward",
         "stepgauge::gated_product",
