@@ -334,7 +334,7 @@ def test_products_are_counted_however_they_are_called(nets):
     [found] = traced(StepSpec(model=nets("inference")), "cpu")
     products = [(t.operation, t.sizes) for t in found.terms("forward") if t.operation != "traffic"]
     linear = ("matmul nt fp32", (32, 16, 16))
-    assert products == [linear, ("attention sdpa forward fp32", (4, 8.0, 16)), linear]
+    assert products == [linear, ("attention sdpa-full forward fp32", (4, 8.0, 16)), linear]
 
 
 def test_a_bag_reads_the_rows_that_it_is_asked_for(nets):

@@ -296,6 +296,24 @@ def test_a_time_at_the_launch_floor_says_nothing_about_larger_shapes():
     assert found.us == pytest.approx(of_its_bytes / 1e3, rel=0.05)
 
 
+def test_attention_without_a_mask_is_twice_the_causal_one_until_it_is_timed_itself():
+    axes, sizes = ("h", "t", "d"), (64, 4096, 64)
+    tables = {
+        "attention sdpa forward bf16": OperationTable(axes, ((*sizes, 2000.0),)),
+        "traffic": OperationTable(("bytes",), ((1e6, 1.0), (1e9, 1e3))),
+    }
+
+    def us(tables):
+        made = CalibratedMachine(HardwareFile(name="made", operations=tables))
+        found = made.time("attention sdpa-full forward bf16", *sizes).us
+        assert ("attention sdpa-full forward bf16", sizes) in made.asked
+        return found
+
+    assert us(tables) == 4000
+    own = OperationTable(axes, ((*sizes, 3100.0),))
+    assert us({**tables, "attention sdpa-full forward bf16 asked": own}) == 3100
+
+
 def test_a_captured_backward_is_the_gpu_s_at_any_size():
     """Of older files short backward times are left out: they may be the host's."""
     name = "rmsnorm backward bf16"

@@ -21,7 +21,7 @@ from stepgauge.calibrate.grids import Grid
 from stepgauge.calibrate.timing import OtherWork, loop
 from stepgauge.models.parts import ATTENTIONS, OPTIMIZERS
 from stepgauge.runtime.recording import Call, on_its_stream
-from stepgauge.spec.calibration import ALONE
+from stepgauge.spec.calibration import ALONE, FULL_MASK
 
 PRODUCTS, PASSES = "products", "passes"  # what an operation takes turns with
 EMBEDDING_ROWS = 1000
@@ -159,12 +159,14 @@ def _embedding_backward(m: int, n: int, device: torch.device) -> Call:
 def _attention(
     name: str, is_backward: bool, dtype: torch.dtype, h: int, t: int, d: int, device: torch.device
 ) -> Call:
-    """Causal attention of h heads in all, without grouped keys; of a position all heads lie one beside
-    the other, as the product before it leaves them.
+    """Attention of h heads in all, without grouped keys, causal but for the names that say "full"; of
+    a position all heads lie one beside the other, as the product before it leaves them.
     """
     # With a scale small ones are our kernels too, as in compiled networks: kernels/attention/by_torch.py.
-    scale = {"scale": d**-0.5} if name == "triton" else {}
-    attend = functools.partial(ATTENTIONS[name], is_causal=True, **scale)
+    computed_by = name.removesuffix(FULL_MASK)
+    scale = {"scale": d**-0.5} if computed_by == "triton" else {}
+    is_causal = computed_by == name
+    attend = functools.partial(ATTENTIONS[computed_by], is_causal=is_causal, **scale)
 
     def make() -> tuple[Tensor, ...]:
         new = functools.partial(torch.randn, 1, t, h, d, device=device, dtype=dtype)

@@ -18,6 +18,7 @@ from stepgauge.measure.footprint import tensors_in
 from stepgauge.measure.fusion import Moved
 from stepgauge.measure.pointwise import passes
 from stepgauge.measure.sent_operators import NAMESPACE, Axis, SentOperators
+from stepgauge.spec.calibration import FULL_MASK
 
 NOTHING = Term("", TRAFFIC, (0.0,), count=0)
 FREE = ("empty", "new_empty", "detach", "lift", "_local_scalar_dense", "is_", "_unsafe_view")
@@ -238,13 +239,13 @@ class OperatorTrace(TorchDispatchMode):
             yield f"matmul tn {kind}", (n, k, m), 1
 
     def _attention(self, func: Any, name: str, args: Any) -> Sized:
-        """Calibrated with a causal mask: without one there is twice as much to compute."""
         direction = "backward" if "backward" in name else "forward"
         given = _by_name(func, args)
         q, k = given["query"], given["key"]
         heads, length = math.prod(q.shape[:-2]), math.sqrt(q.shape[-2] * k.shape[-2])
-        operation = f"attention sdpa {direction} {self._kind(q, 'fp32')}"
-        return operation, (heads, length, q.shape[-1]), 1 if given.get("is_causal") else 2
+        mask = "" if given.get("is_causal") else FULL_MASK
+        operation = f"attention sdpa{mask} {direction} {self._kind(q, 'fp32')}"
+        return operation, (heads, length, q.shape[-1]), 1
 
 
 # The place of the first factor.

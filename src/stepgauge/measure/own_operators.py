@@ -14,6 +14,7 @@ from stepgauge.cost.operations.tensor_overlap import beside_products
 from stepgauge.cost.operations.terms import TRAFFIC, Arithmetic, Term
 from stepgauge.measure.pointwise import passes
 from stepgauge.measure.sent_operators import Axis
+from stepgauge.spec.calibration import FULL_MASK
 
 NAMESPACE = "stepgauge"
 FREE = ("linear_cross_entropy_multiply_",)  # by one: a launch
@@ -50,8 +51,8 @@ def _attention(direction: str, given: Mapping[str, Any]) -> Iterator[Term]:
         seen = min(window, k.shape[-2])
         pairs_twice = 2.0 * q.shape[-2] * seen - seen**2
     sizes = math.prod(q.shape[:-2]), math.sqrt(pairs_twice), q.shape[-1]
-    count = 1 if given["is_causal"] else 2
-    yield Term("attention", f"attention triton {direction} {_kind(q.dtype)}", sizes, count)
+    name = "triton" if given["is_causal"] else f"triton{FULL_MASK}"
+    yield Term("attention", f"attention {name} {direction} {_kind(q.dtype)}", sizes)
 
 
 def _forward(given: Mapping[str, Any]) -> Iterator[Term]:

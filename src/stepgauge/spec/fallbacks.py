@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from stepgauge.spec.calibration import FULL_MASK
 from stepgauge.spec.kernel import KERNELS
 from stepgauge.spec.record import Record
 
@@ -61,7 +62,8 @@ def ours_asked(record: Record) -> list[str]:
         "operation", ""
     ):  # of a calibration: "attention triton forward"
         names = [f"{part} {name}" for part, name in OURS.items()]
-        return [name for name in names if operation.startswith(f"{name} ")]
+        plain = operation.replace(FULL_MASK, "")
+        return [name for name in names if plain.startswith(f"{name} ")]
     return ["ours"] if record.kind in KERNELS else _parts(record.spec)
 
 

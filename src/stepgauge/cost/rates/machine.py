@@ -19,7 +19,7 @@ from stepgauge.cost.rates.estimate import (
     Estimate,
 )
 from stepgauge.cost.rates.network import Links
-from stepgauge.spec.calibration import ALONE, ASKED, OperationTable
+from stepgauge.spec.calibration import ALONE, ASKED, FULL_MASK, OperationTable
 from stepgauge.spec.hardware import HardwareFile, Peaks
 
 # Of the time of a step: what products take where they were timed in turns with passes over memory.
@@ -60,6 +60,9 @@ class CalibratedMachine:
         """The operation at the sizes of its table's axes. Raises ValueError for one that the file
         does not have.
         """
+        if FULL_MASK in operation and not self.knows(operation, sizes):
+            causal = self.time(operation.replace(FULL_MASK, ""), *sizes)
+            return Estimate(2 * causal.us, causal.source)  # which sees half of the pairs
         self.asked.add((operation, sizes))
         found = self._here(operation, self._looked_up(operation, sizes))
         if operation.startswith("attention"):
