@@ -194,3 +194,13 @@ def test_attention_is_timed_with_the_mask_that_tables_are_read_for(name):
     causal = not name.endswith("-full")
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
     assert torch.allclose(o, expected, atol=2e-2)
+
+
+def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(stepgauge, tmp_path):
+    (tmp_path / "file").touch()
+    status, _, err = stepgauge(
+        "calibrate", tmp_path / "file" / "mine.json", "--only", "traffic", "--device", "cpu",
+        "--out", tmp_path / "run",
+    )  # fmt: skip
+    assert status == 1 and err == f"stepgauge: cannot use {tmp_path / 'file'}: File exists\n"
+    assert not (tmp_path / "run").exists()

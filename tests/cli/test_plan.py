@@ -191,3 +191,14 @@ def test_a_users_network_has_its_data_axes_ranked(stepgauge, tmp_path):
     ):
         status, _, err = stepgauge(*on_gpus, *wrong)
         assert status == 2 and said in err
+
+
+def test_a_tiny_network_has_a_largest_micro_batch(stepgauge):
+    """A million sequences, more than any step takes, would fit."""
+    status, out, err = stepgauge(
+        "plan", "--size", "nano", "--num-layers", 1, "--d-model", 16, "--num-heads", 1, "--d-ff", 16,
+        "--vocab-size", 11, "--context", 8, "--gpus", 1, "--global-batch", 1, "--hardware",
+        "dgx-h100", "--top", 1,
+    )  # fmt: skip
+    assert status == 0, err
+    assert "the largest micro-batch of the first layout is 524288" in out

@@ -182,3 +182,14 @@ def test_a_step_is_predicted_before_it_is_measured(stepgauge, tmp_path):
     assert table["rows"][0]["predicted ms"] == modelled.median("step_ms")
     assert "predicted after" not in table["rows"][0].get("remark", "") and groups["rows"] == []
     assert "Predicted and measured" in (out / "report.html").read_text()
+    assert groups["caption"] == ""  # there is no table that it would stand above
+
+
+def test_accumulation_over_a_data_axis_gives_the_row_of_bench_layout(stepgauge):
+    """The command that a plan prints has it, and is predicted as it was planned."""
+    asked = ("--size", "nano", "--context", 64, "--layout", "dp2 zero1", "none", "--hardware",
+             "dgx-h100", "--format", "json")  # fmt: skip
+    status, out, err = stepgauge("predict", *asked, "--accumulation", 2)
+    assert status == 0, err
+    twice = json.loads(out)
+    assert [(row["kind"], row["spec"]["accumulation"]) for row in twice] == 2 * [("layout", 2)]

@@ -11,6 +11,8 @@ CPU = torch.device("cpu")
 MODEL = """
 import torch
 from torch import nn
+from torch.nn.functional import relu
+from torch.utils.data import Dataset
 class Named(nn.Module):
     def __init__(self):
         super().__init__()

@@ -218,6 +218,13 @@ def test_what_is_not_understood_is_said(config, words):
     assert words in str(error.value)
 
 
+def test_what_is_not_understood_in_a_file_is_said_with_its_name(tmp_path):
+    file = tmp_path / "new.json"
+    file.write_text(json.dumps({"model_type": "t5"}))
+    with pytest.raises(ValueError, match=r"^hf_config is '.*new.json': model_type is 't5'; known"):
+        read_network(file)
+
+
 def test_a_file_takes_the_place_of_a_size(tmp_path):
     file = tmp_path / "little" / "config.json"
     file.parent.mkdir()

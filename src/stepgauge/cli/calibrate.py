@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from stepgauge.cli.console import tell
 from stepgauge.cli.rows import Device, Fresh, Out, run_jobs
-from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.hardware import HardwareFile, draft_of
 from stepgauge.spec.hardware_files import default_path
 from stepgauge.spec.record import Record
 
@@ -58,6 +58,7 @@ def calibrate(
     path = hardware or default_path(name)
     before = HardwareFile.read(path) if path.exists() else HardwareFile(name=path.stem)
     machine.require_same_machine(before, name, threads)
+    draft_of(path).unlink()  # a path that cannot be written is told before anything is measured
     records = run_jobs(asked, out, fresh=fresh)
     _write(machine.hardware_file(records, before), path, records)
 

@@ -243,8 +243,9 @@ def print_tables(format: Format, tables: Sequence[Table]) -> None:
         )
         return
     for table in tables:
-        print_in(format, table)
-        print()
+        if table.rows or table.caption:
+            print_in(format, table)
+            print()
 
 
 def print_errors_only() -> None:

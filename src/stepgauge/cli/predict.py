@@ -55,7 +55,8 @@ def predict(
 
     The batch is that of all ranks, whatever the layout. The rows have the columns of the command
     that measures them, and are marked as modelled: of bench step; with --layout of a data axis alone
-    of bench data-parallel, which shows a rank's part of the batch; with any other of bench layout; of
+    of bench data-parallel, which shows a rank's part of the batch; with any other, or --accumulation, of
+    bench layout; of
     a pipeline alone with --phases backward of bench pipeline. Each is a sum of named terms, from calibrated shapes or
     interpolated between them; nothing is scaled to fit.
     """
@@ -106,7 +107,7 @@ def specs_of(layout: Layout, values: Values) -> list[Any]:
     if "model" in values:  # which brings the batch of a rank
         values = {name: value for name, value in values.items() if name != "batch"}
     is_bert = bool(set(values.get("size", ())) & set(BertSpec.preset_names()))
-    kind: type = LayoutSpec if is_bert else kind_for(layout)
+    kind: type = LayoutSpec if is_bert else kind_for(layout, values)
     if set(layout.sizes) == {"pipeline"} and values.get("phases") == ("backward",) and not is_bert:
         kind = PipelineSpec
         values = {name: value for name, value in values.items() if name != "phases"}

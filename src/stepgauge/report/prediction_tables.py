@@ -82,7 +82,7 @@ def group_table(records: Sequence[Record]) -> Table:
         rows,
         names=1,
         formats={"loss by the prediction's choice": "+.1%"},
-        caption="Rows that do the same step on as many ranks.",
+        caption="Rows that do the same step on as many ranks." if rows else "",
     )
 
 

@@ -37,6 +37,16 @@ def load_file(path: Path) -> types.ModuleType:
     return module
 
 
+def own_names(module: types.ModuleType) -> list[str]:
+    """Functions and classes that the file defines, without what it imports and what is private."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", "") == module.__name__ and not name.startswith("_")
+        if callable(value)
+    ]
+
+
 def _line(error: BaseException, path: Path) -> str:
     """ "line 3: " of the file, the last that the error went through; nothing where it has none."""
     if isinstance(error, SyntaxError):

@@ -309,7 +309,7 @@ class HardwareFile:
 
     def write(self, path: Path) -> None:
         """Whole or not at all. Raises OSError where it cannot."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = draft_of(path)
         value = {
             "schema": HARDWARE_SCHEMA,
             "name": self.name,
@@ -322,9 +322,18 @@ class HardwareFile:
             "contention": [dataclasses.astuple(row) for row in self.contention],
             "links": [link.to_json() for link in self.links],
         }
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
         draft.write_text(json.dumps(value) + "\n")
         draft.replace(path)
+
+
+def draft_of(path: Path) -> Path:
+    """An empty file beside the path, which takes its place when it is written. Raises OSError where
+    none can be made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.touch()
+    return draft
 
 
 def _tables(value: Mapping[str, Any]) -> dict[str, OperationTable]:

@@ -53,7 +53,10 @@ def read_network(file: str | Path, **changes: Any) -> ModelSpec | BertSpec:
         raise ValueError(f"hf_config is {str(file)!r}, which is no JSON") from None
     if not isinstance(given, dict):
         raise ValueError(f"hf_config is {str(file)!r}, which holds no JSON object")
-    network = network_of(given)
+    try:
+        network = network_of(given)
+    except ValueError as error:
+        raise ValueError(f"hf_config is {str(file)!r}: {error}") from None
     known = {field.name for field in dataclasses.fields(network)}
     if unknown := [name for name in changes if name not in known]:
         raise ValueError(f"{unknown[0]} is no field of a network of {given['model_type']}")

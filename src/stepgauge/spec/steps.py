@@ -1,6 +1,7 @@
 """A training step whichever command measures it: on one device, over a data axis, under a layout."""
 
 import dataclasses
+from collections.abc import Collection
 
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.fields import as_kind
@@ -27,11 +28,13 @@ def as_layout_step(spec: AnyStep) -> LayoutSpec:
     return as_kind(LayoutSpec, spec, layout=str(layout), batch=spec.batch * layout.data)
 
 
-def kind_for(layout: Layout) -> type[AnyStep]:
-    """Which of them has the columns of a layout."""
-    if layout.ranks == 1:
-        return StepSpec
-    return DataParallelSpec if set(layout.sizes) == {"data"} else LayoutSpec
+def kind_for(layout: Layout, options: Collection[str] = ()) -> type[AnyStep]:
+    """Which of them has the columns of a layout; of whatever layout, where gradients of several
+    batches add up, LayoutSpec.
+    """
+    if not set(layout.sizes) <= {"data"} or "accumulation" in options:
+        return LayoutSpec
+    return DataParallelSpec if layout.ranks > 1 else StepSpec
 
 
 def under(layout: Layout, kind: type[AnyStep], values: Values) -> Values:

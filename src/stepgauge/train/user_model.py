@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from stepgauge.models.parts import build_optimizer
 from stepgauge.models.transformer import compiled
 from stepgauge.parallel.training import Groups, Parallelise, single_process
-from stepgauge.runtime.load_file import load_file
+from stepgauge.runtime.load_file import load_file, own_names
 from stepgauge.spec.user_model import UserModel
 from stepgauge.train.precision import Precision, precision_on
 from stepgauge.train.step import TrainingStep
@@ -119,10 +119,8 @@ def load_factory(model: UserModel) -> Callable[[], Any]:
     module = load_file(Path(model.file))
     factory = getattr(module, model.factory, None)
     if not callable(factory):
-        own = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        raise ValueError(
-            f"{model.file} has no function {model.factory!r}; it has {', '.join(own) or 'none'}"
-        )
+        own = ", ".join(own_names(module)) or "none"
+        raise ValueError(f"{model.file} has no function {model.factory!r}; it has {own}")
     return factory
 
 

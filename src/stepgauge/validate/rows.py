@@ -51,11 +51,15 @@ def read_list(path: Path, given: Values) -> list[Asked]:
         raise ValueError(f"cannot read the list {path}, which is no TOML: {error}") from None
     if unknown := set(value) - {"usual", "rows"}:
         raise ValueError(f"{path} has {sorted(unknown)[0]!r}; a list has [usual] and [[rows]]")
-    usual, found = value.get("usual", {}), []
-    for row in value.get("rows", []):
+    usual, rows, found = value.get("usual", {}), value.get("rows", []), []
+    if not isinstance(usual, dict):
+        raise ValueError(f"{path} has usual that is no table: write [usual] above its options")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{path} has rows that are no tables: write each under [[rows]]")
+    for row in rows:
         both = {**usual, **row}
-        layouts = _values(both.get("layout", "none"))
-        options = {n: _read(n, _values(v)) for n, v in both.items() if n not in BESIDE}
+        layouts = _values("layout", both.get("layout", "none"))
+        options = {n: _read(n, _values(n, v)) for n, v in both.items() if n not in BESIDE}
         specs = specs_of({**options, **given}, [str(layout) for layout in layouts])
         found += [Asked(spec, str(both.get("expect", ""))) for spec in specs]
     if not found:
@@ -63,7 +67,10 @@ def read_list(path: Path, given: Values) -> list[Asked]:
     return found
 
 
-def _values(value: Any) -> tuple[Any, ...]:
+def _values(name: str, value: Any) -> tuple[Any, ...]:
+    """Of one value or a list of them. Raises ValueError for an empty list, whose row would vanish."""
+    if value == []:
+        raise ValueError(f"{name} has no value; give at least one")
     return tuple(value) if isinstance(value, list) else (value,)
 
 
@@ -86,7 +93,7 @@ def specs_of(values: Mapping[str, tuple[Any, ...]], layouts: Sequence[str]) -> l
     """
     found = []
     for layout in map(Layout.parse, layouts):
-        kind = kind_for(layout)
+        kind = kind_for(layout, values)
         own: Values = {n: v for n, v in values.items() if n in options_of(kind, ModelSpec)}
         own = {"device": ("auto",), **own}
         if foreign := [n for n in values if n not in own and n not in ("seconds", "phases")]:

@@ -132,7 +132,11 @@ def largest_micro_batch(spec: PlanSpec, machine: CalibratedMachine, candidate: C
     limit, screen, found = memory_limit(machine), Screen(spec, machine), candidate
     while True:
         larger = dataclasses.replace(found, micro_batch=2 * found.micro_batch)
-        if screen.of(larger).memory.device_bytes > limit:
+        try:
+            needs = screen.of(larger).memory.device_bytes
+        except ValueError:  # more sequences than a step takes
+            return found.micro_batch
+        if needs > limit:
             return found.micro_batch
         found = larger
 
