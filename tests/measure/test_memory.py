@@ -6,17 +6,9 @@ import torch
 from torch import nn
 
 from stepgauge.measure.memory.history import joined
-from stepgauge.measure.memory.storage_tracker import (
-    ACTIVATIONS,
-    GRADIENTS,
-    OTHER,
-    PARAMETERS,
-    STATE,
-    Allocation,
-    Phase,
-    StorageTracker,
-)  # fmt: skip
+from stepgauge.measure.memory.storage_tracker import Allocation, Phase, StorageTracker
 from stepgauge.measure.memory.timeline import block_of, by_block, general, memory_timeline, savers
+from stepgauge.spec.memory import ACTIVATIONS, GRADIENTS, OTHER, PARAMETERS, STATE
 
 CPU = torch.device("cpu")
 

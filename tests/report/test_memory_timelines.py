@@ -2,7 +2,8 @@
 
 import re
 
-from stepgauge.report.memory import CATEGORIES, timeline
+from stepgauge.report.memory import timeline
+from stepgauge.spec.memory import CATEGORIES
 from stepgauge.spec.record import Record, Sample
 
 MIB = 2**20

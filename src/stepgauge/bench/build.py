@@ -10,10 +10,10 @@ from torch import Tensor
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.plan.recompute import RecomputePlan
 from stepgauge.spec.step import WorkSpec
-from stepgauge.spec.train import DEFAULT_CORPUS, TrainSpec
+from stepgauge.spec.train import BYTES, DEFAULT_CORPUS, TrainSpec
 from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import batch_for, build_step
-from stepgauge.train.data import BYTES, Corpus, read_text
+from stepgauge.train.data import Corpus, read_text
 from stepgauge.train.precision import PRECISIONS, unavailable
 from stepgauge.train.step import TrainingStep
 from stepgauge.train.user_model import build_user_step, in_type

@@ -25,9 +25,9 @@ from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
 from stepgauge.measure.memory import history
 from stepgauge.measure.memory.missing_rules import NotPredictableError
-from stepgauge.measure.memory.storage_tracker import CATEGORIES, StorageTracker
+from stepgauge.measure.memory.storage_tracker import StorageTracker
 from stepgauge.measure.memory.timeline import LARGEST, MemoryTimeline, by_block, savers
-from stepgauge.spec.memory import MemorySpec
+from stepgauge.spec.memory import CATEGORIES, MemorySpec
 from stepgauge.spec.plan.recompute import RecomputePlan
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import TRAINING_PHASES

@@ -16,16 +16,10 @@ from stepgauge.bench.build import build
 from stepgauge.kernels.attention import libraries
 from stepgauge.kernels.linear_cross_entropy.chunked import transient_bytes
 from stepgauge.measure.memory.fake_device import fake_device
-from stepgauge.measure.memory.storage_tracker import (
-    GRADIENTS,
-    OTHER,
-    PARAMETERS,
-    STATE,
-    StorageTracker,
-)
+from stepgauge.measure.memory.storage_tracker import StorageTracker
 from stepgauge.measure.memory.timeline import MemoryTimeline, memory_timeline
 from stepgauge.measure.memory.workspaces import CudaWorkspaces
-from stepgauge.spec.memory import MemorySpec
+from stepgauge.spec.memory import GRADIENTS, OTHER, PARAMETERS, STATE, MemorySpec
 from stepgauge.spec.plan.recompute import RecomputePlan
 from stepgauge.train.step import TrainingStep
 

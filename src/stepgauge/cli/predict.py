@@ -16,6 +16,7 @@ from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.pipeline import PipelineSpec
+from stepgauge.spec.plan.pipeline.schedules import USUAL_PER_RANK
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.steps import AnyStep, as_layout_step, kind_for, under
 from stepgauge.spec.user_model import UserModel
@@ -115,8 +116,9 @@ def specs_of(layout: Layout, values: Values) -> list[Any]:
     if foreign := [n for n in values if n not in known and n not in ("size", "hf_config")]:
         raise ValueError(f"{foreign[0]} is no option of a row of {COMMANDS[kind]}")
     if kind is PipelineSpec:
-        values = {**values, "ranks": (layout.pipeline,), "schedule": (layout.schedule,),
-                  "micro_batches": (layout.microbatches,), "per_rank": (layout.per_rank or 2,)}  # fmt: skip
+        of_layout = {"ranks": layout.pipeline, "schedule": layout.schedule,
+                     "micro_batches": layout.microbatches, "per_rank": layout.per_rank or USUAL_PER_RANK}  # fmt: skip
+        values = {**values, **{name: (value,) for name, value in of_layout.items()}}
     else:
         values = under(layout, kind, values)
     return expand(kind, values, network=Networks)

@@ -17,14 +17,13 @@ from stepgauge.spec.fallbacks import what_ran
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
-from stepgauge.spec.train import DEFAULT_CORPUS, TrainSpec
+from stepgauge.spec.train import BYTES, DEFAULT_CORPUS, TrainSpec
 from stepgauge.spec.user_model import UserModel
 
 if TYPE_CHECKING:
     from stepgauge.runtime.launch import RankError
 
 SAVING_S = 3600.0  # ranks wait for the one that writes a checkpoint
-BYTES = 256  # tokens are bytes
 QUIET_S = 10.0  # without a bar a step is told when none was for so long
 
 

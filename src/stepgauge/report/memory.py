@@ -12,11 +12,11 @@ from stepgauge.report.page import Block, Plot, Text
 from stepgauge.report.table import Table
 from stepgauge.report.views import record_table
 from stepgauge.spec.hardware import fits
+from stepgauge.spec.memory import CATEGORIES
 from stepgauge.spec.predictions import Row, paired
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import TRAINING_PHASES
 
-CATEGORIES = ("parameters", "optimizer state", "gradients", "activations", "temporaries", "other")
 SHOWN = (
     "peak_bytes",
     "predicted_peak_bytes",

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from stepgauge.spec.plan.buckets import FIRST_BUCKET_MB, Bucket, Parameter, plan_buckets
-from stepgauge.spec.plan.pipeline.schedules import LOOPED
+from stepgauge.spec.plan.pipeline.schedules import LOOPED, SCHEDULES, USUAL_PER_RANK
 
 SHARDED_PARTS = ("optimizer state", "gradients", "weights")
 
@@ -306,7 +306,6 @@ class Layout:
         return cls(**given)
 
 
-USUAL_PER_RANK = 2
 AXES: Mapping[str, str] = {
     "dp": "data",
     "cp": "context",
@@ -318,17 +317,6 @@ AXES: Mapping[str, str] = {
 OVERLAP = "overlap"
 ULYSSES = "ulysses"
 TORCH_TENSOR = ("torch-tp",)
-SCHEDULES = (
-    "gpipe",
-    "1f1b",
-    "interleaved",
-    "zb-h1",
-    "izb",
-    "zbv",
-    "dualpipev",
-    "v-half",
-    "v-min",
-)
 
 
 def _meaning(word: str) -> tuple[str, Any]:

@@ -7,6 +7,10 @@ from stepgauge.spec.fields import option
 from stepgauge.spec.step import FLOAT8, PRECISIONS, WorkSpec
 from stepgauge.spec.user_model import UserModel
 
+# What a step holds memory for.
+PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
+ACTIVATIONS, TEMPORARIES, OTHER = "activations", "temporaries", "other"
+CATEGORIES = (PARAMETERS, STATE, GRADIENTS, ACTIVATIONS, TEMPORARIES, OTHER)
 # Where a step is predicted for: with the kernels that torch takes on a CPU, an A100 or an H100.
 PREDICTIONS = ("no", "cpu", "sm80", "sm90")
 

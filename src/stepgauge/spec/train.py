@@ -14,6 +14,7 @@ from stepgauge.spec.step import WorkSpec, check_budget
 from stepgauge.spec.user_model import UserModel, settle_user_model
 
 DEFAULT_CORPUS = "stdlib"  # the source of Python's own standard library
+BYTES = 256  # tokens are bytes: the vocabulary of a text
 # torch's sharded optimizer has no state that another number of ranks could go on from.
 TRAINING_WRAPPERS = tuple(name for name, wrapper in WRAPPERS.items() if wrapper.resumes)
 # What an optimizer of a user's own has itself.

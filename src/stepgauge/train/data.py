@@ -16,7 +16,6 @@ from torch import Tensor
 from stepgauge.models.bert import NOT_MASKED
 from stepgauge.spec.train import DEFAULT_CORPUS
 
-BYTES = 256  # the vocabulary of a text
 HELD_OUT_FRACTION = 0.05  # the last part of the corpus
 MASKED_SHARE = 0.15
 MASK_TOKEN = 103  # [MASK] in the published vocabulary

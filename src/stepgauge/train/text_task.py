@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from stepgauge.spec.train import TrainSpec
+from stepgauge.spec.train import BYTES, TrainSpec
 from stepgauge.train.build import build_step
-from stepgauge.train.data import BYTES, Corpus, read_text
+from stepgauge.train.data import Corpus, read_text
 from stepgauge.train.rank_share import SINGLE_PROCESS, RankShare
 from stepgauge.train.step import TrainingStep
 from stepgauge.train.task import Task

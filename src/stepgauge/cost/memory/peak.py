@@ -29,6 +29,7 @@ from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.plan.pipeline import Schedule, check
 from stepgauge.spec.plan.pipeline.action import BACKWARD, WEIGHT, Action
 from stepgauge.spec.plan.pipeline.check import Held, live
+from stepgauge.spec.plan.pipeline.schedules import stages_per_rank
 from stepgauge.spec.plan.shards import MOST_IN_FLIGHT, PREFETCHED
 from stepgauge.spec.units import MIB
 
@@ -149,7 +150,7 @@ def stage_memory(stage: StepOperations, layout: Layout) -> Memory:
     stage, interleaved 1 + (1 - 1/p)/v times as many, of zbv as many (docs/pipeline.md).
     """
     ranks, keeps = layout.pipeline, kept(stage)
-    per_rank = layout.per_rank or 2
+    per_rank = stages_per_rank(layout.schedule, layout.per_rank)
     factor = 1 + (1 - 1 / ranks) / per_rank if layout.schedule == "interleaved" else 1.0
     live = min(layout.microbatches, ranks) * factor
     base = _held(stage, layout, accumulates=True)

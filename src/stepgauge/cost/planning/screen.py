@@ -22,12 +22,12 @@ from stepgauge.cost.rates.prices import GLOO, NCCL, Prices
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.model_fields import divisors
+from stepgauge.spec.plan.pipeline.schedules import stages_per_rank
 from stepgauge.spec.plan.tensor import overlaps
 from stepgauge.spec.planning import PlanSpec
 from stepgauge.spec.step import WorkSpec
 
 SCHEDULES = ("1f1b", "interleaved", "zbv")
-STAGES = {"1f1b": 1, "interleaved": 2, "zbv": 2}
 CHECKPOINTING = ("none", "selective", "blocks")
 MOST_ON_A_CPU = 64  # sequences of a micro-batch, where no memory limits them
 # Of a sequence on each rank that shares it: with fewer, each message waits for little computing.
@@ -75,7 +75,9 @@ def _of_axes(
 ) -> Iterator[Candidate]:
     rank_batch = spec.global_batch // data
     wrappers = ("bucketed", "zero1", "zero2", "zero3") if data * context > 1 else ("none",)
-    schedules = [name for name in SCHEDULES if STAGES[name] * pipeline <= spec.network.num_layers]
+    schedules = [
+        name for name in SCHEDULES if stages_per_rank(name) * pipeline <= spec.network.num_layers
+    ]
     for wrapper in wrappers:
         for schedule in schedules if pipeline > 1 else ("",):
             if schedule == "zbv" and (tensor > 1 or WRAPPERS[wrapper].shards("weights")):

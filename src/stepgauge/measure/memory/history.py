@@ -15,14 +15,12 @@ from typing import Any
 import torch
 
 from stepgauge.measure.memory.storage_tracker import (
-    ACTIVATIONS,
-    OTHER,
-    TEMPORARIES,
     Allocation,
     Phase,
     StorageMark,
     StorageTracker,
 )
+from stepgauge.spec.memory import ACTIVATIONS, OTHER, TEMPORARIES
 
 UNSEEN = "outside of operators"
 EVENTS = ("alloc", "free_completed")

@@ -29,10 +29,8 @@ from stepgauge.measure.memory.autograd_engine import (
     takes_sparse,
 )
 from stepgauge.measure.memory.autograd_engine import node as autograd_node
+from stepgauge.spec.memory import ACTIVATIONS, GRADIENTS, OTHER, TEMPORARIES
 
-PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
-ACTIVATIONS, TEMPORARIES, OTHER = "activations", "temporaries", "other"
-CATEGORIES = (PARAMETERS, STATE, GRADIENTS, ACTIVATIONS, TEMPORARIES, OTHER)
 SKIPPED_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from stepgauge.cost.memory.allocator import Block, CachingAllocator
-from stepgauge.measure.memory.storage_tracker import ACTIVATIONS, CATEGORIES, Allocation, Phase
+from stepgauge.measure.memory.storage_tracker import Allocation, Phase
+from stepgauge.spec.memory import ACTIVATIONS, CATEGORIES
 
 SERIES_POINTS = 1500
 LARGEST = 20

@@ -282,11 +282,12 @@ SINGLE, VSHAPED, LOOPED = (
     ("zbv", "dualpipev", "v-half", "v-min"),
     ("interleaved", "izb"),
 )
+USUAL_PER_RANK = 2
 
 
 def stages_per_rank(name: str, asked: int = 0) -> int:
     """How many stages a rank has: as asked (0: two) where the schedule leaves the choice."""
-    return 1 if name in SINGLE else 2 if name in VSHAPED else asked or 2
+    return 1 if name in SINGLE else 2 if name in VSHAPED else asked or USUAL_PER_RANK
 
 
 def build(name: str, *, ranks: int, micro_batches: int, per_rank: int = 0) -> Schedule:
