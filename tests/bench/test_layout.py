@@ -54,11 +54,11 @@ def test_every_row_has_its_phases_and_adds_up(rows):
 
 def test_blocks_without_halves_are_timed_whole(tmp_path):
     """A block whose layers are parallel cannot be built in halves, by which stages are cut."""
-    asked = spec("pp2 1f1b m2", warmup=1, balance="time")
+    asked = spec("pp2 1f1b m2", warmup=1, balance="step")
     asked = dataclasses.replace(asked, model=dataclasses.replace(asked.model, block="parallel"))
     (row,) = [found.record for found in sweep([Job(bench.ON_RANKS, asked)], RunStore(tmp_path))]
     assert row.status == "ok", row.note
-    assert "by measured time" in row.note
+    assert "for the shortest step by measured time" in row.note
 
 
 def test_what_an_axis_costs_is_told_where_it_can_be(rows):

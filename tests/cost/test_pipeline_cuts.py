@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.pipeline.cuts import shortest_cut
 from stepgauge.cost.pipeline.step import predict_pipeline
 from stepgauge.cost.pipeline.timeline import Durations, simulate
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.plan.pipeline import build, lower
@@ -58,10 +60,27 @@ def test_an_overweight_stage_has_its_blocks_more():
         shortest_cut([1.0], schedule)
 
 
+WIDE = ModelSpec(num_layers=16, context_length=4096, d_model=4096, d_ff=11_008, num_heads=32,
+                 vocab_size=32_000, attention="sdpa", loss="cross-entropy")  # fmt: skip
+
+
+def test_whole_blocks_of_a_layout_are_cut_so_too():
+    machine = CalibratedMachine(HardwareFile.read(ROOT / "hardware" / "h200-sxm.json"))
+    by_load, by_step = (
+        predict_layout(
+            LayoutSpec(model=WIDE, layout="pp4 interleaved m8", batch=8, precision="bf16",
+                       device="cuda", balance=balance),
+            machine,
+        )
+        for balance in ("time", "step")
+    )  # fmt: skip
+    assert by_load.median("step_ms") > 1.03 * by_step.median("step_ms")
+    assert by_step.note.startswith("stages of 2, 2, 2, 2, 3, ")
+    assert by_step.note.endswith(" blocks, for the shortest step by predicted time")
+
+
 def test_a_predicted_row_is_cut_so_and_says_it():
-    model = ModelSpec(num_layers=16, context_length=4096, d_model=4096, d_ff=11_008, num_heads=32,
-                      vocab_size=32_000, attention="sdpa", loss="cross-entropy")  # fmt: skip
-    asked = PipelineSpec(model=model, schedule="zbv", ranks=4, micro_batches=8, batch=8,
+    asked = PipelineSpec(model=WIDE, schedule="zbv", ranks=4, micro_batches=8, batch=8,
                          precision="bf16-pure", device="cuda", balance="time")  # fmt: skip
     machine = CalibratedMachine(HardwareFile.read(ROOT / "hardware" / "h200-sxm.json"))
     by_load, by_step = (

@@ -60,7 +60,11 @@ def train_under(layouts, folder, first_stop):
     for number, layout in enumerate(layouts):
         last = number == len(layouts) - 1
         with contextlib.nullcontext() if last else pytest.raises(KeyError, match="stop here"):
-            train(spec(layout=layout, balance="time"), folder, first_stop + number)
+            train(
+                spec(layout=layout, balance=("step", "time")[number % 2]),
+                folder,
+                first_stop + number,
+            )
 
 
 def written_by_all_ranks(folder, layout):

@@ -30,7 +30,7 @@ from stepgauge.runtime.progress import tell
 from stepgauge.runtime.world import this_world
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.plan.recompute import RecomputePlan
-from stepgauge.spec.plan.stages import describe_cuts
+from stepgauge.spec.plan.stages import FLOPS, describe_balance
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import batch_for
@@ -179,8 +179,9 @@ def _note(spec: LayoutSpec, rank: LayoutFigures) -> str:
     """How the network is cut, where that was found out by measuring, what a budget came to, and why
     the data axis has no exposed time.
     """
-    told = [f"{describe_cuts(rank.stages, 'blocks')}, by measured time"] if spec.needs_times else []
-    told += filter(None, [rank.solution.note])
+    balance = spec.balance if spec.needs_times else FLOPS
+    cut = describe_balance(rank.stages, "blocks", balance=balance, times="measured")
+    told = [*filter(None, (cut, rank.solution.note))]
     if spec.parsed_layout.num_replicas > 1 and "data" not in rank.without_axis:
         wrapper = spec.parsed_layout.wrapper
         told.append(

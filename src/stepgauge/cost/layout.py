@@ -15,6 +15,7 @@ from stepgauge.cost.data_axis.wrappers import data_axis
 from stepgauge.cost.memory.peak import Memory
 from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.step_operations import StepOperations
+from stepgauge.cost.pipeline.cuts import blocks_of
 from stepgauge.cost.pipeline.stages import Halves, durations
 from stepgauge.cost.pipeline.step import span_rows
 from stepgauge.cost.pipeline.timeline import Timeline, simulate
@@ -31,7 +32,7 @@ from stepgauge.cost.traced.network import TracedNetwork
 from stepgauge.spec.layout_rules import schedule_of
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.plan.pipeline import Schedule, lower
-from stepgauge.spec.plan.stages import describe_cuts
+from stepgauge.spec.plan.stages import describe_balance
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.steps import work_of
 
@@ -90,8 +91,8 @@ def predict_layout(
     if found.timeline is None:
         return record
     tables = {**record.tables, "spans": span_rows(found.timeline)}
-    cut = describe_cuts([stage.blocks for stage in parts.stages], "blocks")
-    cut = f"{cut}, by predicted time" if spec.needs_times else ""
+    blocks = [stage.blocks for stage in parts.stages]
+    cut = describe_balance(blocks, "blocks", balance=spec.balance, times="predicted")
     return dataclasses.replace(
         record, tables=tables, note="; ".join(filter(None, (cut, record.note)))
     )
@@ -152,7 +153,10 @@ class LayoutParts:
             whole = StepOperations(work, share)
             prices = prices.paced_by(whole)
             times = Halves.of(as_timed(whole, prices)).times(prices) if spec.needs_times else None
-            shares = [dataclasses.replace(share, blocks=blocks) for blocks in spec.stages(times)]
+            shares = [
+                dataclasses.replace(share, blocks=blocks)
+                for blocks in blocks_of(spec, layout, times)
+            ]
             priced = [operations_of(work, each) for each in shares]
         stages = [at_pace(stage, prices) for stage in priced]
         return cls(

@@ -10,7 +10,7 @@ from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.layout_rules import check_layout, check_recorded, schedule_of
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.pipeline import Schedule
-from stepgauge.spec.plan.stages import FLOPS, TIME, PartTimes, cut_blocks
+from stepgauge.spec.plan.stages import BY_TIMES, FLOPS, STEP, PartTimes, cut_blocks
 from stepgauge.spec.step import BUDGET, CHECKPOINTING, WorkSpec, check_budget
 from stepgauge.spec.user_model import UserModel, settle_user_model
 
@@ -50,9 +50,10 @@ class LayoutSpec(OnBackend):
     )
     balance: str = option(
         FLOPS,
-        "how blocks are cut into the stages of a pipeline: by their FLOPs and the head's, or by "
-        "time, measured at the start (predictions: the hardware file's)",
-        choices=(FLOPS, TIME),
+        "how blocks are cut into the stages of a pipeline: by their FLOPs and the head's, by time, "
+        "measured at the start (predictions: the hardware file's), or for the shortest step that is "
+        "simulated with such times",
+        choices=(FLOPS, *BY_TIMES),
         label="changed",
     )
     bucket_mb: float = as_in(DataParallelSpec, "bucket_mb")
@@ -153,15 +154,17 @@ class LayoutSpec(OnBackend):
     @property
     def needs_times(self) -> bool:
         """Whether `stages` needs the times of the network's parts."""
-        return self.parsed_layout.pipeline > 1 and self.balance == TIME
+        return self.parsed_layout.pipeline > 1 and self.balance in BY_TIMES
 
     def stages(self, times: PartTimes | None = None) -> list[range]:
         """The blocks of each stage of the pipeline; all in one without a pipeline.
 
-        times  for a spec that needs_times
+        times  for a spec that needs_times. cost/pipeline/cuts.py has those of one balanced by the
+               step
         """
         assert times is not None or not self.needs_times, "whoever runs or predicts it has them"
         schedule = self.schedule()
         if schedule is None:
             return [range(self.network.num_layers)]
+        assert self.balance != STEP, "whoever simulates cuts"
         return cut_blocks(self.network, schedule, times)

@@ -14,12 +14,13 @@ from stepgauge.spec.plan.pipeline import SCHEDULES, Schedule, build
 from stepgauge.spec.plan.pipeline.lower import AHEAD
 from stepgauge.spec.plan.pipeline.schedules import LOOPED, stages_per_rank
 from stepgauge.spec.plan.stages import (
+    BY_TIMES,
     FLOPS,
     STEP,
     TIME,
     PartTimes,
     cut_parts,
-    describe_cuts,
+    describe_balance,
     part_flops,
 )
 from stepgauge.spec.step import WorkSpec
@@ -182,7 +183,7 @@ class PipelineSpec:
     @property
     def needs_times(self) -> bool:
         """Whether stages are cut by what parts take, measured or predicted."""
-        return self.balance in (TIME, STEP)
+        return self.balance in BY_TIMES
 
     def stages(self, times: PartTimes | None = None) -> list[range]:
         """The parts of each stage; `times` for a spec balanced by time. cost/pipeline/cuts.py has
@@ -201,10 +202,7 @@ class PipelineSpec:
 
     def describe_stages(self, parts: list[range], times: str) -> str:
         """For the note of a row whose `times` of parts are measured or predicted."""
-        if not self.needs_times:
-            return ""
-        step = "for the shortest step " if self.balance == STEP else ""
-        return f"{describe_cuts(parts, 'parts')}, {step}by {times} time"
+        return describe_balance(parts, "parts", balance=self.balance, times=times)
 
     def canonical(self) -> Self:
         """With defaults for the options that the schedule does not look at."""

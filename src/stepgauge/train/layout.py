@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stepgauge.cost.pipeline.cuts import blocks_of
 from stepgauge.kernels.attention import partial as attention
 from stepgauge.kernels.linear_cross_entropy import partial as linear_cross_entropy
 from stepgauge.models.bert import NOT_MASKED
@@ -32,7 +33,7 @@ from stepgauge.spec.layout_rules import schedule_of
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.recompute import RecomputePlan
-from stepgauge.spec.plan.stages import TIME, cut_blocks, num_parts, parts_of
+from stepgauge.spec.plan.stages import BY_TIMES, num_parts, parts_of
 from stepgauge.spec.plan.tensor_tables import table_of
 from stepgauge.spec.step import WorkSpec
 from stepgauge.spec.train import TrainSpec
@@ -187,7 +188,7 @@ def stages_of(spec: Spec, layout: Layout, device: torch.device) -> list[range]:
     if layout.pipeline == 1:
         return [range(model.num_layers)]
     times = None
-    if spec.balance == TIME:
+    if spec.balance in BY_TIMES:
         with precision.matmul_mode():
             batch = batch_for(model, spec.batch // layout.data // layout.microbatches, seed=0)
             inputs, targets = _cut(model)([part.to(device) for part in batch])
@@ -199,7 +200,7 @@ def stages_of(spec: Spec, layout: Layout, device: torch.device) -> list[range]:
                 device=device,
                 context=lambda: precision.autocasting(device),
             )
-    return cut_blocks(model, schedule_of(layout), times)
+    return blocks_of(spec, layout, times)
 
 
 def _build(

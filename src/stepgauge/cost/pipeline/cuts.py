@@ -9,11 +9,22 @@ import itertools
 from collections.abc import Sequence
 
 from stepgauge.cost.pipeline.timeline import Durations, Simulator
+from stepgauge.spec.layout import Layout
+from stepgauge.spec.layout_rules import schedule_of
+from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.plan.pipeline import Schedule, lower
 from stepgauge.spec.plan.pipeline.action import FORWARD, INPUT, WEIGHT
 from stepgauge.spec.plan.pipeline.balance import balance, equal_borders, moves
-from stepgauge.spec.plan.stages import HALVES, STEP, PartTimes, cut_at
+from stepgauge.spec.plan.stages import (
+    HALVES,
+    STEP,
+    PartTimes,
+    block_weights,
+    cut_at,
+    cut_blocks,
+)
+from stepgauge.spec.train import TrainSpec
 
 Borders = tuple[int, ...]
 
@@ -43,6 +54,19 @@ def stages_of(spec: PipelineSpec, times: PartTimes | None = None) -> list[range]
     assert times is not None, "whoever runs or predicts the spec has them"
     weights = times.of(spec.model.num_layers)
     return shortest_cut(weights, spec.plan(), overweight=spec.overweight)
+
+
+def blocks_of(
+    spec: LayoutSpec | TrainSpec, layout: Layout, times: PartTimes | None = None
+) -> list[range]:
+    """The blocks of each stage of a layout, whole ones. `times` for one that is cut by them."""
+    if layout.pipeline == 1:
+        return [range(spec.network.num_layers)]
+    schedule = schedule_of(layout)
+    if spec.balance != STEP:
+        return cut_blocks(spec.network, schedule, times)
+    assert times is not None, "whoever runs or predicts the spec has them"
+    return shortest_cut(block_weights(spec.network, times), schedule)
 
 
 class _Search:

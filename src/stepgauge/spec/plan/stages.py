@@ -13,6 +13,7 @@ from stepgauge.spec.plan.pipeline.action import Schedule
 from stepgauge.spec.plan.pipeline.balance import balance
 
 FLOPS, TIME, STEP = "flops", "time", "step"
+BY_TIMES = (TIME, STEP)  # what parts take, measured or predicted
 HALVES = ("attention", "feed_forward")
 
 
@@ -65,11 +66,16 @@ def cut_blocks(
             f"{schedule.name} on {schedule.num_ranks} ranks has {stages} stages; the network has "
             f"{layers} blocks"
         )
-    first, *halves, last = times.of(layers) if times else part_flops(model)
+    return _cut(block_weights(model, times), schedule)
+
+
+def block_weights(model: ModelSpec | BertSpec, times: PartTimes | None = None) -> list[float]:
+    """Time, or FLOPs, of each block, with the embedding's in the first and the head's in the last."""
+    first, *halves, last = times.of(model.num_layers) if times else part_flops(model)
     weights = [sum(halves[n : n + 2]) for n in range(0, len(halves), 2)]
     weights[0] += first
     weights[-1] += last
-    return _cut(weights, schedule)
+    return weights
 
 
 def cut_parts(weights: Sequence[float], schedule: Schedule, *, overweight: int = 0) -> list[range]:
@@ -94,6 +100,14 @@ def cut_at(sizes: Sequence[int], more: int = 0) -> list[range]:
 def describe_cuts(cuts: Sequence[range], unit: str) -> str:
     """How a row names its stages, such as "stages of 5, 3 blocks"."""
     return f"stages of {', '.join(str(len(cut)) for cut in cuts)} {unit}"
+
+
+def describe_balance(cuts: Sequence[range], unit: str, *, balance: str, times: str) -> str:
+    """How a row names stages that are cut by what parts take; `times` are measured or predicted."""
+    if balance not in BY_TIMES:
+        return ""
+    step = "for the shortest step " if balance == STEP else ""
+    return f"{describe_cuts(cuts, unit)}, {step}by {times} time"
 
 
 def part_flops(model: ModelSpec | BertSpec) -> list[float]:
