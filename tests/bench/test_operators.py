@@ -251,6 +251,25 @@ def test_a_presets_operators_cost_what_its_formulas_say(presets):
     assert sum(term.gradient for term in seen.terms("backward")) == EAGER.model.num_parameters
 
 
+def test_the_peak_of_traced_stages_is_that_of_formulas():
+    """Of micro-batches in flight, weights shared or whole; and its parts are its sum."""
+    dgx = CalibratedMachine(HardwareFile.read(HARDWARE / "dgx-h100.json"))
+    staged = LayoutSpec(**ON_GPU, batch=16, layout="pp2 1f1b m4")
+    seen = run_isolated(traced, staged, "sm90")
+    peaks = {}
+    for layout in ("pp2 1f1b m4", "pp2 gpipe m4", "pp2 1f1b m4 dp2 zero1", "pp2 1f1b m4 dp2 zero3"):
+        batch = 16 * (2 if "dp2" in layout else 1)
+        asked = dataclasses.replace(staged, layout=layout, batch=batch)
+        row = predict_layout(asked, dgx, seen)
+        peaks[layout] = row.median("peak_bytes")
+        by_formula = predict_layout(asked, dgx).median("peak_bytes")
+        assert peaks[layout] == pytest.approx(by_formula, rel=0.03), layout
+        parts = {name: size for name, size, _ in row.tables["memory"][1:]}
+        inside = sum(size for name, size in parts.items() if not name.endswith("(outside)"))
+        assert inside == pytest.approx(peaks[layout], abs=1)
+    assert peaks["pp2 1f1b m4"] < peaks["pp2 gpipe m4"]
+
+
 def test_a_compiled_presets_operators_are_passes_between_products(presets):
     machine = CalibratedMachine(HardwareFile.read(HARDWARE / "h200-sxm.json"))
     seen = presets[COMPILED]

@@ -23,6 +23,7 @@ from stepgauge.measure.fusion import Moved, fused, fused_units
 from stepgauge.measure.memory.fake_device import fake_device
 from stepgauge.measure.memory.missing_rules import NotPredictableError
 from stepgauge.measure.memory.recurrent import layers_that_raise
+from stepgauge.measure.memory.storage_tracker import ACTIVATIONS, TEMPORARIES
 from stepgauge.measure.operators import OperatorTrace, record_step
 from stepgauge.measure.weight_gradients import marked
 from stepgauge.parallel.fsdp.sharded_unit import repeated_blocks
@@ -112,7 +113,7 @@ def _traced(architecture: str, stage: Stage, gathered: bool) -> TracedNetwork:
     try:
         found = _counted(stage, architecture, weights, by_unit=gathered)
         is_tracked = architecture != "cpu" and work.compile == "off"
-        moments = _moments(stage, architecture, weights) if is_tracked else []
+        tracked = _tracked(stage, architecture, weights) if is_tracked else {}
     except ValueError:
         raise
     except Exception as error:  # of the user's own code: the step may run for all that
@@ -126,7 +127,7 @@ def _traced(architecture: str, stage: Stage, gathered: bool) -> TracedNetwork:
         parameters=found.parameters,
         units=found.units,
         blocks=blocks,
-        moments=moments,
+        **tracked,
     )
 
 
@@ -266,20 +267,29 @@ def _narrow(layers: int, ranks: int) -> ModelSpec:
     )  # fmt: skip
 
 
-def _moments(
-    stage: Stage, architecture: str, weights: torch.dtype | None
-) -> list[Mapping[str, int]]:
-    """None of a step without its optimizer, whose memory is not tracked."""
+def _tracked(stage: Stage, architecture: str, weights: torch.dtype | None) -> dict[str, Any]:
+    """What a TracedNetwork has of memory; nothing of a step without its optimizer, whose memory is
+    not tracked.
+    """
     if stage.work.phases != "step":
-        return []
+        return {}
+    inputs: list[Any] = []
     asked = MemorySpec(**{**vars(stage.work), "predict": architecture})
     with other_ranks(stage.layout) as groups:
 
         def make(spec: WorkSpec, device: torch.device, **_: Any) -> Built:
-            return _built(dataclasses.replace(stage, work=spec), device, groups, weights)
+            built = _built(dataclasses.replace(stage, work=spec), device, groups, weights)
+            inputs[:] = built[1]
+            return built
 
         step = predict_memory(asked, make=make).step
-    return [moment.held for moment in step.thinned()]
+    hidden = [x for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    given = sum(x.nbytes for x in hidden) if stage.parts is not None else 0
+    return {
+        "moments": [moment.held for moment in step.thinned()],
+        "kept_bytes": given + sum(step.bytes_of[a] for a in step.saved_for_backward()),
+        "most_bytes": given + step.most_of(ACTIVATIONS, TEMPORARIES),
+    }
 
 
 def _built(

@@ -16,7 +16,7 @@ from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import Prices
 from stepgauge.cost.streams.program import Launching, Operations
 from stepgauge.cost.timed_blocks import as_timed
-from stepgauge.cost.traced.memory import traced_memory
+from stepgauge.cost.traced.memory import traced_memory, traced_pipeline_memory
 from stepgauge.cost.traced.network import TracedNetwork, TracedOperations
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.plan.pipeline import Schedule
@@ -70,8 +70,9 @@ def peak_of(operations: Operations, layout: Layout, *, accumulates: bool = False
 def peak_of_stages(
     stages: Sequence[Operations], layout: Layout, schedule: Schedule, *, accumulates: bool
 ) -> Memory | None:
-    """Of the fullest rank of a pipeline; None of traced stages."""
+    """Of the fullest rank of a pipeline; None where the trace has not followed memory."""
     known = [stage for stage in stages if isinstance(stage, StepOperations)]
-    if len(known) < len(stages):
-        return None
-    return pipeline_memory(known, layout, schedule, accumulates=accumulates)
+    if known:
+        return pipeline_memory(known, layout, schedule, accumulates=accumulates)
+    traced = [stage for stage in stages if isinstance(stage, TracedOperations)]
+    return traced_pipeline_memory(traced, layout, schedule, accumulates=accumulates)

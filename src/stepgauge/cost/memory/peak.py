@@ -119,7 +119,7 @@ def pipeline_memory(
         if accumulates or base.unit:
             activations = max(live(row, held))
         else:
-            activations, resident["gradients"] = _fullest(row, held, base.gradients)
+            activations, resident["gradients"] = fullest(row, held, base.gradients)
         extra = max(of_block_backward(stages[n]) + keeps[n].again for n in own)
         extra = max(extra, max(of_loss(stages[n]) for n in own))
         buffers = 4 * max(stages[n].stream_bytes for n in own)
@@ -133,7 +133,7 @@ def pipeline_memory(
     return max(ranks, key=lambda memory: memory.peak_bytes)
 
 
-def _fullest(
+def fullest(
     row: Sequence[Action], held: Mapping[int, Held], gradients: float
 ) -> tuple[float, float]:
     """Activations and gradients where a rank has most: of these none until its first backward has

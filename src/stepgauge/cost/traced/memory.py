@@ -1,14 +1,18 @@
 """Peak memory of a traced step over a data axis: from moment to moment what one device held, with the
-parts that a rank has its share of only.
+parts that a rank has its share of only. Of a pipeline: what a stage keeps of each micro-batch that is
+in flight.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from stepgauge.cost.data_axis.buckets import most_owned
-from stepgauge.cost.memory.peak import ASSUMED, COMMUNICATOR, Item, Memory
+from stepgauge.cost.memory.peak import ASSUMED, COMMUNICATOR, Item, Memory, fullest
 from stepgauge.cost.traced.network import TracedOperations
 from stepgauge.spec.hardware import CUDA_CONTEXT
 from stepgauge.spec.layout import WRAPPERS, Layout
+from stepgauge.spec.plan.pipeline import Schedule, check
+from stepgauge.spec.plan.pipeline.action import Action
+from stepgauge.spec.plan.pipeline.check import Held, live
 from stepgauge.spec.plan.shards import MOST_IN_FLIGHT, PREFETCHED
 
 # Categories of a traced step that ZeRO shards, by what spec/layout.py calls them.
@@ -40,10 +44,111 @@ def traced_memory(
     items = [Item(name, nbytes, "traced") for name, nbytes in fullest.items() if nbytes]
     if WRAPPERS[layout.wrapper].keeps_buckets:
         items.append(Item("buckets", gradients, "traced"))
+    return Memory(items, _outside(layout), "the fullest moment")
+
+
+def _outside(layout: Layout) -> list[Item]:
     outside = [Item("CUDA context", CUDA_CONTEXT, ASSUMED)]
     if layout.sizes:
         outside.append(Item("communicators", COMMUNICATOR, ASSUMED))
-    return Memory(items, outside, "the fullest moment")
+    return outside
+
+
+def traced_pipeline_memory(
+    stages: Sequence[TracedOperations],
+    layout: Layout,
+    schedule: Schedule,
+    *,
+    accumulates: bool,
+) -> Memory | None:
+    """Of the fullest rank of a pipeline, by the stages that it has and the micro-batches that it has
+    in flight; None where memory was not traced. `accumulates`: as traced_memory has it.
+    """
+    if not all(stage.traced.moments for stage in stages):
+        return None
+    held = {
+        n: Held(stage.traced.kept_bytes, min(_for_weights(stage), stage.traced.kept_bytes))
+        for n, stage in enumerate(stages)
+    }
+    ranks = []
+    for rank, row in enumerate(check(schedule, held=held).schedule.ranks):
+        own = [stages[n] for n in schedule.stages(rank)]
+        parts = _parts_of_rank(own, layout, row, held, accumulates=accumulates)
+        items = [Item(name, nbytes, "traced") for name, nbytes in parts.items() if nbytes]
+        ranks.append(Memory(items, _outside(layout), f"rank {rank}"))
+    return max(ranks, key=lambda memory: memory.peak_bytes)
+
+
+def _parts_of_rank(
+    own: Sequence[TracedOperations],
+    layout: Layout,
+    row: Sequence[Action],
+    held: Mapping[int, Held],
+    *,
+    accumulates: bool,
+) -> dict[str, float]:
+    """Bytes of each, at the fullest moment of the rank that does the actions of the row."""
+
+    def whole(category: str) -> float:
+        return sum(_most(stage, category) for stage in own)
+
+    parts = {
+        category: sum(_most(stage, category) * _stage_share(stage, layout, part) for stage in own)
+        for category, part in PART_OF.items()
+    }
+    if WRAPPERS[layout.wrapper].shards("weights") and layout.num_replicas > 1:
+        parts["gradients"] += whole("gradients")
+        parts["unsharded weights"] = whole("parameters")
+        in_flight = max(live(row, held))
+    elif accumulates:
+        in_flight = max(live(row, held))
+    else:
+        in_flight, parts["gradients"] = fullest(row, held, parts["gradients"])
+    return {
+        **parts,
+        "activations in flight": in_flight,
+        "temporaries": max(map(_temporaries, own)),
+        "buffers of transfers": 4 * max(stage.stream_bytes for stage in own),
+        "other": max(_most(stage, "other") for stage in own),
+    }
+
+
+def _temporaries(stage: TracedOperations) -> float:
+    """Beside what a micro-batch keeps. Where its backward ends that has gone, and a gradient stands
+    beside those of earlier micro-batches that it is added to.
+    """
+    added = max(stage.traced.parameters) * stage.how.weight
+    return max(stage.traced.most_bytes, added) - stage.traced.kept_bytes
+
+
+def _most(stage: TracedOperations, category: str) -> float:
+    return max(moment.get(category, 0) for moment in stage.traced.moments)
+
+
+def _stage_share(stage: TracedOperations, layout: Layout, part: str) -> float:
+    """A stage's gradients add up whole before ZeRO 2 gives them to their owners; the weights of
+    ZeRO 3 are shared in the type that they were traced in.
+    """
+    wrapper, ranks = WRAPPERS[layout.wrapper], layout.num_replicas
+    if ranks == 1 or not wrapper.shards(part):
+        return 1.0
+    if wrapper.shards("weights"):
+        return 1 / ranks
+    return 1.0 if part == "gradients" else most_owned(stage, ranks) / stage.num_parameters
+
+
+def _for_weights(stage: TracedOperations) -> float:
+    """Both factors of each product for a gradient of weights, whose sizes are (N, K, tokens)."""
+    products = (
+        term
+        for term in stage.traced.terms("backward")
+        if term.weights and term.is_product and term.count
+    )
+    return sum(
+        term.count * (n + k) * tokens * stage.how.activation
+        for term in products
+        for n, k, tokens in [term.sizes]
+    )
 
 
 def _share(operations: TracedOperations, layout: Layout, category: str, accumulates: bool) -> float:

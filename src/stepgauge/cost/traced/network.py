@@ -30,6 +30,8 @@ class TracedNetwork:
                 network that the host's times were calibrated with
     moments     bytes by category, from moment to moment of a step on one device, by torch's count;
                 none where memory was not traced
+    kept_bytes  of them what is held between forward and backward, the input of a stage among it
+    most_bytes  the same at most, with what forward and backward hold for a moment
     """
 
     forward: Sequence[Run]
@@ -39,6 +41,8 @@ class TracedNetwork:
     units: Mapping[str, int]
     blocks: Mapping[str, float]
     moments: Sequence[Mapping[str, int]] = ()
+    kept_bytes: int = 0
+    most_bytes: int = 0
 
     def runs(self, phase: str) -> Sequence[Run]:
         return self.forward if phase == "forward" else self.backward
