@@ -148,7 +148,7 @@ class Experts(nn.Module):
 def _as_products_take(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     """Under autocast in its type."""
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
+    if x.is_meta or not torch.is_autocast_enabled(kind):
         return weights
     return tuple(weight.to(torch.get_autocast_dtype(kind)) for weight in weights)
 

@@ -20,7 +20,7 @@ def swiglu_feed_forward(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) 
     narrowed to its type first. On GPUs it takes bfloat16 and float16, and needs quack-kernels and a
     Hopper GPU (ValueError). There is no second derivative: asking for one raises.
     """
-    if torch.is_autocast_enabled(x.device.type):
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         narrow = torch.get_autocast_dtype(x.device.type)
         x, gate_up_weight, down_weight = (t.to(narrow) for t in (x, gate_up_weight, down_weight))
     return _FeedForward.apply(x, gate_up_weight, down_weight)
