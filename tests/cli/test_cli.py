@@ -451,12 +451,13 @@ def test_rows_that_are_all_on_disk_are_shown_without_torch(stepgauge, tmp_path):
 @pytest.mark.parametrize(
     "asked",
     [
-        ("comm", "--op", "all_reduce", "--size", "1K,2K"),
-        ("kernel", "rms-norm", "--rows", "8", "--width", "16"),
-        ("pipeline", "--size", "nano", "--context", "16", "--batch", "4", "--microbatches", "4"),
-        ("op", "own.py:double"),
+        ("bench", "comm", "--op", "all_reduce", "--size", "1K,2K"),
+        ("bench", "kernel", "rms-norm", "--rows", "8", "--width", "16"),
+        ("bench", "pipeline", "--size", "nano", "--batch", "4", "--microbatches", "4"),
+        ("bench", "op", "own.py:double"),
+        ("profile", "memory", "--size", "nano", "--predict", "no,cpu"),
     ],
-    ids=lambda asked: asked[0],
+    ids=lambda asked: asked[1],
 )
 def test_whatever_is_measured_is_shown_again_without_torch(stepgauge, tmp_path, monkeypatch, asked):
     def leave(jobs, out, **_):
@@ -470,7 +471,7 @@ def test_whatever_is_measured_is_shown_again_without_torch(stepgauge, tmp_path, 
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text("def inputs(device): return ()\ndef double(): pass\n")
-    asked = ["bench", *asked, "--device", "cpu", "--out", "r", "--format", "json"]
+    asked = [*asked, "--device", "cpu", "--out", "r", "--format", "json"]
     with monkeypatch.context() as patched:
         patched.setattr(command_rows, "run_jobs", leave)
         patched.setattr(command_rows, "require_usable", lambda *_: None)

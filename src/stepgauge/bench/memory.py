@@ -52,16 +52,13 @@ def check(spec: MemorySpec) -> None:
 
 
 def jobs(spec: MemorySpec, *, folder: Path | None = None) -> list[Job]:
-    """What gives the records of the spec: its prediction, then its measurement, where each can be.
-
-    Compiled code is measured only; a spec that names a device to predict for is predicted only.
-    """
+    """What gives the records of the spec: its prediction, then its measurement, where each can be."""
     process = Record.of(spec).key
-    measuring = Job(functools.partial(measure, folder=folder), spec, process)
-    predicting = Job(predicted, spec, process, provenance="modelled")
-    if spec.predict != "no":
-        return [predicting]
-    return [predicting, measuring] if spec.compile == "off" else [measuring]
+    known = {
+        "modelled": Job(predicted, spec, process, provenance="modelled"),
+        "measured": Job(functools.partial(measure, folder=folder), spec, process),
+    }
+    return [known[provenance] for provenance in spec.provenances]
 
 
 def predicted(spec: MemorySpec) -> Record:

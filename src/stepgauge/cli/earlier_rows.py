@@ -10,11 +10,10 @@ from stepgauge.spec.record import Record
 from stepgauge.spec.store import FILE_NAME, RunStore
 
 
-def earlier_rows(
-    specs: Sequence[Any], out: Path, provenances: Sequence[str] = ("measured",)
-) -> list[Record]:
-    """The run's records of each spec, in their order, as a sweep would find them; none where it has
-    to look itself: a row is missing, or is of a GPU, which torch alone can name.
+def earlier_rows(specs: Sequence[Any], out: Path) -> list[Record]:
+    """The run's records of each spec, of each provenance that it has rows of, in the order of a sweep;
+    none where the sweep has to look itself: a row is missing, or is of a GPU, which torch alone can
+    name.
     """
     if torchrun_numbers() or any(spec.device != "cpu" for spec in specs):
         return []
@@ -32,5 +31,10 @@ def earlier_rows(
         for record in contents.records
         if record.status != "failed" and here.items() <= record.environment.items()
     }
-    rows = [known.get((Record.of(spec).key, p)) for spec in specs for p in provenances]
-    return [] if None in rows else [row for row in rows if row]
+    asked = [
+        (Record.of(spec).key, provenance)
+        for spec in specs
+        for provenance in getattr(spec, "provenances", ("measured",))
+    ]
+    is_complete = all(row in known for row in asked)
+    return [known[row] for row in asked] if is_complete else []

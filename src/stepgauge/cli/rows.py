@@ -187,13 +187,12 @@ def measured(
     out: Path,
     *,
     fresh: bool,
-    provenances: Sequence[str] = ("measured",),
     require: Callable[[], None] = lambda: None,
 ) -> list["Record"]:
-    """The records of all specs, of each provenance: where an earlier run has left all of them they
-    are read, which loads no torch; else they are swept, after what `require` refuses.
+    """The records of all specs: where an earlier run has left all of them they are read, which loads
+    no torch; else they are swept, after what `require` refuses.
     """
-    earlier = [] if fresh else earlier_rows(specs, out, provenances)
+    earlier = [] if fresh else earlier_rows(specs, out)
     if earlier:
         tell_of_all(earlier, out, reused=len(earlier))
         return earlier

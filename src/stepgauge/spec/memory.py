@@ -48,6 +48,15 @@ class MemorySpec(WorkSpec):
             )
 
     @property
+    def provenances(self) -> tuple[str, ...]:
+        """Of the rows that it has: compiled code is measured only, and for a device that need not be
+        there a step is predicted only.
+        """
+        if self.predict != "no":
+            return ("modelled",)
+        return ("modelled", "measured") if self.compile == "off" else ("measured",)
+
+    @property
     def kept_is_told(self) -> bool:
         """Whether autograd can be asked what a compiled step keeps: a checkpoint around a graph
         hides it.

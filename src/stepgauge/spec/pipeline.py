@@ -46,6 +46,7 @@ class PipelineSpec:
     """
 
     kind: ClassVar[str] = "pipeline"
+    provenances: ClassVar[tuple[str, ...]] = ("modelled", "measured")  # of the rows that it has
 
     model: ModelSpec | BertSpec
     size: str = option("custom", "preset that the model spec starts from", label=True)

@@ -30,7 +30,7 @@ def pipeline(
     are timed alone and its schedule is simulated: that prediction is a row of the run too.
     """
     specs = rows.with_devices(rows.distinct(expand(PipelineSpec, values, network=Networks)))
-    records = rows.measured(specs, out, fresh=fresh, provenances=("modelled", "measured"))
+    records = rows.measured(specs, out, fresh=fresh)
     print_records(records, format)
     if pictures:
         _draw(records, out)

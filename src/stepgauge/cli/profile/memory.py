@@ -45,8 +45,8 @@ def memory(
     is measured; blocks to compute again together vary only rows with checkpointing. The run's
     folder gets records, report.html and, on CUDA, the allocator's snapshots for PyTorch's viewer.
     """
-    specs = rows.resolve_devices(rows.distinct(expand(MemorySpec, values)))
-    records = rows.run_jobs(rows.checked_jobs(specs, out), out, fresh=fresh)
+    specs = rows.with_devices(rows.distinct(expand(MemorySpec, values)))
+    records = rows.measured(specs, out, fresh=fresh)
     write_page(out)  # before anything is printed: a reader such as head may end the program
     if format == "table":
         _print_tables(records, details)
