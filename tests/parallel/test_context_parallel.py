@@ -62,6 +62,7 @@ def on_ranks(_):
         for kv_heads in (4, 8):
             compare_heads(heads, is_causal, kv_heads, torch.float64, 1e-12)
     compare_heads(heads, True, 4, torch.bfloat16, 2e-2)
+    compare_penalty(heads)
     heads.communicates = False
     compare_heads_alone(heads)
     heads.communicates = True
@@ -86,6 +87,27 @@ def compare_heads(context, is_causal, kv_heads, dtype, tolerance, **sizes):
     )
 
 
+def compare_penalty(context):
+    """Gradients of a loss that has in it the gradients of an attention's output, times constants."""
+
+    def plain(q, k, v):
+        return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
+
+    def backward(attend, qkv, factor):
+        loss = (attend(*qkv) * factor).sum()
+        gradients = torch.autograd.grad(loss, qkv, create_graph=True)
+        (loss + sum(each.square().sum() for each in gradients)).backward()
+
+    torch.manual_seed(0)
+    *wholes, factor = (torch.randn(2, 8, 16, 4, dtype=torch.float64) for _ in range(4))
+    pieces = [context.piece(x, dim=2).requires_grad_() for x in wholes]
+    wholes = [x.requires_grad_() for x in wholes]
+    backward(plain, wholes, factor)
+    backward(functools.partial(context.attend, plain), pieces, context.piece(factor, dim=2))
+    for piece, expected in zip(pieces, wholes, strict=True):
+        torch.testing.assert_close(context.whole(piece.grad, dim=2), expected.grad)
+
+
 def compare_heads_alone(context):
     """Without communication: results are wrong, of the right shape, and nobody is waited for."""
     q = torch.randn(1, 4, 8, 8, requires_grad=True)
@@ -104,6 +126,9 @@ def refuse():
     torch.testing.assert_close(context.attend(odd, odd, odd, is_causal=False), odd)
     with pytest.raises(ValueError, match="scale"):
         context.attend(even, even, even, scale=0.0)
+    q = even.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match="ring attention, .* has no second derivative"):
+        torch.autograd.grad(context.attend(q, q, q).sum(), q, create_graph=True)
     compare_attention(context, True, 4, torch.float64, 1e-12)
 
 

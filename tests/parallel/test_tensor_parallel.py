@@ -444,7 +444,7 @@ def left_to_the_library():
 def message_of(call):
     try:
         call()
-    except (ValueError, IndexError) as error:
+    except (ValueError, IndexError, RuntimeError) as error:
         return str(error)
     return "nothing was raised"
 
@@ -539,6 +539,17 @@ def of_tables_of_the_library():
     return said | {"flat": message_of(lambda: flat(torch.ones(2, 4))), "alone": alone}
 
 
+def differentiated_again(overlap=None, partial_loss=None, targets=True):
+    """What a penalty of gradients is told, of a loss or of logits: the first gradient is a constant."""
+    least, plan.LEAST_OVERLAPPED_BYTES = plan.LEAST_OVERLAPPED_BYTES, 0
+    model, table = build("default")
+    module = parallelize_tensor(model, table, overlap=overlap, partial_loss=partial_loss).module
+    value = module(*batch(0)[: 1 + targets]).sum()
+    plan.LEAST_OVERLAPPED_BYTES = least
+    weights = list(module.parameters())
+    return message_of(lambda: torch.autograd.grad(value, weights, create_graph=True))
+
+
 def mistakes():
     """What is said about tables, shapes and networks that do not fit."""
     model, table = build("default")
@@ -569,6 +580,9 @@ def mistakes():
         "target": message_of(lambda: parallel.module(tokens, beyond)),
         "fused target": message_of(lambda: fused.module(tokens, torch.full_like(tokens, -1))),
         "different": message_of(lambda: parallelize_tensor(wrong, {"": Rule("column")})),
+        "loss again": differentiated_again(),
+        "fused loss again": differentiated_again(partial_loss=PARTIAL_LOSS),
+        "overlapped again": differentiated_again(overlap=True, targets=False),
         **of_changed_models(),
     }
 
@@ -669,6 +683,10 @@ def test_mistakes_are_said(two_ranks):
         assert said["target"] == "a target is not in the vocabulary of 11 words: 11"
         assert said["fused target"] == "a target is not in the vocabulary of 11 words: -1"
         assert "the ranks' models differ: parameter or buffer weight" in said["different"]
+        again = "has no second derivative (create_graph=True)"
+        assert said["loss again"] == f"the loss that is cut over the vocabulary {again}"
+        assert said["fused loss again"] == f"the loss that is cut over the vocabulary {again}"
+        assert said["overlapped again"] == f"a layer that overlaps {again}"
         part = "give its module a rule that cuts it alike, or a parameter of its own"
         assert said["tied"] == f"scale is the parameter out.bias, which is cut; {part}"
         assert said["twice"] == (

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stepgauge.parallel.autograd.first_derivatives import without_second_derivative
 from stepgauge.parallel.autograd.operators import define_operator
 from stepgauge.parallel.context_parallel.key_travel import Messages, Staying, Travel
 from stepgauge.parallel.context_parallel.split_sequences import SplitSequences
@@ -102,7 +103,7 @@ class _Ring(torch.autograd.Function):
         return o
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @without_second_derivative("ring attention, unlike cp ulysses,")
     def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
         how = ctx.context, ctx.is_causal, ctx.scale

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stepgauge.parallel.autograd.first_derivatives import without_second_derivative
 from stepgauge.parallel.autograd.operators import define_operator
 from stepgauge.parallel.tensor_parallel.exchange import (
     Exchange,
@@ -50,7 +51,7 @@ class _Column(torch.autograd.Function):
         ctx.save_for_backward(x_BQD, weight_FD)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @without_second_derivative("a layer that overlaps")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x_BQD, weight_FD = ctx.saved_tensors
         wants = ctx.needs_input_grad[1]
@@ -69,7 +70,7 @@ class _Row(torch.autograd.Function):
         ctx.save_for_backward(x_BTF, weight_DF)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @without_second_derivative("a layer that overlaps")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x_BTF, weight_DF = ctx.saved_tensors
         wants = ctx.needs_input_grad[1]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stepgauge.parallel.autograd.first_derivatives import without_second_derivative
 from stepgauge.parallel.tensor_parallel.residual_stream import ResidualStream, over_ranks
 
 IGNORED = -100  # the target of a token that does not count, as in F.cross_entropy
@@ -79,7 +80,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         return ((lse_N - target_N) * counts_N).sum() / counts_N.sum()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @without_second_derivative("the loss that is cut over the vocabulary")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         *saved, weights_N = ctx.saved_tensors
         return *ctx.partial_loss.backward(*saved, gradient * weights_N), *(None,) * 4
@@ -146,7 +147,7 @@ class _CrossEntropy(torch.autograd.Function):
         return ((sum_N.log() - target_N) * counts_N).sum() / counts_N.sum()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @without_second_derivative("the loss that is cut over the vocabulary")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         probabilities_NV, rows_N, is_here_N, weights_N = ctx.saved_tensors
         logits_grad = probabilities_NV.clone()

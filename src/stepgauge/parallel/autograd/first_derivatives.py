@@ -1,0 +1,29 @@
+"""Backwards that autograd cannot follow: they have no second derivative."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Backward = Callable[..., Any]
+
+
+def without_second_derivative(operation: str) -> Callable[[Backward], Backward]:
+    """Of a Function's backward: it raises RuntimeError under create_graph=True.
+
+    torch's once_differentiable raises only where the gradient that comes in depends on something.
+    That of a loss is a constant one, and what is computed of it would count as constant too.
+    """
+
+    def decorate(backward: Backward) -> Backward:
+        @functools.wraps(backward)
+        def refusing(ctx: Any, *gradients: Any) -> Any:
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                raise RuntimeError(f"{operation} has no second derivative (create_graph=True)")
+            with torch.no_grad():
+                return backward(ctx, *gradients)
+
+        return refusing
+
+    return decorate
