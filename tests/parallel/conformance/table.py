@@ -68,6 +68,8 @@ REFUSALS = {
     ("other parameters on a rank and a collective in backward", ("zero3",)): "all ranks must call",
     ("gradients in a buffer of the user", ("zero3",)): "mixed torch.Tensor and DTensor",
     ("another tensor set as data", ("zero3",)): "write weight.data.copy_(new)",
+    ("a head loaded in a backward", ("zero3",)): "sharded weights are written outside",
+    ("a head written in a backward", ("zero3",)): "sharded weights are written outside",
     ("a scalar parameter", ("zero3",)): "scale has no dimensions",
     (
         "reentrant checkpointing within blocks",

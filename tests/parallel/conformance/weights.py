@@ -326,6 +326,88 @@ def own_state_dict_put_back(setup):
     return t.results()
 
 
+def _where_a_block_ends(t, act, *, backward):
+    """Calls `act` once where the middle block ends: in the first forward, or in the last backward of
+    a step, which in one process has the batches of all ranks.
+    """
+    calls, number = [], len(t.setup.batches) if backward else 1
+
+    def once(*_):
+        calls.append(None)
+        if len(calls) == number:
+            act()
+
+    block = t.inner.blocks[1]
+    if backward:
+        block.register_forward_pre_hook(lambda module, given: given[0].register_hook(once) and None)
+    else:
+        block.register_forward_hook(once)
+
+
+def _state_read(setup, **where):
+    """Whole weights are read at once: what one finds there later may be others."""
+    t, seen = Training(setup, Net()), {}
+
+    def read():
+        seen.update({f"seen {name}": whole(w) for name, w in t.inner.state_dict().items()})
+
+    t.train(0)
+    _where_a_block_ends(t, read, **where)
+    t.train(1)
+    return t.results() | seen
+
+
+def state_dict_read_in_a_forward(setup):
+    return _state_read(setup, backward=False)
+
+
+def state_dict_read_in_a_backward(setup):
+    return _state_read(setup, backward=True)
+
+
+def state_dict_kept_from_a_backward(setup):
+    """Kept, as a checkpoint that is written later: an in-place step changes it as it changes weights."""
+    t, kept = Training(setup, Net()), {}
+    _where_a_block_ends(t, lambda: kept.update(t.inner.state_dict()), backward=True)
+    t.train(0, 1)
+    return t.results() | {f"kept {name}": whole(weight) for name, weight in kept.items()}
+
+
+def _loaded(setup, loaded, **where):
+    t, given = Training(setup, Net()), Net(seed=9).state_dict()
+    part = {name: value for name, value in given.items() if name.startswith(loaded)}
+    t.train(0)
+    _where_a_block_ends(t, lambda: t.inner.load_state_dict(part, strict=False), **where)
+    t.train(1)
+    return t.results()
+
+
+def weights_loaded_in_a_forward(setup):
+    """Of the block that has just computed, whose backward does not read them all."""
+    return _loaded(setup, "blocks.2", backward=False)
+
+
+def weights_loaded_in_a_backward(setup):
+    """Of a block whose backward has ended."""
+    return _loaded(setup, "blocks.2", backward=True)
+
+
+def a_head_loaded_in_a_backward(setup):
+    return _loaded(setup, "head", backward=True)
+
+
+def a_head_written_in_a_backward(setup):
+    def write():
+        with torch.no_grad():
+            t.inner.head.weight.mul_(0.5)
+
+    t = Training(setup, Net())
+    t.train(0)
+    _where_a_block_ends(t, write, backward=True)
+    t.train(1)
+    return t.results()
+
+
 def names_of_the_state_dict(setup):
     t = Training(setup, Net())
     state = t.inner.state_dict()

@@ -164,6 +164,8 @@ class GradientReductions:
                 given = [p.grad for p in self.parameters if p.grad is not None]
                 self._incomplete = [(gradient, gradient._version) for gradient in given]
                 return
+            for unsharded in self._unsharded:
+                unsharded.require_unwritten()
             if not self._used and not self._unused_here:
                 return
             self._accumulate_used_elsewhere()

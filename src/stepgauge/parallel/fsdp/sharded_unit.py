@@ -72,8 +72,9 @@ class ShardedUnit:
             whole = of_weight[0][0]._parameters[of_weight[0][1]]
             assert whole is not None, "it has a place"
             _set_weight(of_weight, sharded_in_place_of(whole, sharding))
-            for owner, _ in of_weight:
-                owner.register_load_state_dict_pre_hook(functools.partial(_cut, sharding))
+        for owner in {owner for of_weight in places for owner, _ in of_weight}:
+            owner.register_load_state_dict_pre_hook(functools.partial(_cut, sharding))
+            owner.register_state_dict_post_hook(functools.partial(_give_shards, self))
         self.shards = self.parameters
         lack_values = any(shard.is_meta for shard in self.shards)
         self._seen = [] if lack_values else [_insides(shard) for shard in self.shards]
@@ -253,6 +254,18 @@ def _cut(
         ):
             device = given.device if parameter.is_meta else parameter.device
             state[prefix + name] = sharding.shard(given.detach().to(device))
+
+
+def _give_shards(
+    unit: ShardedUnit, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """A state dict of a forward or backward has shards too: whole weights are freed after it."""
+    if unit.placed is None:
+        return
+    for of_weight, shard in zip(unit.places, unit.placed.parameters, strict=True):
+        for key in (prefix + name for owner, name in of_weight if owner is module):
+            if key in state:
+                state[key] = shard if state[key].requires_grad else shard.detach()
 
 
 def _before_backward(unsharded: UnshardedUnit, _: Tensor) -> None:

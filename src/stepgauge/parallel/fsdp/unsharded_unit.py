@@ -37,6 +37,7 @@ class UnshardedUnit:
         self._works: list[Any] = []
         self._copies: list[Tensor] = []  # of parts, in the type or length that is sent
         self._placed_views: list[tuple[Tensor, int]] = []
+        self._was_written = False
         self._versioned: list[Tensor] = []  # of each weight and call, one with its version
         self._are_away = False
         self._versions = _versions(parameters)
@@ -141,10 +142,7 @@ class UnshardedUnit:
         # Autograd calls hooks of a weight, with nothing, where its gradient is not ours to return.
         unhooked = [p for p in self.parameters if not num_hooks(p)]
         anchor = torch.empty(0, requires_grad=trained)
-        wholes = GatherWeights.apply(self, unhooked, anchor, *unhooked)
-        if not torch.is_inference_mode_enabled():
-            self._placed_views = [(whole, whole._version) for whole in wholes]
-        self._place(wholes)
+        self._place(GatherWeights.apply(self, unhooked, anchor, *unhooked))
 
     @torch.enable_grad()
     def place_for_backward(self) -> None:
@@ -154,6 +152,8 @@ class UnshardedUnit:
             self._place(WeightsInBackward.apply(self, (), anchor))
 
     def _place(self, weights: Sequence[Tensor]) -> None:
+        if not torch.is_inference_mode_enabled():
+            self._placed_views = [(whole, whole._version) for whole in weights]
         self.unit.placed = self
         self.unit.place(weights)
 
@@ -162,6 +162,8 @@ class UnshardedUnit:
         if self.unit.placed is self:
             self.unit.placed = None
             self.unit.place(self.parameters)
+            views, self._placed_views = self._placed_views, []
+            self._was_written |= any(whole._version != version for whole, version in views)
 
     def expect_consumers(self, inputs: Sequence[Tensor]) -> None:
         """Of a module whose weights are all frozen: they are needed until backward has the gradients
@@ -177,14 +179,15 @@ class UnshardedUnit:
         self._num_done += 1
         if self._num_done >= self._num_consumers:
             self.reshard()
+            self.require_unwritten()
 
     def require_unwritten(self) -> None:
-        """Raises RuntimeError for a weight that forward itself wrote."""
-        written = any(whole._version != before for whole, before in self._placed_views)
-        self._placed_views = []
+        """Raises RuntimeError for whole weights that were written while they were in their places."""
+        written, self._was_written = self._was_written, False
         if written:
             raise RuntimeError(
-                "a module wrote a weight in its forward; sharded weights are written outside of it"
+                f"a weight of {self.unit.name or 'the module'} was written in its forward or backward; "
+                f"sharded weights are written outside of them"
             )
 
 
