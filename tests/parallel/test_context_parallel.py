@@ -127,7 +127,7 @@ def refuse():
     with pytest.raises(ValueError, match="scale"):
         context.attend(even, even, even, scale=0.0)
     q = even.clone().requires_grad_()
-    with pytest.raises(RuntimeError, match="ring attention, .* has no second derivative"):
+    with pytest.raises(RuntimeError, match=r"ring attention, .* has no second derivative"):
         torch.autograd.grad(context.attend(q, q, q).sum(), q, create_graph=True)
     compare_attention(context, True, 4, torch.float64, 1e-12)
 
