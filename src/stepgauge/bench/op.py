@@ -153,12 +153,15 @@ def _check(
     user: UserFunction, ours: CallResult, right: CallResult, asked: float
 ) -> tuple[float, str]:
     """The largest relative error over the tensors of the result, and a sentence if it is too large."""
-    if [t.shape for t in ours.given] != [t.shape for t in right.given]:
-        both = (ours.given, right.given)
-        shapes = " and ".join(str([tuple(t.shape) for t in side]) for side in both)
-        raise ValueError(f"the function and its reference give results of other shapes: {shapes}")
-    longest_sum = max((side for t in tensors_in(user.inputs) for side in t.shape), default=1)
-    limit = asked or max(tolerance(t.dtype, longest_sum) for t in ours.given)
+    shapes, right_shapes = ([tuple(t.shape) for t in each.given] for each in (ours, right))
+    if shapes != right_shapes:
+        raise ValueError(
+            "the function and its reference give results of other shapes: "
+            f"{shapes} and {right_shapes}"
+        )
+    sides = (side for tensor in tensors_in(user.inputs) for side in tensor.shape)
+    longest_sum = max(sides, default=1)
+    limit = asked or max(tolerance(tensor.dtype, longest_sum) for tensor in ours.given)
     pairs = zip(ours.given, right.given, strict=True)
     error = largest(relative_error(_dense(a), _dense(b)) for a, b in pairs)
     return error, "" if error <= limit else WRONG.format(error, limit)

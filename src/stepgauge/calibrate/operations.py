@@ -9,6 +9,7 @@ T sequence, D width of a head.
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
@@ -44,12 +45,13 @@ class TimedOperation(NamedTuple):
 
 def rotating(make: Callable[[], tuple[Tensor, ...]], call: Callable[..., object]) -> Call:
     """Calls with one set of operands after the other, so many that no cache holds them all."""
-    first = make()
-    size = sum(tensor.nbytes for tensor in first)
-    copies = max(1, min(MOST_COPIES, -(-CACHED_BYTES // max(1, size))))
-    on_gpu = first[0].device.type == "cuda"
-    sets = itertools.cycle([first, *(make() for _ in range(copies - 1 if on_gpu else 0))])
-    return lambda: call(*next(sets))
+    sets = [make()]
+    if sets[0][0].device.type == "cuda":
+        nbytes = sum(tensor.nbytes for tensor in sets[0])
+        enough = math.ceil(CACHED_BYTES / max(1, nbytes))
+        sets += [make() for _ in range(min(MOST_COPIES, enough) - 1)]
+    in_turn = itertools.cycle(sets)
+    return lambda: call(*next(in_turn))
 
 
 def _matmul(layout: str, dtype: torch.dtype, m: int, n: int, k: int, device: torch.device) -> Call:

@@ -38,49 +38,50 @@ class Collective:
         self.spec, self.device = spec, device
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # The default group takes GPU tensors to NCCL; Gloo is asked for by a group of its own.
-        self.group = (
-            group_of("gloo")
-            if spec.backend == "gloo" and device.type == "cuda"
-            else dist.group.WORLD
-        )
+        needs_gloo = spec.backend == "gloo" and device.type == "cuda"
+        self.group = group_of("gloo") if needs_gloo else dist.group.WORLD
         self.ring = Ring(self.group)
-        parts = {True: spec.count // self.size, False: spec.count}
-        gives_part, gets_part = (
-            spec.op in ("gather", "all_gather"),
-            spec.op in ("scatter", "reduce_scatter"),
-        )
-        self.given = self._empty(parts[gives_part])
-        self.got = self.given if spec.op in IN_PLACE else self._empty(parts[gets_part])
-        self.run = self._call()
+        part = spec.count // self.size
+        self.given = self._empty(part if spec.op in ("gather", "all_gather") else spec.count)
+        if spec.op in IN_PLACE:
+            self.got = self.given
+        else:
+            self.got = self._empty(part if spec.op in ("scatter", "reduce_scatter") else spec.count)
+        self.run = self._ring_call() if spec.algorithm == "ring" else self._call()
 
     def _empty(self, count: int) -> Tensor:
         return torch.empty(count, dtype=getattr(torch, self.spec.dtype), device=self.device)
 
+    def _ring_call(self) -> Callable[[], object]:
+        """The collective by our own ring."""
+        given, got = self.given, self.got
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda: self.ring.all_reduce(got),
+            "all_gather": lambda: self.ring.all_gather(got, given),
+            "reduce_scatter": lambda: got.copy_(self.ring.reduce_scatter(given)),
+        }
+        return calls[self.spec.op]
+
     def _call(self) -> Callable[[], object]:
+        """The collective by the library."""
         given, got, group = self.given, self.got, self.group
-        if self.spec.algorithm == "ring":
-            return {
-                "all_reduce": lambda: self.ring.all_reduce(got),
-                "all_gather": lambda: self.ring.all_gather(got, given),
-                "reduce_scatter": lambda: got.copy_(self.ring.reduce_scatter(given)),
-            }[self.spec.op]
-        is_root = self.rank == ROOT
-        return {
+        calls: dict[str, Callable[[], object]] = {
             "broadcast": lambda: dist.broadcast(got, ROOT, group=group),
             "reduce": lambda: dist.reduce(got, ROOT, group=group),
             "all_reduce": lambda: dist.all_reduce(got, group=group),
-            "gather": lambda: dist.gather(
-                given, _parts(got, self.size) if is_root else None, ROOT, group=group
-            ),
+            "gather": lambda: dist.gather(given, self._at_root(got), ROOT, group=group),
             "all_gather": lambda: all_gather_flat(got, given, group=group),
-            "scatter": lambda: dist.scatter(
-                got, _parts(given, self.size) if is_root else None, ROOT, group=group
-            ),
+            "scatter": lambda: dist.scatter(got, self._at_root(given), ROOT, group=group),
             "reduce_scatter": lambda: reduce_scatter_flat(got, given, group=group),
             "all_to_all": lambda: dist.all_to_all_single(got, given, group=group),
             "send_recv": self._pass_on,
             "barrier": lambda: dist.barrier(group=group),
-        }[self.spec.op]
+        }
+        return calls[self.spec.op]
+
+    def _at_root(self, whole: Tensor) -> list[Tensor] | None:
+        """A part for each rank, which torch takes at the root alone."""
+        return _parts(whole, self.size) if self.rank == ROOT else None
 
     def _pass_on(self) -> None:
         transfers = [

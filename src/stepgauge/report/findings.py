@@ -125,10 +125,12 @@ def findings(records: Sequence[Record]) -> list[Finding]:
     """The change of each choice that saves most, and idle time; by milliseconds, most first."""
     by_choice = [pairs(_steps(records), choice) for choice in CHOICES]
     # A row that another choice has made slower is no fair start for a change.
-    slowed = {id(pair.after) for found in by_choice for pair in found if pair.saved_ms < 0}
-    best = [_best([p for p in found if id(p.before) not in slowed]) for found in by_choice]
-    found = [finding for finding in [*best, _idle(records)] if finding]
-    return sorted(found, key=lambda finding: -finding.saved_ms)[:MOST]
+    slowed = {id(pair.after) for of_choice in by_choice for pair in of_choice if pair.saved_ms < 0}
+    found = [_idle(records)]
+    for of_choice in by_choice:
+        found.append(_best([pair for pair in of_choice if id(pair.before) not in slowed]))
+    told = [finding for finding in found if finding]
+    return sorted(told, key=lambda finding: -finding.saved_ms)[:MOST]
 
 
 def _steps(records: Sequence[Record]) -> list[Record]:

@@ -19,13 +19,14 @@ def flatten(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Nested specs as one level of fields; the outer one wins where names meet. The size of a
     user's network is its file and factory.
     """
-    inner = {
-        k: v
-        for part in spec.values()
-        if isinstance(part, Mapping)
-        for k, v in flatten(part).items()
-    }
-    flat = inner | {k: v for k, v in spec.items() if not isinstance(v, Mapping)}
+    inner: dict[str, Any] = {}
+    outer: dict[str, Any] = {}
+    for name, value in spec.items():
+        if isinstance(value, Mapping):
+            inner |= flatten(value)
+        else:
+            outer[name] = value
+    flat = inner | outer
     if flat.get("network") == UserModel.network and flat["file"] and "size" in flat:
         flat["size"] = f"{Path(flat['file']).name}:{flat['factory']}"
     return flat
@@ -42,13 +43,23 @@ def differing(records: Sequence[Record]) -> list[str]:
     differs = []
     for name in fields:
         having = [spec for spec in specs if name in spec] if name in nested else specs
-        if len({str(spec.get(name)) for spec in having}) > 1:
+        if _num_values(having, [name]) > 1:
             differs.append(name)
-    shapes = {(spec.get("size"), *(spec.get(n) for n in SHAPE)) for spec in specs}
-    is_custom = any(spec.get("size") == "custom" for spec in specs)
-    if not is_custom and len(shapes) == len({spec.get("size") for spec in specs}):
+    if _sizes_name_shapes(specs):
         differs = [name for name in differs if name not in SHAPE]
     return differs
+
+
+def _num_values(specs: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> int:
+    """How many combinations of values these fields have in the specs."""
+    return len({tuple(str(spec.get(name)) for name in fields) for spec in specs})
+
+
+def _sizes_name_shapes(specs: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether networks of one size have one shape."""
+    if any(spec.get("size") == "custom" for spec in specs):
+        return False
+    return _num_values(specs, ["size", *SHAPE]) == _num_values(specs, ["size"])
 
 
 def _nested_fields(record: Record) -> set[str]:
@@ -86,18 +97,21 @@ def pair(record: Record, field: str) -> str:
 def naming(record: Record) -> tuple[list[str], list[str]]:
     """The fields that name the record, and those that would but are at their default."""
     spec = flatten(record.spec)
-    shape = [n for declared in declarations(record.kind, record.spec)[:1]
-             for n in getattr(declared, "shape", ())]  # fmt: skip
-    implied = {*(SHAPE if spec.get("size") != "custom" else ())}  # a preset implies its shape
-    shown, default = list(shape), list[str]()
+    implied = SHAPE if spec.get("size") != "custom" else ()  # by a preset
+    first = declarations(record.kind, record.spec)[:1]
+    shown = [name for declared in first for name in getattr(declared, "shape", ())]
+    default: list[str] = []
     for field in declared_fields(record):
         names = naming_fields(field)
         if field.name in implied or not spec.keys() >= {field.name, *names}:
             continue
-        hides_default = field.metadata.get("label") == "changed"
-        is_default = hides_default and spec[field.name] == field.default
-        is_default |= field.name.endswith("_bytes") and spec[field.name] == 0  # such as a barrier's
-        (default if is_default else shown).extend(names)
+        value = spec[field.name]
+        is_hidden = field.metadata.get("label") == "changed" and value == field.default
+        has_no_bytes = field.name.endswith("_bytes") and value == 0  # such as a barrier
+        if is_hidden or has_no_bytes:
+            default += names
+        else:
+            shown += names
     return list(dict.fromkeys(shown)), default
 
 
@@ -145,15 +159,13 @@ def _pairs(records: Sequence[Record]) -> list[list[str]]:
 def _telling(records: Sequence[Record]) -> list[str]:
     """The fields that tell rows apart, ALWAYS first; how a row is measured only where it must."""
     differs = differing(records)
-    ordered = [*(n for n in ALWAYS if n in differs), *(n for n in differs if n not in ALWAYS)]
-    marked = {name for record in records for fields in naming(record) for name in fields}
-    named = [name for name in ordered if name in marked]
+    first = [name for name in ALWAYS if name in differs]
+    ordered = list(dict.fromkeys([*first, *differs]))
+    names = {name for record in records for fields in naming(record) for name in fields}
+    named = [name for name in ordered if name in names]
     specs = [flatten(record.spec) for record in records]
-
-    def groups(fields: Sequence[str]) -> int:
-        return len({tuple(str(spec.get(name)) for name in fields) for spec in specs})
-
-    return named if groups(named) == groups(ordered) else ordered
+    is_enough = _num_values(specs, named) == _num_values(specs, ordered)
+    return named if is_enough else ordered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +189,11 @@ class Shared:
 def shared(records: Sequence[Record]) -> Shared:
     if not records:
         return Shared("", (), ())
-    specs = [flatten(record.spec) for record in records]
-    same = {n for n, value in specs[0].items() if all(spec.get(n) == value for spec in specs)}
-    shown, default = ([n for n in fields if n in same] for fields in naming(records[0]))
-    return Shared(", ".join(pair(records[0], field) for field in shown), shown, default)
+    first, *others = (flatten(record.spec) for record in records)
+    same = {
+        name for name, value in first.items() if all(spec.get(name) == value for spec in others)
+    }
+    names, defaults = naming(records[0])
+    shown = [name for name in names if name in same]
+    text = ", ".join(pair(records[0], name) for name in shown)
+    return Shared(text, shown, [name for name in defaults if name in same])

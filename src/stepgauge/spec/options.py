@@ -113,26 +113,32 @@ def expand(
 
     The first option varies slowest. Raises ValueError for a combination that is no model.
     """
-    first = "hf_config" if "hf_config" in values else "size"
-    names = [first, *(name for name in values if name not in ("size", "hf_config"))]
-    names = [name for name in names if name in values]
-    has_model = any(field.name == "model" for field in dataclasses.fields(spec))
-    product = itertools.product(*(values[name] for name in names))
-    chosen = (dict(zip(names, combination, strict=True)) for combination in product)
-    return [_with_model(spec, each, network) if has_model else spec(**each) for each in chosen]
+    whole_network = ("hf_config",) if "hf_config" in values else ("size",)
+    names = [name for name in whole_network if name in values]
+    names += [name for name in values if name not in ("size", "hf_config")]
+    combinations = itertools.product(*(values[name] for name in names))
+    chosen = [dict(zip(names, combination, strict=True)) for combination in combinations]
+    if any(field.name == "model" for field in dataclasses.fields(spec)):
+        return [_with_model(spec, each, network) for each in chosen]
+    return [spec(**each) for each in chosen]
 
 
 def _with_model(spec: type, chosen: dict[str, Any], network: Network) -> Any:
     """The spec of a user's model where one is chosen, else of the preset, or of a config.json, with
     its shape changed.
     """
-    size, file = chosen.pop("size", ""), chosen.pop("hf_config", "")
-    where = chosen.pop("model", "")
+    size = chosen.pop("size", "")
+    file = chosen.pop("hf_config", "")
+    users = chosen.pop("model", "")
     of_network = {field.name for field in dataclasses.fields(network)}
     shape = {name: value for name, value in chosen.items() if name in of_network}
     rest = {name: value for name, value in chosen.items() if name not in of_network}
-    if where:  # a command's usual shape says nothing of it
-        return spec(model=UserModel.read(where), **rest)
-    label = "custom" if set(shape) & set(SHAPE) else name_of(file) if file else size.lower()
-    model = read_network(file, **shape) if file else network.preset(size, **shape)
+    if users:  # a command's usual shape says nothing of it
+        return spec(model=UserModel.read(users), **rest)
+    if file:
+        model, label = read_network(file, **shape), name_of(file)
+    else:
+        model, label = network.preset(size, **shape), size.lower()
+    if set(shape) & set(SHAPE):
+        label = "custom"
     return spec(model=model, size=label, **rest)

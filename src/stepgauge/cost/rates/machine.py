@@ -227,22 +227,33 @@ class _Grid:
         self._axes = [sorted({point[axis] for point in points}) for axis in range(len(table.axes))]
 
     def time(self, sizes: Sequence[float]) -> Estimate:
-        if tuple(sizes) in self._times and not self._is_the_hosts(tuple(sizes), inside=True):
-            return Estimate(self._times[tuple(sizes)], CALIBRATED)
+        """As timed, else by the rates of the shapes around it, whose logarithms are interpolated."""
+        asked = tuple(sizes)
+        if asked in self._times and not self._is_the_hosts(asked, inside=True):
+            return Estimate(self._times[asked], CALIBRATED)
         inside = all(a[0] <= s <= a[-1] for a, s in zip(self._axes, sizes, strict=True))
-        near = [_around(axis, size) for axis, size in zip(self._axes, sizes, strict=True)]
-        corners = [
-            (self._times[point], self._work(*point), share)
-            for corner in itertools.product(*near)
-            if (point := tuple(size for size, _ in corner)) in self._times
-            if not self._is_the_hosts(point, inside=inside)
-            if (share := math.prod(part for _, part in corner)) > 0
-        ]
-        if not corners:
-            inside, corners = False, [(*self._nearest(sizes), 1.0)]
-        total = sum(share * math.log(us / work) for us, work, share in corners)
-        us = self._work(*sizes) * math.exp(total / sum(share for *_, share in corners))
+        shares = self._shares_around(sizes, inside=inside)
+        if not shares:
+            inside, shares = False, {self._nearest(sizes): 1.0}
+        total = 0.0
+        for point, share in shares.items():
+            total += share * math.log(self._times[point] / self._work(*point))
+        us = self._work(*sizes) * math.exp(total / sum(shares.values()))
         return Estimate(us, INTERPOLATED if inside else EXTRAPOLATED)
+
+    def _shares_around(
+        self, sizes: Sequence[float], *, inside: bool
+    ) -> dict[tuple[float, ...], float]:
+        """The corners of the grid's cell with these sizes that have a time of use, by their weight."""
+        near = [_around(axis, size) for axis, size in zip(self._axes, sizes, strict=True)]
+        shares = {}
+        for corner in itertools.product(*near):
+            point = tuple(size for size, _ in corner)
+            share = math.prod(part for _, part in corner)
+            has_time = point in self._times and not self._is_the_hosts(point, inside=inside)
+            if has_time and share > 0:
+                shares[point] = share
+        return shares
 
     def _is_the_hosts(self, point: tuple[float, ...], *, inside: bool) -> bool:
         """Whether a time is to be left out: for shapes outside of the grid wherever it may be."""
@@ -262,14 +273,13 @@ class _Grid:
                 found.add(point)
         return found
 
-    def _nearest(self, sizes: Sequence[float]) -> tuple[float, float]:
-        """Time and work of the nearest shape there is."""
+    def _nearest(self, sizes: Sequence[float]) -> tuple[float, ...]:
+        """The nearest shape that there is a time of."""
 
         def distance(point: Sequence[float]) -> float:
             return sum(math.log(p / s) ** 2 for p, s in zip(point, sizes, strict=True))
 
-        point = min(set(self._times) - self._at_the_floor or self._times, key=distance)
-        return self._times[point], self._work(*point)
+        return min(set(self._times) - self._at_the_floor or self._times, key=distance)
 
 
 def _around(axis: Sequence[float], size: float) -> list[tuple[float, float]]:
