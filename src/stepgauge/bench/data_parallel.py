@@ -153,11 +153,13 @@ def _communication(ranks: list[DataParallelFigures]) -> dict[str, Sample]:
 
 
 def _overlap(ranks: list[TraceFigures]) -> dict[str, Sample]:
-    found = [rank.overlap for rank in ranks]
+    overlaps = [rank.overlap for rank in ranks]
+    exposed_us = [each.exposed_us / STEPS for each in overlaps]
+    communication_us = [each.communication_us / STEPS for each in overlaps]
     return {
-        "overlap_ratio": Sample.of((o.ratio for o in found), "of communication"),
-        "traced_exposed_us": Sample.of((o.exposed_us / STEPS for o in found), "us"),
-        "traced_communication_us": Sample.of((o.communication_us / STEPS for o in found), "us"),
+        "overlap_ratio": Sample.of((each.ratio for each in overlaps), "of communication"),
+        "traced_exposed_us": Sample.of(exposed_us, "us"),
+        "traced_communication_us": Sample.of(communication_us, "us"),
         "profiled_step_ms": Sample.of(slowest([rank.step_ms for rank in ranks]), "ms"),
     }
 

@@ -208,9 +208,13 @@ def _units(module: nn.Module) -> dict[str, nn.Module]:
     """Blocks with weights that no other has, as ZeRO 3 gathers them (parallel/fsdp/fsdp.py)."""
     names = {part: name for name, part in module.named_modules()}
     blocks = [block for block in dict.fromkeys(repeated_blocks(module)) if block is not module]
-    users = collections.Counter(p for block in blocks for p in block.parameters())
-    owned = (b for b in blocks if users.keys() & set(b.parameters()))
-    return {names[b]: b for b in owned if all(users[p] == 1 for p in b.parameters())}
+    num_users = collections.Counter(p for block in blocks for p in block.parameters())
+    found = {}
+    for block in blocks:
+        weights = list(block.parameters())
+        if weights and all(num_users[weight] == 1 for weight in weights):
+            found[names[block]] = block
+    return found
 
 
 def _eager_runs(moved: Sequence[Moved]) -> Iterator[Run]:
@@ -228,35 +232,40 @@ def _as_one(terms: list[Term]) -> Term:
                 f"the optimizer runs {term.name}; of a user's optimizer what it reads and writes "
                 "is predicted"
             )
-    if fused := [term for term in terms if term.operation.startswith("optimizer")]:
-        numel, nbytes = sum(term.sizes[0] for term in fused), sum(term.nbytes for term in fused)
+    fused = [term for term in terms if term.operation.startswith("optimizer")]
+    if fused:
+        numel = sum(term.sizes[0] for term in fused)
+        nbytes = sum(term.nbytes for term in fused)
         return Term("optimizer", fused[0].operation, (numel,), nbytes=nbytes)
-    moved = sum(term.sizes[0] * (1 if term.operation == TRAFFIC else CAST_BYTES) for term in terms)
+    moved = 0.0
+    for term in terms:
+        moved += term.sizes[0] if term.operation == TRAFFIC else term.sizes[0] * CAST_BYTES
     return Term("optimizer", TRAFFIC, (moved,))
 
 
 def _in_blocks(found: Counted, stage: Stage, architecture: str) -> dict[str, float]:
     """Launches of each phase over those of a block of the calibrated network, cut alike."""
     spec, ranks = stage.work, stage.layout.tensor * stage.layout.context
-    few, many = (
-        _counted(
-            Stage(
-                WorkSpec(
-                    model=_narrow(number, ranks), batch=1, precision=spec.precision,
-                    phases=spec.phases, compile=spec.compile, optimizer=spec.optimizer,
-                ),
-                stage.layout,
-            ),
-            architecture,
-        ).launched()
-        for number in BLOCKS
-    )  # fmt: skip
-    blocks = BLOCKS[1] - BLOCKS[0]
-    return {
-        name: count * blocks / (many[name] - few[name])
-        for name, count in found.launched().items()
-        if many.get(name, 0) > few.get(name, 0)
-    }
+
+    def launched(blocks: int) -> Mapping[str, int]:
+        narrow = WorkSpec(
+            model=_narrow(blocks, ranks),
+            batch=1,
+            precision=spec.precision,
+            phases=spec.phases,
+            compile=spec.compile,
+            optimizer=spec.optimizer,
+        )
+        return _counted(Stage(narrow, stage.layout), architecture).launched()
+
+    few, many = BLOCKS
+    of_few, of_many = launched(few), launched(many)
+    in_blocks = {}
+    for phase, count in found.launched().items():
+        more = of_many.get(phase, 0) - of_few.get(phase, 0)
+        if more > 0:
+            in_blocks[phase] = count * (many - few) / more
+    return in_blocks
 
 
 def _narrow(layers: int, ranks: int) -> ModelSpec:

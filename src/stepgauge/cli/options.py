@@ -109,13 +109,15 @@ def _option(field: Field, sweep: bool, usual: tuple[Any, ...] | None, network: N
 
 
 def _help(field: Field, usual: tuple[Any, ...] | None, network: Network) -> str:
-    sizes = network.preset_names() if field.name == "size" else None
-    choices = field.metadata["choices"] or sizes
-    text = field.metadata["help"] + (f" ({', '.join(choices)})" if choices else "")
-    text += "; stepgauge model has their parameters" if field.name == "size" else ""
+    text = field.metadata["help"]
+    if field.name == "size":
+        sizes = ", ".join(network.preset_names())
+        text += f" ({sizes}); stepgauge model has their parameters"
+    elif field.metadata["choices"]:
+        text += f" ({', '.join(field.metadata['choices'])})"
     values = " ".join(written(field, value) for value in usual or (field.default,))
-    shown = "preset" if field.name in SHAPE else values
-    return f"{text} [{shown}]" if shown else text
+    default = "preset" if field.name in SHAPE else values
+    return f"{text} [{default}]" if default else text
 
 
 def _placeholder(field: Field) -> str:
@@ -131,7 +133,9 @@ def _names(field: Field) -> tuple[str, ...]:
 
 
 def _convert(field: Field, tokens: Sequence[Token], sweep: bool) -> tuple[Any, ...]:
-    texts = [t for token in tokens for t in (token.value.split(",") if sweep else [token.value])]
+    texts = [token.value for token in tokens]
+    if sweep:
+        texts = [text for value in texts for text in value.split(",")]
     return tuple(read(field, text) for text in texts if text)
 
 

@@ -132,26 +132,25 @@ class LayoutState:
 
     def _names(self) -> Mapping[Tensor, str]:
         """The parameters of this rank by the names of the whole network's."""
-        return {
-            parameter: self.aliases.get(name, name)
-            for module in self.data.plain.values()
-            for name, parameter in (
-                (plain_name(key), parameter) for key, parameter in module.named_parameters()
-            )
-        }
+        names: dict[Tensor, str] = {}
+        for module in self.data.plain.values():
+            for key, parameter in module.named_parameters():
+                name = plain_name(key)
+                names[parameter] = self.aliases.get(name, name)
+        return names
 
     def _changed(self, states: State, change: Change) -> State:
         """Optimizer state, its tensors of a parameter's shape changed as the parameter is, in the
         same order on all ranks.
         """
         shapes = {name: parameter.shape for parameter, name in self._names().items()}
-        return {
-            name: {
-                key: change(name, value) if is_alike(value, shapes[name]) else _on_host(value)
-                for key, value in values.items()
-            }
-            for name, values in sorted(states.items())
-        }
+        changed: State = {}
+        for name, values in sorted(states.items()):
+            changed[name] = {}
+            for key, value in values.items():
+                is_like_it = is_alike(value, shapes[name])
+                changed[name][key] = change(name, value) if is_like_it else _on_host(value)
+        return changed
 
     def _whole(self, name: str, part: Any) -> Any:
         cut, own = self._cut_of(name)

@@ -26,7 +26,9 @@ def answer(records: Sequence[Record]) -> str:
         return "No row was measured: the table says why."
     kind = good[0].kind
     good = [record for record in good if record.kind == kind]
-    return kernel_answer(good) if kind in KERNELS else _ANSWERS.get(kind, lambda _: "")(good)
+    if kind in KERNELS:
+        return kernel_answer(good)
+    return _ANSWERS[kind](good) if kind in _ANSWERS else ""
 
 
 def step_answer(records: Sequence[Record]) -> str:
@@ -112,19 +114,22 @@ def kernel_answer(records: Sequence[Record]) -> str:
 
 def comm_answer(records: Sequence[Record]) -> str:
     """The most bandwidth and the least time of all-reduce, else of the first operation."""
-    op = "all_reduce" if any(r.spec["op"] == "all_reduce" for r in records) else ""
-    own = [r for r in records if r.spec["op"] == (op or records[0].spec["op"])]
-    own = [r for r in own if r.spec["device"] != "cpu"] or own
+    op = "all_reduce"
+    if all(record.spec["op"] != op for record in records):
+        op = records[0].spec["op"]
+    own = [record for record in records if record.spec["op"] == op]
+    own = [record for record in own if record.spec["device"] != "cpu"] or own
     timed = [record for record in own if record.median("busbw_gb_per_s")]
     if not timed:
         return ""
-    widest = max(timed, key=lambda r: r.median("busbw_gb_per_s") or 0.0)
-    soonest = min(timed, key=lambda r: r.median("time_ms") or 0.0)
+    widest = max(timed, key=lambda record: record.median("busbw_gb_per_s") or 0.0)
+    soonest = min(timed, key=lambda record: record.median("time_ms") or 0.0)
     over = f"{widest.spec['backend']}, {widest.spec['ranks']} ranks"
+    bandwidth = number(widest.median("busbw_gb_per_s"))
+    least_us = number(1e3 * (soonest.median("time_ms") or 0.0))
     return (
-        f"{widest.spec['op']} over {over} reaches {number(widest.median('busbw_gb_per_s'))} GB/s "
-        f"of bus bandwidth at {_bytes(widest)}; the quickest row takes "
-        f"{number(1e3 * (soonest.median('time_ms') or 0.0))} µs at {_bytes(soonest)}."
+        f"{op} over {over} reaches {bandwidth} GB/s of bus bandwidth at {_bytes(widest)}; the "
+        f"quickest row takes {least_us} µs at {_bytes(soonest)}."
     )
 
 

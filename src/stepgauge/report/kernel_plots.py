@@ -82,13 +82,14 @@ def _curves(records: Sequence[Record], size: str, figure: str) -> Curves:
     """As many as a plot can show: ours, then those with the most rows."""
     found: Curves = {}
     for name in implementations(records):
-        known = [
-            (float(r.spec[size]), value)
-            for r in records
-            if (value := plotted(r, f"{name}_{figure}")) is not None
-        ]
-        if known:
-            found[name] = ([x for x, _ in known], [y for _, y in known])
+        sizes, values = [], []
+        for record in records:
+            value = plotted(record, f"{name}_{figure}")
+            if value is not None:
+                sizes.append(float(record.spec[size]))
+                values.append(value)
+        if values:
+            found[name] = (sizes, values)
     ranked = sorted(found, key=lambda name: (name != OURS, -len(found[name][0])))
     return {name: found[name] for name in ranked[: len(SERIES)]}
 
@@ -96,29 +97,25 @@ def _curves(records: Sequence[Record], size: str, figure: str) -> Curves:
 def kernel_bars(records: Sequence[Record]) -> list[Plot]:
     """A cluster of bars a record that has our time: multiples of it, and memory if measured."""
     timed = [record for record in records if record.median(f"{OURS}_ms")]
-    names = [
-        name
-        for name in implementations(timed)
-        if any(f"{name}_ms" in record.metrics for record in timed)
-    ]
-    names = names[: len(SERIES)]
-    rows = labels(timed)
-
-    def bars(figure: str, units: Sequence[float], unit: str) -> str:
-        found = [[record.median(f"{name}_{figure}") for record in timed] for name in names]
-        if not any(map(any, found)):
-            return ""
-        scaled = [
-            [None if v is None else v / u for v, u in zip(values, units, strict=True)]
-            for values in found
-        ]
-        return grouped_bars(rows, dict(zip(names, scaled, strict=True)), unit=unit)
-
     ours = [record.median(f"{OURS}_ms") or 1.0 for record in timed]
+    times, memory = {}, {}
+    for name in _timed_implementations(timed)[: len(SERIES)]:
+        ms = [record.median(f"{name}_ms") for record in timed]
+        nbytes = [record.median(f"{name}_extra_bytes") for record in timed]
+        times[name] = [value and value / own for value, own in zip(ms, ours, strict=True)]
+        memory[name] = [value and value / GIB for value in nbytes]
     drawn = {
-        "Time as a multiple of ours.": bars("ms", ours, "times as long as ours"),
-        "Peak memory beyond inputs and results; no bar: none, or no figure.": bars(
-            "extra_bytes", [float(GIB)] * len(timed), "GiB"
-        ),
+        "Time as a multiple of ours.": (times, "times as long as ours"),
+        "Peak memory beyond inputs and results; no bar: none, or no figure.": (memory, "GiB"),
     }
-    return [Plot(svg, caption) for caption, svg in drawn.items() if svg]
+    rows = labels(timed)
+    return [
+        Plot(grouped_bars(rows, bars, unit=unit), caption)
+        for caption, (bars, unit) in drawn.items()
+        if any(map(any, bars.values()))
+    ]
+
+
+def _timed_implementations(records: Sequence[Record]) -> list[str]:
+    names = implementations(records)
+    return [name for name in names if any(f"{name}_ms" in r.metrics for r in records)]

@@ -1,6 +1,7 @@
 """Records of kind "memory" as tables and timelines."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -144,12 +145,12 @@ def _captioned(name: str, text: str) -> str:
 def _largest(record: Record, which: str, most: int) -> tuple[list[str], list[list[Any]]]:
     """Headings and first rows of a record's table, bytes last; none where it has no such table."""
     head, *rows = record.tables.get(which, [["bytes"]])
-    places = {number for number, name in enumerate(head) if name in ("module", "kept by")}
-    named = [
-        [OUTSIDE if n in places and not cell else cell for n, cell in enumerate(row)]
-        for row in rows[:most]
-    ]
-    return head, named
+    shown = [list(row) for row in rows[:most]]
+    for column, name in enumerate(head):
+        if name in ("module", "kept by"):
+            for row in shown:
+                row[column] = row[column] or OUTSIDE
+    return head, shown
 
 
 def _table(record: Record, which: str, most: int, caption: str) -> Table:
@@ -282,15 +283,14 @@ def _highest(record: Record) -> float:
 
 def _highest_of_stretches(series: Mapping[str, Sequence[float]]) -> list[int]:
     """At most POINTS_DRAWN places of the curves, of each stretch the highest."""
-    totals = [
-        sum(values)
-        for values in zip(*(series[n.replace(" ", "_")] for n in CATEGORIES), strict=True)
-    ]
-    stretch = -(-len(totals) // POINTS_DRAWN)
-    stretches = [
-        range(start, min(start + stretch, len(totals))) for start in range(0, len(totals), stretch)
-    ]
-    return [max(places, key=totals.__getitem__) for places in stretches]
+    curves = [series[name.replace(" ", "_")] for name in CATEGORIES]
+    totals = [sum(values) for values in zip(*curves, strict=True)]
+    stretch = math.ceil(len(totals) / POINTS_DRAWN)
+    highest = []
+    for start in range(0, len(totals), stretch):
+        places = range(start, min(start + stretch, len(totals)))
+        highest.append(max(places, key=totals.__getitem__))
+    return highest
 
 
 def memory_blocks(
@@ -302,22 +302,28 @@ def memory_blocks(
     """The report of these records: timelines of those `drawn`, what those `compared` keep."""
     rows = paired(records)
     predictions = {row.shown.key: row.prediction for row in rows}
+    every = [row.shown for row in rows]
+    if drawn is None:
+        drawn = every
+    if compared is None:
+        compared = every
     shown: list[Block] = [summary_table(records, "Peak of the last step, and whose bytes it is")]
-    errors = [error for row in rows if (error := peak_error(row)) is not None]
-    if errors:
-        largest = 100 * max(map(abs, errors))
-        rows_ = "1 row" if len(errors) == 1 else f"{len(errors)} rows"
-        shown.append(Text(f"Largest error of the predicted peak: {largest:.2f} % over {rows_}."))
-    elif any(row.error("peak_bytes") is not None for row in rows):
-        shown.append(Text(SAME_COUNT))
-    drawn = [row.shown for row in rows] if drawn is None else drawn
+    if said := _errors_said(rows):
+        shown.append(Text(said))
     for record in drawn:
         plot = timeline(record, predictions.get(record.key), beside=drawn)
-        shown += [plot] if plot else []
+        if plot:
+            shown.append(plot)
         name = describe(record) if len(drawn) > 1 and not plot else ""  # else the plot names it
-        shown += [dataclasses.replace(t, folded=True) for t in memory_tables(record, name=name)]
-    return [
-        *shown,
-        *kept_tables([row.shown for row in rows] if compared is None else compared),
-        *best_checkpoint_tables(records),
-    ]
+        tables = memory_tables(record, name=name)
+        shown += [dataclasses.replace(table, folded=True) for table in tables]
+    return [*shown, *kept_tables(compared), *best_checkpoint_tables(records)]
+
+
+def _errors_said(rows: Sequence[Row]) -> str:
+    """How far predicted peaks are off, or why that says nothing."""
+    errors = [abs(error) for row in rows if (error := peak_error(row)) is not None]
+    if errors:
+        over = "1 row" if len(errors) == 1 else f"{len(errors)} rows"
+        return f"Largest error of the predicted peak: {100 * max(errors):.2f} % over {over}."
+    return SAME_COUNT if any(row.error("peak_bytes") is not None for row in rows) else ""

@@ -65,24 +65,30 @@ def steps_of(record: Record, run: Sequence[Record]) -> dict[str, Step]:
     """The step as it was predicted and as it ran, what of them the run has. In bytes where all have
     bytes.
     """
-    pairs = [row for row in steps_beside(run) if row.record is record]
-    both = [record, *(row.prediction for row in pairs if row.prediction)]
-    by_provenance = {one.provenance: one for one in both if "spans" in one.tables}
-    named = {"predicted": by_provenance.get("modelled"), "measured": by_provenance.get("measured")}
-    found = {name: one for name, one in named.items() if one}
+    both = [record]
+    for row in steps_beside(run):
+        if row.record is record and row.prediction:
+            both.append(row.prediction)
+    timed = {one.provenance: one for one in both if "spans" in one.tables}
+    names = {"modelled": "predicted", "measured": "measured"}
+    found = {names[provenance]: timed[provenance] for provenance in names if provenance in timed}
     if all("held" in one.tables for one in found.values()):
         return _in_bytes(found)
     return {name: Step.counted(timeline_of(one)) for name, one in found.items()}
 
 
 def _in_bytes(found: Mapping[str, Record]) -> dict[str, Step]:
+    """The peaks are those of the first, of the prediction where there is one."""
+    if not found:
+        return {}
     levels = {name: _levels_of(one) for name, one in found.items()}
     unit = size_unit([_most(points) for ranks in levels.values() for points in ranks])
+    first = next(iter(found.values()))
+    peaks = [peak / unit.bytes for peak in first.series["rank_peak_bytes"]]
     steps = {}
     for name, one in found.items():
-        peaks = next(iter(found.values())).series["rank_peak_bytes"]
         scaled = [[(ms, held / unit.bytes) for ms, held in points] for points in levels[name]]
-        steps[name] = Step(timeline_of(one), scaled, [p / unit.bytes for p in peaks], unit.text)
+        steps[name] = Step(timeline_of(one), scaled, peaks, unit.text)
     return steps
 
 

@@ -61,23 +61,23 @@ def _percent(fraction: float | None) -> float | None:
 
 def parts_table(rows: Sequence[Record]) -> Table:
     """The peak of each layout by part, in GiB, with what lies outside of torch's count."""
-    parts: list[Mapping[str, float]] = [
-        {str(name): float(nbytes) for name, nbytes, _ in row.tables.get("memory", [])[1:]}
-        for row in rows
-    ]
-    names = list(dict.fromkeys(name for each in parts for name in each))
-    names.sort(key=lambda name: -sum(each.get(name, 0.0) for each in parts))
-    shown = [
-        [
-            place,
-            row.spec["layout"],
-            sum(each.values()) / GIB,
-            *(each[name] / GIB if name in each else None for name in names),
-        ]
-        for place, (row, each) in enumerate(zip(rows, parts, strict=True), start=1)
-    ]
+    parts = [_memory_parts(row) for row in rows]
+    in_all: dict[str, float] = {}
+    for each in parts:
+        for name, nbytes in each.items():
+            in_all[name] = in_all.get(name, 0.0) + nbytes
+    names = sorted(in_all, key=lambda name: -in_all[name])
+    shown = []
+    for place, (row, each) in enumerate(zip(rows, parts, strict=True), start=1):
+        cells = [each[name] / GIB if name in each else None for name in names]
+        shown.append([place, row.spec["layout"], sum(each.values()) / GIB, *cells])
     columns = ["#", "layout", "in all", *names]
     return Table(columns, shown, names=2, caption="Memory of the fullest rank, GiB")
+
+
+def _memory_parts(row: Record) -> dict[str, float]:
+    """Bytes by the name of the part."""
+    return {str(name): float(nbytes) for name, nbytes, _ in row.tables.get("memory", [])[1:]}
 
 
 def magnitudes(scales: Mapping[str, float]) -> str:

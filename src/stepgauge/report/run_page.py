@@ -60,8 +60,8 @@ def run_page(records: Sequence[Record], folder: Path) -> Page:
         sections.insert(0, predictions_section(records))
     timed = sum("step_ms" in record.metrics for record in shown)
     found = findings(shown) if timed else None
-    if timed == 1 and not found:  # one row has nothing to be compared with
-        found = None
+    if timed == 1:  # which has nothing to be compared with
+        found = found or None
     name = folder.resolve().name
     return Page(
         title=f"stepgauge: {name}", sections=sections, facts=page_facts(shown), findings=found
@@ -94,12 +94,11 @@ def _kind(records: Sequence[Record], run: Sequence[Record]) -> Section:
 
 def _of_processes(records: Sequence[Record]) -> list[Text]:
     """That ranks were processes of one CPU, where all of them were."""
-    ranks = [record for record in records if record.spec.get("ranks", 1) > 1]
-    hosts = {host for record in ranks for host in record.environment.get("hosts", ["here"])}
-    shared = all(record.spec.get("device") == "cpu" for record in ranks) and len(hosts) == 1
-    return (
-        [Text("Ranks were processes of one CPU: they share it, as GPUs do not.")] if shared else []
-    )
+    of_ranks = [record for record in records if record.spec.get("ranks", 1) > 1]
+    hosts = {host for record in of_ranks for host in record.environment.get("hosts", ["here"])}
+    if len(hosts) != 1 or any(record.spec.get("device") != "cpu" for record in of_ranks):
+        return []
+    return [Text("Ranks were processes of one CPU: they share it, as GPUs do not.")]
 
 
 def _steps(records: Sequence[Record]) -> Sequence[Block]:

@@ -42,14 +42,11 @@ def step_bars(
     those that are drawn and their order, where it is not that of the records.
     """
     steps = {(row(record), bar(record)): plotted(record, "step_ms") for record in records}
-    names = list(dict.fromkeys(name for name, _ in steps))
-    known = dict.fromkeys(group for _, group in steps)
-    groups = {
-        group: [steps.get((name, group)) for name in names]
-        for group in (bars or known)
-        if group in known
-    }
-    return Plot(grouped_bars(names, groups, unit=unit), caption)
+    clusters = list(dict.fromkeys(name for name, _ in steps))
+    known = list(dict.fromkeys(name for _, name in steps))
+    drawn = [name for name in bars if name in known] if bars else known
+    groups = {name: [steps.get((cluster, name)) for cluster in clusters] for name in drawn}
+    return Plot(grouped_bars(clusters, groups, unit=unit), caption)
 
 
 def overlap_tracks(records: Sequence[tuple[str, Record]]) -> str:

@@ -75,24 +75,30 @@ def _measured_on(record: Record) -> str:
 
 def _predictions(pairs: Sequence[Row]) -> dict[str, list[float | None]]:
     """What was predicted of each step and the signed error, where anything was."""
-    if not any(row.prediction for row in pairs):
+    predictions = [row.prediction for row in pairs]
+    if not any(predictions):
         return {}
-    return {
-        "predicted ms": [row.prediction.median(STEP) if row.prediction else None for row in pairs],
-        "error": [row.error(STEP) for row in pairs],
-    }
+    predicted = [prediction.median(STEP) if prediction else None for prediction in predictions]
+    return {"predicted ms": predicted, "error": [row.error(STEP) for row in pairs]}
 
 
 def _figures(records: Sequence[Record], asked: Sequence[str]) -> list[tuple[str, str, str]]:
     """Metric, statistic and heading of each column. A figure without spread needs no statistics."""
-    units = {name: sample.unit for record in records for name, sample in record.metrics.items()}
-    spread = {name for record in records for name, sample in record.metrics.items() if sample.n > 1}
+    units: dict[str, str] = {}
+    has_spread: set[str] = set()
+    for record in records:
+        for name, sample in record.metrics.items():
+            units[name] = sample.unit
+            if sample.n > 1:
+                has_spread.add(name)
+    first = [name for name in FIRST if name in units]
     found = []
-    for name in sorted(units, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST)):
-        unit = units[name]
-        usual = ("median", "range") if name == "step_ms" and name in spread else ("median",)
-        for statistic in asked if asked and name in spread else usual:
-            text = heading(name, unit) + LABELS.get(statistic, f" {statistic}")
+    for name in dict.fromkeys([*first, *units]):
+        statistics: Sequence[str] = ("median",)
+        if name in has_spread:
+            statistics = asked or (("median", "range") if name == "step_ms" else statistics)
+        for statistic in statistics:
+            text = heading(name, units[name]) + LABELS.get(statistic, f" {statistic}")
             found.append((name, statistic, text))
     return found
 

@@ -1,7 +1,7 @@
 """E2: where the time of a step goes, by kind of work, phase and part of the model."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,14 @@ PUBLISHED = (
     ("S1", "softmax, share of a forward at xl", "3.3 %"),
     ("S5", "softmax in one attention, against its matrix products", "800 µs against 762 µs"),
 )
+# Which cells of a profile each figure adds up.
+FIGURES: Mapping[str, Callable[[Cell], bool]] = {
+    "matmul": lambda cell: cell.kind == "matmul",
+    "attention, fused": lambda cell: cell.kind == "attention",
+    "softmax": lambda cell: cell.kind == "softmax",
+    "norm layers, by range": lambda cell: "norm" in cell.range,
+    "optimizer": lambda cell: cell.kind == "optimizer",
+}
 
 
 def specs(machine: StudyMachine, folder: Path) -> Sequence["Job"]:
@@ -87,24 +95,19 @@ def pictures(records: Sequence[Record], folder: Path) -> Sequence[Block]:
 
 
 def kinds_shares(found: Analysis) -> list[tuple[str, float, float]]:
-    """(figure, % of a forward, % of the step) of matmul, softmax, norm, and all norm layers."""
-    chosen: dict[str, Callable[[Cell], bool]] = {
-        "matmul": lambda cell: cell.kind == "matmul",
-        "attention, fused": lambda cell: cell.kind == "attention",
-        "softmax": lambda cell: cell.kind == "softmax",
-        "norm layers, by range": lambda cell: "norm" in cell.range,
-        "optimizer": lambda cell: cell.kind == "optimizer",
-    }
+    """(figure, % of a forward, % of the step) of kinds of work, and of all norm layers."""
     forward = [cell for cell in found.cells if cell.phase == "forward"]
-
-    def share(cells: Sequence[Cell], wanted: Callable[[Cell], bool]) -> float:
-        in_all = sum(cell.us for cell in cells)
-        return 100 * sum(cell.us for cell in cells if wanted(cell)) / in_all if in_all else 0.0
-
     return [
-        (name, share(forward, wanted), share(found.cells, wanted))
-        for name, wanted in chosen.items()
+        (name, _percent(forward, wanted), _percent(found.cells, wanted))
+        for name, wanted in FIGURES.items()
     ]
+
+
+def _percent(cells: Sequence[Cell], wanted: Callable[[Cell], bool]) -> float:
+    """Of the time of all cells, that of the wanted ones."""
+    in_all = sum(cell.us for cell in cells)
+    own = sum(cell.us for cell in cells if wanted(cell))
+    return 100 * own / in_all if in_all else 0.0
 
 
 def published_table() -> Table:

@@ -123,14 +123,16 @@ class _Tally:
             self._kinds[operation] = work.kind
 
     def rows(self) -> list[Cell]:
-        named = ((dict(zip(_KEY, key, strict=True)), sums) for key, sums in self.cells.items())
-        return [Cell(**{**names, **sums}) for names, sums in named]  # type: ignore[arg-type]
+        rows = []
+        for key, sums in self.cells.items():
+            names = dict(zip(_KEY, key, strict=True))
+            rows.append(Cell(**names, **sums))  # type: ignore[arg-type]
+        return rows
 
     def phases(self) -> dict[str, list[float]]:
-        order = [
-            *(p for p in TRAINING_PHASES if p in self._spans),
-            *(p for p in self._spans if p not in TRAINING_PHASES),
-        ]
+        """Of each phase, those of training first, the time in each step."""
+        first = [phase for phase in TRAINING_PHASES if phase in self._spans]
+        order = dict.fromkeys([*first, *self._spans])
         steps = sorted(self.steps)
         return {phase: [self._spans[phase][step] for step in steps] for phase in order}
 

@@ -1,6 +1,6 @@
 """The traces of several ranks together: each collective split into waiting and transfer."""
 
-import re
+import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -147,18 +147,20 @@ def _spent(one: Analysis) -> dict[str, float]:
     sums: dict[str, float] = defaultdict(float)
     for cell in one.cells:
         if cell.kind != "communication":
-            sums[f"{cell.kind}{' in ' if cell.range else ''}{cell.range}"] += cell.us / one.steps
+            what = f"{cell.kind} in {cell.range}" if cell.range else cell.kind
+            sums[what] += cell.us / one.steps
     for row in one.idle:
-        sums[f"idle, {re.sub(':.*', '', row.reason)}"] += row.us / one.steps
+        cause, _, _ = row.reason.partition(":")
+        sums[f"idle, {cause}"] += row.us / one.steps
     return sums
 
 
 def _excess(rank: int, spent: Mapping[int, Mapping[str, float]]) -> tuple[str, float]:
     """In what this rank spends most beyond the mean of the others."""
     others = [sums for other, sums in spent.items() if other != rank]
-    beyond = {
-        what: us - sum(sums.get(what, 0.0) for sums in others) / len(others)
-        for what, us in spent[rank].items()
-    }
-    what = max(beyond, key=lambda name: beyond[name], default="")
-    return (what, beyond[what]) if what and beyond[what] > 0 else ("", 0.0)
+    most, most_us = "", 0.0
+    for what, us in spent[rank].items():
+        beyond_us = us - statistics.fmean(sums.get(what, 0.0) for sums in others)
+        if beyond_us > most_us:
+            most, most_us = what, beyond_us
+    return most, most_us

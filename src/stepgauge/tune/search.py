@@ -7,6 +7,7 @@ each of its values with the best of the choices before it.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -116,12 +117,13 @@ def _predicted(space: Space, predict: Predict) -> list[tuple[Record, Chosen]]:
 
 def _unpredicted(space: Space, winner: Chosen, predict: Predict) -> list[tuple[str, Any]]:
     """Values that the winner could have, but then could not be predicted."""
-    return [
-        (name, value)
-        for name, values in space.choices.items()
-        for value in values
-        if (spec := space.spec({**winner, name: value})) is not None and predict(spec) is None
-    ]
+    found = []
+    for name, values in space.choices.items():
+        for value in values:
+            spec = space.spec({**winner, name: value})
+            if spec is not None and predict(spec) is None:
+                found.append((name, value))
+    return found
 
 
 def _fastest(space: Space, tried: Sequence[Chosen], measure: Measure) -> Chosen:
@@ -140,13 +142,14 @@ def _one_at_a_time(space: Space, measure: Measure) -> Chosen:
 
 def _gains(space: Space, winner: Chosen, measure: Measure) -> list[Gain]:
     """Of each choice that is not usual: the winner beside itself without it."""
-    changed = {n: value for n, value in winner.items() if value != space.usual[n]}
     found = []
-    for name, value in changed.items():
-        without = {**winner, name: space.usual[name]}
-        specs = [spec for chosen in (winner, without) if (spec := space.spec(chosen)) is not None]
-        ours, *others = measure(specs)
+    for name, value in winner.items():
+        usual = space.usual[name]
+        if value == usual:
+            continue
+        specs = [space.spec(winner), space.spec({**winner, name: usual})]
+        ours, *others = measure([spec for spec in specs if spec is not None])
         slower = rate(others[0]) if others else 0.0
         ratio = rate(ours) / slower if slower else None
-        found.append(Gain(name, value, space.usual[name], ratio))
-    return sorted(found, key=lambda gain: -(gain.ratio or float("inf")))
+        found.append(Gain(name, value, usual, ratio))
+    return sorted(found, key=lambda gain: -(gain.ratio or math.inf))

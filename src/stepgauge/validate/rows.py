@@ -94,10 +94,13 @@ def specs_of(values: Mapping[str, tuple[Any, ...]], layouts: Sequence[str]) -> l
     found = []
     for layout in map(Layout.parse, layouts):
         kind = kind_for(layout, values)
-        own: Values = {n: v for n, v in values.items() if n in options_of(kind, ModelSpec)}
-        own = {"device": ("auto",), **own}
-        if foreign := [n for n in values if n not in own and n not in ("seconds", "phases")]:
-            raise ValueError(f"{foreign[0]} is no option of a step over {layout.ranks} ranks")
+        options = options_of(kind, ModelSpec)
+        own: Values = {"device": ("auto",)}
+        for name, given in values.items():
+            if name in options:
+                own[name] = given
+            elif name not in ("seconds", "phases"):
+                raise ValueError(f"{name} is no option of a step over {layout.ranks} ranks")
         if kind is DataParallelSpec:
             own = {"batch": (StepSpec.batch,), **own}
         found += [spec.canonical() for spec in expand(kind, under(layout, kind, own))]
@@ -108,12 +111,19 @@ def usual_rows(gpus: int) -> list[Asked]:
     """What is validated without a list: steps of one process, and layouts of as many ranks as there
     are GPUs, on a CPU of two.
     """
-    is_cpu, ranks = gpus == 0, gpus or 2
-    layouts = [f"dp{ranks} {wrapper}" for wrapper in ("bucketed", "zero1")] if ranks > 1 else []
-    values: Values = {
-        "size": ("nano", "tiny") if is_cpu else ("small", "medium"),
-        "context_length": (128,) if is_cpu else (512,),
-        "precision": ("fp32",) if is_cpu else ("bf16",),
-        "batch": (4,) if is_cpu else (8,),
+    layouts, ranks = ["none"], gpus or 2
+    if ranks > 1:
+        layouts += [f"dp{ranks} bucketed", f"dp{ranks} zero1"]
+    on_gpu: Values = {
+        "size": ("small", "medium"),
+        "context_length": (512,),
+        "precision": ("bf16",),
+        "batch": (8,),
     }
-    return [Asked(spec) for spec in specs_of(values, ["none", *layouts])]
+    on_cpu: Values = {
+        "size": ("nano", "tiny"),
+        "context_length": (128,),
+        "precision": ("fp32",),
+        "batch": (4,),
+    }
+    return [Asked(spec) for spec in specs_of(on_gpu if gpus else on_cpu, layouts)]

@@ -29,71 +29,102 @@ def fill_bubbles(schedule: Schedule, durations: Durations) -> Schedule:
     return filled if steps[0] < steps[1] else plain
 
 
+@dataclasses.dataclass
+class _Rank:
+    """A rank on its way through time.
+
+    queue      its actions to come, without W
+    most_held  micro-batches that it may hold
+    weights    W to come whose I has run
+    done       its actions so far
+    free_ms    when the last of them ends
+    held       micro-batches that it holds then
+    """
+
+    queue: collections.deque[Action]
+    most_held: float
+    weights: collections.deque[Action] = dataclasses.field(default_factory=collections.deque)
+    done: list[Action] = dataclasses.field(default_factory=list)
+    free_ms: float = 0.0
+    held: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has to give something back before it goes on."""
+        return bool(self.queue) and self.queue[0].kind == FORWARD and self.held >= self.most_held
+
+
 class _Filling:
     """Runs all ranks through time: who is free first decides what it does next."""
 
     def __init__(self, schedule: Schedule, durations: Durations, bounds: tuple[float, ...]):
-        self._schedule, self._durations, self._bounds = schedule, durations, bounds
-        self._queues = [
-            collections.deque(action for action in row if action.kind != WEIGHT)
-            for row in schedule.ranks
+        self._schedule, self._durations = schedule, durations
+        self._ranks = [
+            _Rank(collections.deque(action for action in row if action.kind != WEIGHT), most_held)
+            for row, most_held in zip(schedule.ranks, bounds, strict=True)
         ]
-        ranks = len(self._queues)
-        self._weights: list[collections.deque[Action]] = [collections.deque() for _ in range(ranks)]
-        self._rows: list[list[Action]] = [[] for _ in range(ranks)]
-        self._free, self._held = [0.0] * ranks, [0] * ranks
-        self._ends: dict[Action, float] = {}
-        lowered = dependencies(lower(schedule, ahead=len(schedule.ranks[0])))
-        own = {action for _, action in schedule}
-        # What of other actions each waits for, and how long the transfer between them takes.
-        self._reads = {
-            action: [
-                (source, durations.of(other) if other not in own else 0.0)
-                for other in lowered[action]
-                for source in ([other] if other in own else _source(lowered[other], own, other))
-            ]
-            for action in own
-        }
+        self._ends_ms: dict[Action, float] = {}
+        self._reads = _reads_from_other_ranks(schedule, durations)
 
     def run(self) -> Schedule:
-        while any(self._queues) or any(self._weights):
-            busy = [r for r in range(len(self._rows)) if self._queues[r] or self._weights[r]]
-            rank = min(busy, key=self._free.__getitem__)
-            self._advance(rank, [r for r in busy if r != rank])
-        return dataclasses.replace(self._schedule, ranks=tuple(map(tuple, self._rows)))
+        while busy := [rank for rank in self._ranks if rank.queue or rank.weights]:
+            self._advance(min(busy, key=lambda rank: rank.free_ms), busy)
+        rows = tuple(tuple(rank.done) for rank in self._ranks)
+        return dataclasses.replace(self._schedule, ranks=rows)
 
-    def _advance(self, rank: int, others: list[int]) -> None:
+    def _advance(self, rank: _Rank, busy: list[_Rank]) -> None:
         """Runs the next action of the rank that is free first, or lets it wait."""
-        queue, weights, now = self._queues[rank], self._weights[rank], self._free[rank]
-        ready = self._ready(rank, queue[0]) if queue else math.inf
-        full = bool(queue) and queue[0].kind == FORWARD and self._held[rank] >= self._bounds[rank]
-        if weights and (full or ready - now > LEAST_GAP * self._durations.of(weights[0])):
-            self._do(rank, weights.popleft(), now)
-        elif ready < math.inf:
-            self._do(rank, queue.popleft(), max(now, ready))
+        ready_ms = self._ready_ms(rank.queue[0]) if rank.queue else math.inf
+        gap_ms = ready_ms - rank.free_ms
+        weight = rank.weights[0] if rank.weights else None
+        if weight and (rank.is_full or gap_ms > LEAST_GAP * self._durations.of(weight)):
+            self._do(rank, rank.weights.popleft(), rank.free_ms)
+        elif ready_ms < math.inf:
+            self._do(rank, rank.queue.popleft(), max(rank.free_ms, ready_ms))
         else:  # the others go on first
-            later = [self._free[other] for other in others if self._free[other] > now]
-            self._free[rank] = min(later, default=now)
-            if not later:
-                self._free[rank] = now + min(filter(None, self._durations.actions.values()))
+            later = [other.free_ms for other in busy if other.free_ms > rank.free_ms]
+            if later:
+                rank.free_ms = min(later)
+            else:
+                rank.free_ms += min(filter(None, self._durations.actions.values()))
 
-    def _ready(self, rank: int, action: Action) -> float:
+    def _ready_ms(self, action: Action) -> float:
         """When all that it reads is there; infinity where that is not known yet."""
-        reads = [(s, t) for s, t in self._reads[action] if self._schedule.rank_of[s.stage] != rank]
-        return max((self._ends.get(source, math.inf) + t for source, t in reads), default=0.0)
+        arrivals = [self._ends_ms.get(a, math.inf) + ms for a, ms in self._reads[action]]
+        return max(arrivals, default=0.0)
 
-    def _do(self, rank: int, action: Action, start: float) -> None:
-        self._rows[rank].append(action)
-        self._ends[action] = self._free[rank] = start + self._durations.of(action)
+    def _do(self, rank: _Rank, action: Action, start_ms: float) -> None:
+        rank.done.append(action)
+        self._ends_ms[action] = rank.free_ms = start_ms + self._durations.of(action)
         if action.kind == INPUT:
-            self._weights[rank].append(action._replace(kind=WEIGHT))
+            rank.weights.append(action._replace(kind=WEIGHT))
         elif action.kind == FORWARD:
-            self._held[rank] += 1
+            rank.held += 1
         else:
-            self._held[rank] -= 1
+            rank.held -= 1
 
 
-def _source(waits: list[Action], own: set[Action], transfer: Action) -> list[Action]:
+def _reads_from_other_ranks(
+    schedule: Schedule, durations: Durations
+) -> dict[Action, list[tuple[Action, float]]]:
+    """The actions of other ranks that each action waits for, with the ms of the transfer between."""
+    waits = dependencies(lower(schedule, ahead=len(schedule.ranks[0])))
+    computations = {action for _, action in schedule}
+    reads: dict[Action, list[tuple[Action, float]]] = {}
+    for action in computations:
+        reads[action] = []
+        for other in waits[action]:
+            if other in computations:
+                source, ms = other, 0.0
+            else:
+                source, ms = _source(waits[other], other), durations.of(other)
+            if schedule.rank_of[source.stage] != schedule.rank_of[action.stage]:
+                reads[action].append((source, ms))
+    return reads
+
+
+def _source(waits: list[Action], transfer: Action) -> Action:
     """The computation that a transfer carries the result of."""
-    return [a for a in waits if a in own and a.stage == transfer.stage
-            and a.micro_batch == transfer.micro_batch][-1:]  # fmt: skip
+    of_result = (transfer.stage, transfer.micro_batch)
+    found = [a for a in waits if a.is_compute and (a.stage, a.micro_batch) == of_result]
+    return found[-1]

@@ -7,6 +7,7 @@ is never given back.
 """
 
 import contextlib
+import dataclasses
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -102,17 +103,18 @@ def _made_at(
     tracker: StorageTracker,
 ) -> Allocation:
     """The allocation as the storage among the candidates that it is, or as its operator's own."""
-    known = _storage(candidates, made)
+    size, address = entry["size"], entry["addr"]
+    if known := _storage(candidates, made):
+        return dataclasses.replace(known, bytes=size, born=event, died=None, address=address)
     return Allocation(
-        entry["size"],
-        event,
-        known.phase if known else _phase_at(tracker.phases, event),
-        known.operator if known else f"inside {made.operator}" if made else UNSEEN,
-        known.module if known else made.module if made else "",
-        known.line if known else made.line if made else "",
-        known.category if known else TEMPORARIES,
-        known.saver if known else None,
-        address=entry["addr"],
+        bytes=size,
+        born=event,
+        phase=_phase_at(tracker.phases, event),
+        operator=f"inside {made.operator}" if made else UNSEEN,
+        module=made.module if made else "",
+        line=made.line if made else "",
+        category=TEMPORARIES,
+        address=address,
     )
 
 

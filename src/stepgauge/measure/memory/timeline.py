@@ -50,11 +50,11 @@ class MemoryTimeline:
     def most_of(self, *categories: str) -> int:
         """Bytes of the categories together, at most, in forward and backward."""
         passes = [phase for phase in self.phases if phase.name in ("forward", "backward")]
-        return max(
-            sum(moment.held.get(category, 0) for category in categories)
-            for moment in self.moments
-            if any(phase.start <= moment.event <= phase.end for phase in passes)
-        )
+        most = 0
+        for moment in self.moments:
+            if any(phase.start <= moment.event <= phase.end for phase in passes):
+                most = max(most, sum(moment.held.get(category, 0) for category in categories))
+        return most
 
     def holders(self, event: int) -> list[tuple[str, str, str, str, str, int, int]]:
         """What lives after the event: (category, module, operator, line, phase, tensors, bytes),

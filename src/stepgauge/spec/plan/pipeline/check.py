@@ -174,12 +174,16 @@ def _no_deadlock(schedule: Schedule) -> None:
 
 
 def _memory(schedule: Schedule, held: Mapping[int, Held]) -> Checked:
-    levels = [live(row, held) for row in schedule.ranks]
-    peaks = [max(range(len(row)), key=row.__getitem__) for row in levels]
+    """The schedule, with the most that each rank holds and the action at which it does."""
+    peaks, actions = [], []
+    for row in schedule.ranks:
+        levels = live(row, held)
+        peaks.append(max(levels))
+        actions.append(row[levels.index(peaks[-1])])
     return Checked(
         schedule=schedule,
-        peak=tuple(row[place] for row, place in zip(levels, peaks, strict=True)),
-        peak_action=tuple(row[place] for row, place in zip(schedule.ranks, peaks, strict=True)),
+        peak=tuple(peaks),
+        peak_action=tuple(actions),
         in_flight=tuple(_most(row, (FORWARD,), (BACKWARD, INPUT)) for row in schedule.ranks),
         saved=tuple(_most(row, (INPUT,), (WEIGHT,)) for row in schedule.ranks),
     )

@@ -51,15 +51,15 @@ def from_csv(text: str, name: str = "custom") -> Schedule:
     A forward and backward that torch overlaps in one cell are read as one after the other.
     """
     rows = []
-    for row in csv.reader(io.StringIO(text)):
-        cells = [cell.strip() for cell in row]
-        together = [_TOGETHER.fullmatch(cell) for cell in cells]
-        parts = [
-            found.group(1).split(";") if found else [cell]
-            for cell, found in zip(cells, together, strict=True)
-        ]
-        rows.append([word.strip() for part in parts for word in part])
-    return _schedule([row for row in rows if any(row)], name)
+    for cells in csv.reader(io.StringIO(text)):
+        words = []
+        for cell in cells:
+            overlapped = _TOGETHER.fullmatch(cell.strip())
+            actions = overlapped.group(1).split(";") if overlapped else [cell]
+            words += [action.strip() for action in actions]
+        if any(words):
+            rows.append(words)
+    return _schedule(rows, name)
 
 
 def to_csv(schedule: Schedule) -> str:
