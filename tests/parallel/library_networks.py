@@ -182,3 +182,30 @@ class OneKeyHead(nn.Module):
         )
         mixed = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
         return self.out(mixed.transpose(1, 2).flatten(-2))
+
+
+class AdaptedLinear(nn.Module):
+    """A frozen layer and two small ones beside it, as peft's LoRA has them."""
+
+    __module__, __qualname__ = "peft.tuners.lora.layer", "Linear"
+
+    def __init__(self, base_layer, inputs, outputs):
+        super().__init__()
+        self.base_layer = base_layer.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(inputs, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, outputs)})
+
+    def forward(self, x):
+        return self.base_layer(x) + 0.5 * self.lora_B["default"](self.lora_A["default"](x))
+
+
+def adapt(blocks):
+    """Every linear layer of the blocks; all else is frozen."""
+    for name, layer in list(blocks.requires_grad_(False).named_modules()):
+        if isinstance(layer, nn.Linear):
+            sizes = layer.in_features, layer.out_features
+        elif isinstance(layer, Conv1D):
+            sizes = tuple(layer.weight.shape)
+        else:
+            continue
+        blocks.set_submodule(name, AdaptedLinear(layer, *sizes))

@@ -12,6 +12,7 @@ from tests.parallel.library_networks import (
     GPT2Model,
     LibraryModel,
     OneKeyHead,
+    adapt,
 )
 from tests.parallel.library_networks import HEADS as NUM_HEADS
 from torch import nn
@@ -161,7 +162,7 @@ def build(name):
         model, table = counting_model(), ONE_KEY_TABLE
         for layer in model.layers:
             layer.o = OneKeyHead()
-    elif name == "gpt2":
+    elif name.startswith("gpt2"):
         model, table = GPT2Model(VOCABULARY), None
     elif name.startswith("library"):
         model = LibraryModel(VOCABULARY)
@@ -170,6 +171,8 @@ def build(name):
         spec = SPECS[name]
         network = BertForMaskedLM if isinstance(spec, BertSpec) else TransformerLM
         model, table = network(spec), table_of(spec)
+    if "adapted" in name:
+        adapt(model.model.layers if name.startswith("library") else model.transformer.h)
     generator = torch.Generator().manual_seed(2)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2, generator=generator)
@@ -216,7 +219,8 @@ def difference(name, by_sequence=None, partial_loss=None, overlap=False, prepare
     for key, parameter in parallel.module.named_parameters():
         expected = whole.get_parameter(key)
         differences.append((parameter - parallel.part(key, expected)).abs().max())
-        differences.append((parameter.grad - parallel.part(key, expected.grad)).abs().max())
+        if expected.requires_grad:
+            differences.append((parameter.grad - parallel.part(key, expected.grad)).abs().max())
         differences.append((parallel.whole(key, parameter.detach()) - expected).abs().max())
         cut += parameter.numel() < expected.numel()
     assert cut >= 4 * 2, "few layers were cut"
@@ -539,6 +543,13 @@ def of_tables_of_the_library():
     return said | {"flat": message_of(lambda: flat(torch.ones(2, 4))), "alone": alone}
 
 
+def adapt_with_magnitude():
+    """As DoRA, of which a layer of rows would need the norms of whole ones."""
+    model, _ = build("gpt2 adapted")
+    model.transformer.h[0].mlp.c_fc.lora_magnitude_vector = nn.Parameter(torch.ones(24))
+    parallelize_tensor(model)
+
+
 def differentiated_again(overlap=None, partial_loss=None, targets=True):
     """What a penalty of gradients is told, of a loss or of logits: the first gradient is a constant."""
     least, plan.LEAST_OVERLAPPED_BYTES = plan.LEAST_OVERLAPPED_BYTES, 0
@@ -583,6 +594,7 @@ def mistakes():
         "loss again": differentiated_again(),
         "fused loss again": differentiated_again(partial_loss=PARTIAL_LOSS),
         "overlapped again": differentiated_again(overlap=True, targets=False),
+        "magnitude": message_of(adapt_with_magnitude),
         **of_changed_models(),
     }
 
@@ -595,7 +607,9 @@ def everything():
         for name in (*SPECS, "user")
         for by_sequence in ((True, False) if is_two else (True,))
     }
-    for name in ("library", "library by sequence", "counting", "gpt2", "one key head, transposed"):
+    adapted = ("library adapted", "library by sequence, adapted", "gpt2 adapted")
+    other = ("library", "library by sequence", "counting", "gpt2", "one key head, transposed")
+    for name in (*other, *adapted):
         found[name] = difference(name)
     for name in ("user", "library by sequence", "gpt2"):
         found[name, "penalty"] = difference_of_penalties(name)
@@ -686,6 +700,10 @@ def test_mistakes_are_said(two_ranks):
         again = "has no second derivative (create_graph=True)"
         assert said["loss again"] == f"the loss that is cut over the vocabulary {again}"
         assert said["fused loss again"] == f"the loss that is cut over the vocabulary {again}"
+        assert said["magnitude"] == (
+            "transformer.h.0.mlp.c_fc is peft's LoRA with lora_magnitude_vector, whose outputs cannot "
+            "be cut; choose plain LoRA, or leave the layer whole"
+        )
         assert said["overlapped again"] == f"a layer that overlaps {again}"
         part = "give its module a rule that cuts it alike, or a parameter of its own"
         assert said["tied"] == f"scale is the parameter out.bias, which is cut; {part}"
@@ -740,7 +758,8 @@ def test_mistakes_are_said(two_ranks):
             f"layers.0.norm works on a piece of the sequence and {part} sequence, heads, whole"
         )
         assert said["half"] == (
-            f"layers.0.o.q is in layers.0.o, which gathers for its columns, and {part} heads"
+            f"layers.0.o.q is in layers.0.o, which gathers for its columns, and {part} sequence, heads, "
+            "whole"
         )
         assert said["uncounted"] == (
             "layers.0.o reads its num_heads, 4, and each rank has only a part of them; give it a rule "

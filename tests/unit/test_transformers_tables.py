@@ -67,6 +67,16 @@ def test_heads_stay_whole_and_are_counted():
         count.on(0, 8)
 
 
+def test_a_head_within_another_module_is_cut_unless_peft_keeps_two_of_it():
+    names = [f"base_model.model.{name}" for name in names_of("llama", "model")]
+    table = table_of_config({**SHAPE, "model_type": "llama"}, names)
+    assert table["base_model.model.lm_head"].kind == "head"
+    kept = [*names, "base_model.model.lm_head.original_module"]
+    assert set(table) - set(table_of_config({**SHAPE, "model_type": "llama"}, kept)) == {
+        "base_model.model.lm_head"
+    }
+
+
 def test_what_has_no_table_is_said():
     with pytest.raises(
         ValueError, match="model_type is 'bloom', whose networks have no table; give"

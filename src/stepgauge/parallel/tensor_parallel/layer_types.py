@@ -24,6 +24,8 @@ LINEAR = (
     LayerType("transformers.pytorch_utils.Conv1D", "transformers' Conv1D", is_transposed=True),
 )
 EMBEDDING = (LayerType("torch.nn.modules.sparse.Embedding", "nn.Embedding"),)
+# It has the layer that it adapts, and its small ones, as modules of its own.
+ADAPTED = LayerType("peft.tuners.lora.layer.Linear", "peft's LoRA")
 
 # By the kinds of spec.plan.tensor that cut.
 CUT_TYPES: Mapping[str, tuple[LayerType, ...]] = MappingProxyType(

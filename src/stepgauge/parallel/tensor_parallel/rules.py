@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from stepgauge.parallel.autograd.parameter_hooks import hooks_before, hooks_of_module, num_hooks
+from stepgauge.parallel.tensor_parallel.adapters import ADAPTABLE, is_adapted, rules_of_adapted
 from stepgauge.parallel.tensor_parallel.layer_types import CUT_TYPES, base_of
 from stepgauge.spec.plan.tensor import KINDS, Rule, Table, matched
 
@@ -37,11 +38,13 @@ def rules_of(module: nn.Module, table: Table, *, by_sequence: bool) -> Rules:
     """The rules of the table by the names of the module's parts. Raises ValueError for what would
     not be computed as in one process.
     """
-    rules = list(matched(table, [name for name, _ in module.named_modules()]))
+    told = list(matched(table, [name for name, _ in module.named_modules()]))
+    for name, rule in told:
+        if rule.kind == "column":
+            _require_counted(module, name, told)
+    rules = list(_of_parts(module, told, by_sequence))
     for name, rule in rules:
         _require_layer(module, name, rule)
-        if rule.kind == "column":
-            _require_counted(module, name, rules)
         if KINDS[rule.kind].sums and (by_sequence or rule.kind == "heads"):
             _require_no_earlier_hooks(name, module.get_submodule(name))
     for name, each in module.named_modules():
@@ -55,6 +58,19 @@ def rules_of(module: nn.Module, table: Table, *, by_sequence: bool) -> Rules:
         )
     _require_told(module, rules, by_sequence)
     return rules
+
+
+def _of_parts(module: nn.Module, rules: Rules, by_sequence: bool) -> Iterator[tuple[str, Rule]]:
+    """The rules, of layers that are adapted those of their parts."""
+    for name, rule in rules:
+        layer = module.get_submodule(name)
+        if rule.kind in ADAPTABLE and is_adapted(layer):
+            is_gathered = _is_in(name, rules, ("gather",))
+            yield from rules_of_adapted(
+                name, layer, rule, by_sequence=by_sequence, is_gathered=is_gathered
+            )
+        else:
+            yield name, rule
 
 
 def _require_layer(module: nn.Module, name: str, rule: Rule) -> None:
@@ -172,10 +188,11 @@ def _require_told(module: nn.Module, rules: Rules, by_sequence: bool) -> None:
     gradients of its weights would be those of this part alone.
     """
     named = dict(module.named_modules())
+    kinds = ("sequence", "heads", "whole")
     if by_sequence:
         split = [name for name, rule in rules if rule.kind == "split"]
         names = list(named)[list(named).index(split[0]) if split else 0 :]
-        does, kinds = "works on a piece of the sequence", ("sequence", "heads", "whole")
+        does = "works on a piece of the sequence"
         for name in names:
             if isinstance(named[name], MIXERS) and not _is_in(name, rules, ("whole",)):
                 raise ValueError(
@@ -187,7 +204,7 @@ def _require_told(module: nn.Module, rules: Rules, by_sequence: bool) -> None:
         if rule.kind == "gather":
             inside = {name: part for name, part in named.items() if _is_below(name, parent)}
             does = f"is in {parent}, which gathers for its columns,"
-            _require_rules(inside, rules, ("heads",), does)
+            _require_rules(inside, rules, kinds, does)
 
 
 def _require_rules(

@@ -34,8 +34,9 @@ def table_of_config(config: Config, names: Collection[str]) -> Table:
     table = {f"{base}{blocks}.*.{name}": rule for name, rule in rules_of(config).items()}
     if embedding:
         table[f"{base}{embedding}"] = Rule("embedding")
-    if embedding and "lm_head" in names:
-        table["lm_head"] = Rule("head")
+        heads = [name for name in names if f".{name}".endswith(".lm_head")]
+        # not a layer around others, as peft's modules_to_save are
+        table |= {name: Rule("head") for name in heads if f"{name}.original_module" not in names}
     return table
 
 
