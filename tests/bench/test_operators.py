@@ -431,8 +431,12 @@ def test_predict_takes_a_user_model_over_a_data_axis(stepgauge, nets):
         head, *terms = row["tables"]["terms"]
         total = sum(term[head.index("us")] for term in terms) / 1e3
         assert total == pytest.approx(step, rel=1e-3)
-    status, _, err = stepgauge(*asked, "--layout", "tp2")
-    assert status == 2 and "layout is 'tp2'; a user's model has a data axis here" in err
+    for layout, said in (
+        ("tp2", "a Convolutions has no config of the transformers library"),
+        ("pp2 1f1b", "module is a Convolutions; a pipeline cuts an nn.Sequential"),
+    ):
+        status, _, err = stepgauge(*asked, "--layout", layout)
+        assert status == 2 and said in err
 
 
 def test_presets_without_formulas_are_predicted_by_their_operators(monkeypatch):

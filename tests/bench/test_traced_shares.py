@@ -25,6 +25,7 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.plan.stages import num_parts
 from stepgauge.spec.step import StepSpec, WorkSpec
+from stepgauge.spec.user_model import UserModel
 from stepgauge.validate.predicted import predicted
 
 SHAPE = {"d_model": 64, "d_ff": 256, "num_heads": 4, "context_length": 32, "vocab_size": 256}
@@ -86,6 +87,56 @@ def test_a_share_of_the_transformer_runs_and_sends_what_its_formulas_say(
             ran, written = share.terms(phase), list(getattr(stage, phase)())
             assert flops(ran) == flops(written)
             assert sent(ran) == sent(written)
+
+
+OF_A_USER = """
+import dataclasses
+import torch
+from torch import nn
+from stepgauge.models.transformer import Block
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.plan.tensor_tables import table_of
+
+SPEC = ModelSpec(num_layers=4, positions="none", **{shape})
+
+class Layer(Block):
+    def forward(self, x):
+        return super().forward(x, None)
+
+def loss(logits, targets):
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+def network():
+    blocks = [Layer(SPEC, layer, None) for layer in range(4)]
+    norm, head = nn.RMSNorm(SPEC.d_model), nn.Linear(SPEC.d_model, SPEC.vocab_size, bias=False)
+    names = {"embedding": "0", "blocks.0": "1", "norm": "5", "head": "6"}
+    table = {names.get(n, n.removeprefix("blocks.")): rule for n, rule in table_of(SPEC).items()}
+    tokens = torch.zeros(BATCH, SPEC.context_length, dtype=torch.int64)
+    return {"module": nn.Sequential(nn.Embedding(SPEC.vocab_size, SPEC.d_model), *blocks, norm, head),
+            "batch": (tokens, tokens), "loss": loss, "table": table}
+"""
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2 1f1b m2", "pp2 zb-h1 m2", "pp2 1f1b m2 tp2"])
+def test_a_users_network_runs_and_sends_what_the_same_preset_does(layout, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        OF_A_USER.replace("{shape}", str(SHAPE)).replace("BATCH", "4")
+    )
+    same = LayoutSpec(model=dataclasses.replace(DENSE, positions="none"), layout=layout, batch=4)
+    mine = LayoutSpec(model=UserModel.read(f"{tmp_path / 'mine.py'}:network"), layout=layout)
+    shares, stages = traced(mine, "cpu"), traced(same, "cpu")
+    for share, stage in zip(shares, stages, strict=True):
+        assert sum(share.parameters) == sum(stage.parameters)
+        assert share.between_bytes == stage.between_bytes
+        for phase in ("forward", "backward"):
+            ran, preset = share.terms(phase), stage.terms(phase)
+            assert flops(ran) == flops(preset)
+            for collective in ("all_gather", "reduce_scatter"):  # its loss takes whole logits
+                assert sent(ran)["tensor", collective] == sent(preset)["tensor", collective]
+            assert flops(t for t in ran if t.weights) == flops(t for t in preset if t.weights)
+    if "tp2" not in layout:
+        took, takes = (predicted(spec, wired(8)).median("step_ms") for spec in (mine, same))
+        assert took == pytest.approx(takes, rel=0.03)
 
 
 @pytest.mark.parametrize("model", [BERT, EXPERTS, WINDOWED])

@@ -29,6 +29,11 @@ def leaves():
     sys.exit(3)
 def dies():
     os.kill(os.getpid(), 15)
+def stack():
+    from stepgauge.spec.plan.tensor import Rule
+    layers = nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2))
+    table = {"0": Rule("column"), "2": Rule("row")}
+    return {"module": layers, "batch": torch.ones(2, WIDTH), "table": table}
 """
 QUICK = ("--device", "cpu", "--steps", "1", "--warmup", "1")
 
@@ -172,9 +177,7 @@ def test_a_users_model_is_trained_and_what_its_file_does_is_one_sentence(stepgau
         assert status == 1 and said in err and "Traceback" not in err
 
 
-def test_a_users_model_is_timed_under_layouts_with_a_data_axis_and_no_other(
-    stepgauge, tmp_path, file
-):
+def test_a_users_model_is_timed_under_layouts_with_a_data_axis(stepgauge, tmp_path, file):
     run = tmp_path / "run"
     command = ("bench", "layout", *QUICK, "--model", f"{file}:net", "--out", run)
     layouts = ("none", "dp2 zero1")
@@ -189,7 +192,24 @@ def test_a_users_model_is_timed_under_layouts_with_a_data_axis_and_no_other(
     assert shared < 0.8 * whole
     assert "Which layout trains fastest" in run_page(rows(run), run).html()
     assert "2 of 2 rows" in stepgauge(*command, "--accumulation", "2", "--layout", *layouts)[2]
-    for layout, axis in (("tp2", "tensor"), ("pp2 1f1b", "pipeline"), ("dp2 cp2", "context")):
+    for layout, said in (
+        ("tp2", "give a table of names and rules, which the factory returns as 'table'"),
+        ("pp2 1f1b", "the factory's module is a Net; a pipeline cuts an nn.Sequential"),
+    ):
         for asked in ("bench", "layout"), ("train",):
             status, _, err = stepgauge(*asked, "--model", f"{file}:net", "--layout", layout)
-            assert status == 2 and f"and no {axis} axis: choose one such as 'dp2 zero3'" in err
+            assert status == 1 and said in err
+    for asked in ("bench", "layout"), ("train",):
+        status, _, err = stepgauge(*asked, "--model", f"{file}:net", "--layout", "dp2 cp2")
+        assert status == 2 and "a user's model has no context axis" in err
+
+
+def test_a_users_model_is_timed_under_tensor_and_pipeline_axes(stepgauge, tmp_path, file):
+    command = ("bench", "layout", *QUICK, "--model", f"{file}:stack", "--out", tmp_path / "run")
+    status, _, err = stepgauge(*command, "--layout", "none", "tp2", "pp2 1f1b m2")
+    assert status == 0, err
+    alone, tensor, pipeline = rows(tmp_path / "run")
+    weights = [row.median("parameter_bytes") // 4 for row in (alone, tensor, pipeline)]
+    assert weights == [40 + 72 + 18, 20 + 32 + 8 + 18, 72 + 18]
+    assert tensor.median("tensor_exposed_ms") is not None
+    assert pipeline.median("busiest_rank_ms") < pipeline.median("forward_and_backward_ms")

@@ -78,7 +78,7 @@ def build(
     settings = wrapper_settings(spec, spec.wrapper)
     spread: Parallelise = functools.partial(parallelise, spec.wrapper, settings=settings)
     if isinstance(spec.model, UserModel):
-        built = build_user_step(spec, device, parallelise=spread, lr=LEARNING_RATE)
+        built = build_user_step(spec, device, spread=lambda _: spread, lr=LEARNING_RATE)
         return built.step, built.arguments(rank)
     on_device = dataclasses.replace(spec, device=str(device))
     if spec.cuda_graphs:

@@ -34,9 +34,10 @@ from stepgauge.spec.plan.stages import FLOPS, describe_balance
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import batch_for
-from stepgauge.train.layout import build_layout_step, build_user_layout_step, stages_of
+from stepgauge.train.layout import build_layout_step, stages_of
 from stepgauge.train.rank_share import RankShare
 from stepgauge.train.step import TrainingStep
+from stepgauge.train.user_layout import build_user_layout_step
 
 Spans = list[tuple[str, float, float]]
 
@@ -98,7 +99,7 @@ def _build(
             spec, layout=spec.parsed_layout, device=device, lr=LEARNING_RATE
         )
         every = range(spec.accumulation)
-        return built.step, [built.arguments(n * place.ranks + place.rank) for n in every]
+        return built.step, [built.arguments(n * place.data_ranks + place.data_rank) for n in every]
     step = build_layout_step(
         spec,
         layout=spec.parsed_layout,

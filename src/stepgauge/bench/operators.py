@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from stepgauge.bench.build import build
-from stepgauge.bench.stage_step import Stage, axes_of, build_stage_step, other_ranks
+from stepgauge.bench.stage_step import Stage, StageStep, axes_of, build_stage_step, other_ranks
 from stepgauge.bench.storage_tracking import predict as predict_memory
 from stepgauge.cost.operations.terms import TRAFFIC, Term
 from stepgauge.cost.pipeline.cuts import stages_of
@@ -29,6 +29,7 @@ from stepgauge.measure.weight_gradients import marked
 from stepgauge.parallel.fsdp.sharded_unit import repeated_blocks
 from stepgauge.runtime.load_file import user_line
 from stepgauge.runtime.workers import run_isolated
+from stepgauge.spec.layout_rules import schedule_of
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
@@ -50,12 +51,13 @@ RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell")
 @dataclasses.dataclass(frozen=True)
 class Counted:
     """A traced step: its runs of terms by phase, the elements of its parameters and of its units, and
-    the bytes of what it gives.
+    the bytes of what lies between it and other stages.
     """
 
     runs: dict[str, list[Run]]
     parameters: list[int]
     units: dict[str, int]
+    between_bytes: int
 
     def launched(self) -> dict[str, int]:
         """By phase, what grows with a network; of the optimizer its tensors, many a launch."""
@@ -100,6 +102,8 @@ def _stages(spec: TracedSpec) -> list[Stage]:
     work, layout = work_of(spec), cut_of(spec)
     if isinstance(spec, PipelineSpec):
         return [Stage(work, layout, parts) for parts in stages_of(spec)]
+    if layout.pipeline > 1:  # of a user's model
+        return [Stage(work, layout, number=n) for n in range(schedule_of(layout).num_stages)]
     if isinstance(spec, LayoutSpec) and spec.parsed_layout.pipeline > 1:
         layers = spec.network.num_layers
         return [Stage(work, layout, parts_of(blocks, layers)) for blocks in spec.stages()]
@@ -126,6 +130,7 @@ def _traced(architecture: str, stage: Stage, gathered: bool) -> TracedNetwork:
         update=_as_one(update),
         parameters=found.parameters,
         units=found.units,
+        between_bytes=found.between_bytes,
         blocks=blocks,
         **tracked,
     )
@@ -186,10 +191,11 @@ def _counted(
             record_step(trace, phases, step.module, units, steps=STEPS)
         sizes = [p.numel() for p in step.module.parameters() if p.requires_grad]
         elements = {name: sum(p.numel() for p in unit.parameters()) for name, unit in units.items()}
-    if stage.parts is not None and units:
-        first = trace.input_gradients[next(iter(units))]
-        trace.moved["backward"] = marked(trace.moved["backward"], first)
-    return Counted(_runs(trace.moved, work.compile, by_unit=by_unit), sizes, elements)
+    gradients = [trace.input_gradients[name] for name in units if name in trace.input_gradients]
+    if stage.is_of_pipeline and gradients:  # of the first; an embedding's tokens have none
+        trace.moved["backward"] = marked(trace.moved["backward"], gradients[0])
+    between = step.between_bytes if isinstance(step, StageStep) else 0
+    return Counted(_runs(trace.moved, work.compile, by_unit=by_unit), sizes, elements, between)
 
 
 def _runs(
@@ -293,7 +299,7 @@ def _tracked(stage: Stage, architecture: str, weights: torch.dtype | None) -> di
 
         step = predict_memory(asked, make=make).step
     hidden = [x for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()]
-    given = sum(x.nbytes for x in hidden) if stage.parts is not None else 0
+    given = sum(x.nbytes for x in hidden) if stage.is_of_pipeline else 0
     return {
         "moments": [moment.held for moment in step.thinned()],
         "kept_bytes": given + sum(step.bytes_of[a] for a in step.saved_for_backward()),

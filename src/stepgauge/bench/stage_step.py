@@ -9,22 +9,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stepgauge.bench.build import LEARNING_RATE
 from stepgauge.measure.sent_operators import Axis
 from stepgauge.models.parts import build_optimizer
 from stepgauge.parallel.layout import context_group, mesh_of
+from stepgauge.parallel.pipeline.stage import as_tuple
 from stepgauge.parallel.tensor_parallel import parallelize_tensor
+from stepgauge.parallel.training import Groups, OptimizerClass, Parallel
 from stepgauge.runtime.imagined_world import imagined_world
 from stepgauge.spec.layout import Layout
+from stepgauge.spec.layout_rules import schedule_of
 from stepgauge.spec.plan.stages import halves_of, num_parts
+from stepgauge.spec.plan.tensor import is_by_sequence
 from stepgauge.spec.plan.tensor_tables import table_of
 from stepgauge.spec.step import WorkSpec
+from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import WEIGHT_DECAY, batch_for, decay_groups
 from stepgauge.train.layout import build_parts, cut_sequences, partial_loss_of, stage_batch
 from stepgauge.train.precision import precision_on
 from stepgauge.train.step import TrainingStep
+from stepgauge.train.user_layout import UserCut
+from stepgauge.train.user_model import build_parts as build_user_parts
+from stepgauge.train.user_model import in_type, step_of_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +40,15 @@ class Stage:
     """What a rank computes of a network.
 
     work    the step of one process that has the whole
-    layout  how layers and sequences are cut; without a data axis
+    layout  how layers and sequences are cut; without a data axis. Of a user's model its pipeline too
     parts   of the network, as spec.plan.stages numbers them; None: all
+    number  of the stage of a user's model, whose modules are cut when it is built
     """
 
     work: WorkSpec
     layout: Layout = dataclasses.field(default_factory=Layout)
     parts: range | None = None
+    number: int = 0
 
     @property
     def is_whole(self) -> bool:
@@ -46,22 +56,46 @@ class Stage:
         return self.layout.ranks == 1 and self.parts is None
 
     @property
+    def is_of_pipeline(self) -> bool:
+        return self.parts is not None or self.layout.pipeline > 1
+
+    @property
+    def is_last(self) -> bool:
+        """Of a user's model."""
+        return self.number == schedule_of(self.layout).num_stages - 1
+
+    @property
     def all_parts(self) -> range:
         return self.parts or range(num_parts(self.work.network.num_layers))
 
 
 class StageStep(TrainingStep):
-    """A stage between others: called with what the stage before it gives, it goes back from a gradient
+    """A stage between others: called with what the stage before it gives, it goes back from gradients
     of what it gives itself.
+
+    received  tensors of the batch that another stage gives
+    between_bytes  of those, or of what it gives, whichever are more
     """
 
-    def forward(self, *batch: Any) -> Tensor:
-        first, *rest = batch
-        leaf = first.detach().requires_grad_() if first.is_floating_point() else first
-        return super().forward(leaf, *rest)
+    received = 1
+    between_bytes = 0
 
-    def backward(self, loss: Tensor) -> None:
-        loss.backward(None if loss.ndim == 0 else torch.empty_like(loss))
+    def forward(self, *batch: Any) -> Any:
+        given, others = batch[: self.received], batch[self.received :]
+        leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in given]
+        outputs = super().forward(*leaves, *others)
+        self.between_bytes = max(map(_moving_bytes, (leaves, as_tuple(outputs))))
+        return outputs
+
+    def backward(self, loss: Any) -> None:
+        outputs = [output for output in as_tuple(loss) if output.requires_grad]
+        gradients = [None if x.ndim == 0 else torch.empty_like(x) for x in outputs]
+        torch.autograd.backward(outputs, gradients)
+
+
+def _moving_bytes(tensors: Sequence[Tensor]) -> int:
+    """Of what goes from stage to stage: no tokens, and no loss."""
+    return sum(x.nbytes for x in tensors if x.is_floating_point() and x.ndim)
 
 
 @contextlib.contextmanager
@@ -90,6 +124,8 @@ def build_stage_step(
     stage: Stage, device: torch.device, groups: Mapping[str, Any], weights: torch.dtype | None
 ) -> tuple[TrainingStep, Sequence[Any]]:
     """The step and what it takes. `weights`: another type of these, as ZeRO 3 computes."""
+    if isinstance(stage.work.model, UserModel):
+        return _build_user_stage(stage, device, groups, weights)
     work, model, layout, parts = stage.work, stage.work.network, stage.layout, stage.all_parts
     precision = precision_on(work.precision, device)
     module = build_parts(work, layout, device, model, parts)
@@ -114,3 +150,41 @@ def build_stage_step(
         model.d_model, device=device, dtype=weights or precision.parameters,
     )  # fmt: skip
     return step, stage_batch(model, parts, batch, hidden)
+
+
+def _build_user_stage(
+    stage: Stage, device: torch.device, groups: Mapping[str, Any], weights: torch.dtype | None
+) -> tuple[TrainingStep, Sequence[Any]]:
+    work, layout = stage.work, stage.layout
+    parts = build_user_parts(work, device)
+    cut = UserCut.of(parts, layout, device)
+    stages: list[nn.Module] = []
+
+    def spread(module: nn.Module, grouped: Groups, optimizer: OptimizerClass) -> Parallel:
+        stages.extend(cut.stages_of(module)[: stage.number + 1])
+        for each in stages if "tensor" in groups else ():
+            parallelize_tensor(
+                each, cut.table_of(each), group=groups["tensor"], overlap=layout.overlap,
+                by_sequence=is_by_sequence(cut.table),
+            )  # fmt: skip
+        return Parallel(module=stages[-1], optimizer=optimizer(grouped(stages[-1])))
+
+    built = step_of_parts(
+        parts, device, precision=work.precision, optimizer=work.optimizer, parallelise=spread,
+        lr=LEARNING_RATE,
+    )  # fmt: skip
+    step, batch = built.step, built.arguments(0)
+    if weights is not None:
+        step.module.to(weights)
+        batch = in_type(batch, weights)
+    if layout.pipeline == 1:
+        return step, batch
+    inputs, targets = cut.batch(batch)
+    given: Sequence[Tensor] = [x.chunk(layout.microbatches)[0] for x in inputs]
+    with torch.no_grad(), step.precision.autocasting(device):
+        for before in stages[:-1]:
+            given = as_tuple(before(*given))
+    answers = [x.chunk(layout.microbatches)[0] for x in targets] if stage.is_last else []
+    of_stage = StageStep(step.module, step.optimizer, step.precision, device)
+    of_stage.received = len(given) if stage.number else 0
+    return of_stage, [*given, *answers]

@@ -130,12 +130,13 @@ def build_task(spec: TrainSpec, place: RankShare = SINGLE_PROCESS) -> Task:
     if place is SINGLE_PROCESS:
         return user_task(spec) if is_user else _text_task(spec, place, build_step)
     # torch's parts of it take a while to load.
-    from stepgauge.train.layout import build_layout_step, on_data_axis
+    from stepgauge.train.layout import build_layout_step
+    from stepgauge.train.user_layout import over_layout
 
     device = this_world().device(spec.device)
     here = dataclasses.replace(spec, device=str(device))
     if is_user:
-        return user_task(here, place=place, parallelise=on_data_axis(here, spec.parsed_layout))
+        return user_task(here, place=place, spread=over_layout(here, spec.parsed_layout, device))
     build = functools.partial(build_layout_step, layout=spec.parsed_layout, device=device)
     return _text_task(here, place, build)
 

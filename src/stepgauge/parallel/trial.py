@@ -13,7 +13,9 @@ def trial(module: nn.Module, given: Iterable[Tensor]) -> Iterator[None]:
     they were: also those that it does not write but replaces, or makes.
     """
     before = {place: (buffer, buffer.clone()) for place, buffer in _buffers(module).items()}
-    devices = {tensor.get_device() for tensor in given if tensor.is_cuda}
+    # a tensor may lie on a GPU that is only imagined
+    is_there = torch.cuda.is_available()
+    devices = {tensor.get_device() for tensor in given if tensor.is_cuda and is_there}
     with torch.random.fork_rng(sorted(devices)):
         yield
     with torch.no_grad():

@@ -41,16 +41,23 @@ def check_layout(
     )
     if isinstance(model, UserModel):
         _check_user_model(layout)
-        return
+    else:
+        _check_network(layout, model, batch=batch, compile=compile)
+    if layout.pipeline > 1:
+        _check_split_backward(layout)
+    if layout.data != layout.ranks:
+        _check_cut(layout, model, precision=precision, compile=compile, checkpointing=checkpointing)
+
+
+def _check_network(layout: Layout, model: Network, *, batch: int, compile: str) -> None:
+    """What a network of a known shape does on each axis."""
     _check_batch(layout, batch)
     if layout.tensor > 1:
         _check_tensor(layout, model, compile=compile)
     if layout.pipeline > 1:
-        _check_pipeline(layout, model)
+        cut_blocks(model, schedule_of(layout))
     if layout.context > 1:
         _check_context(layout, model)
-    if layout.data != layout.ranks:
-        _check_cut(layout, model, precision=precision, compile=compile, checkpointing=checkpointing)
 
 
 def check_recorded(layout: Layout, *, device: str) -> None:
@@ -80,12 +87,18 @@ def schedule_of(layout: Layout) -> Schedule:
 
 
 def _check_user_model(layout: Layout) -> None:
-    """Its layers and stages are not known from outside."""
-    if cut := sorted(set(layout.sizes) - {"data"}):
+    """What no table of a user's cuts. Whether its layers and batch can be cut is seen when they are
+    built.
+    """
+    if layout.context > 1:
         raise ValueError(
-            f"layout is {str(layout)!r}; a user's model has a data axis here, and no "
-            f"{' or '.join(cut)} axis: choose one such as 'dp2 zero3', or cut the model in Python "
-            f"as docs/layouts.md shows"
+            f"layout is {str(layout)!r}; a user's model has no context axis, for which its attention "
+            f"would have to be replaced: choose a data, tensor or pipeline axis"
+        )
+    if layout.torch_tensor:
+        raise ValueError(
+            f"layout is {str(layout)!r}; {layout.torch_tensor} cuts presets of the Transformer: choose "
+            f"'tp{layout.tensor}'"
         )
 
 
@@ -181,9 +194,9 @@ def _check_head_exchange(layout: Layout, model: ModelSpec) -> None:
         )
 
 
-def _check_pipeline(layout: Layout, model: Network) -> None:
+def _check_split_backward(layout: Layout) -> None:
+    """What goes with a schedule that computes gradients of weights apart."""
     schedule = schedule_of(layout)
-    cut_blocks(model, schedule)
     splits = any(schedule.splits(stage) for stage in schedule.rank_of)
     if splits and WRAPPERS[layout.wrapper].shards("weights"):
         raise ValueError(
@@ -198,7 +211,7 @@ def _check_pipeline(layout: Layout, model: Network) -> None:
 
 
 def _check_cut(
-    layout: Layout, model: Network, *, precision: str, compile: str, checkpointing: str
+    layout: Layout, model: Network | UserModel, *, precision: str, compile: str, checkpointing: str
 ) -> None:
     """What a network does not do that is cut by layer, by sequence or into stages."""
     if checkpointing == BUDGET:
@@ -222,9 +235,11 @@ def _check_cut(
         raise ValueError(
             f"precision is {precision!r}, whose {whole[precision]}; in {str(layout)!r} choose bf16"
         )
-    if compile not in ("off", "blocks"):
+    modes = ("off",) if isinstance(model, UserModel) else ("off", "blocks")
+    if compile not in modes:
         raise ValueError(
-            f"compile is {compile!r}; a network that is cut as {str(layout)!r} takes off or blocks"
+            f"compile is {compile!r}; a network that is cut as {str(layout)!r} takes "
+            f"{' or '.join(modes)}"
         )
     if isinstance(model, BertSpec) and model.dropout:
         raise ValueError(

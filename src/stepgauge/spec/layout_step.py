@@ -140,8 +140,11 @@ class LayoutSpec(OnBackend):
 
     @property
     def micro_batch(self) -> int:
-        """Sequences that pass a pipeline's stage together; without a pipeline all of a data rank."""
-        return self.rank_batch // self.parsed_layout.microbatches
+        """Sequences that pass a pipeline's stage together; without a pipeline all of a data rank. Of
+        a user's model 1: a part of its one batch.
+        """
+        is_users = isinstance(self.model, UserModel)
+        return 1 if is_users else self.rank_batch // self.parsed_layout.microbatches
 
     @property
     def tokens_per_step(self) -> int:

@@ -13,6 +13,7 @@ from stepgauge.spec.fields import option
 DECIDED = {
     "data": "brings its own batch",
     "checkpointing": "chooses its own",
+    "balance": "is cut into stages by its FLOPs",
     "corpus": "brings its own batches",
     "evaluate_windows": "brings what is held out",
 }

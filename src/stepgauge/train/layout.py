@@ -48,7 +48,6 @@ from stepgauge.train.build import (
 from stepgauge.train.part_times import part_times
 from stepgauge.train.precision import PRECISIONS, REDUCE_DTYPES, Precision, precision_on
 from stepgauge.train.step import TrainingStep
-from stepgauge.train.user_model import UserStep, build_user_step
 
 Spec = LayoutSpec | TrainSpec
 Preset = ModelSpec | BertSpec
@@ -138,18 +137,6 @@ def _spread(
         device=device,
         recording=recording,
     )
-
-
-def build_user_layout_step(
-    spec: Spec, *, layout: Layout, device: torch.device, lr: float
-) -> UserStep:
-    """The step of a user's model, whose layout has a data axis at most. All ranks must call it.
-
-    Raises what build_user_step does, and where the ranks have different layouts.
-    """
-    if layout.ranks > 1:
-        require_one_layout(layout)
-    return build_user_step(spec, device, parallelise=on_data_axis(spec, layout), lr=lr)
 
 
 def on_data_axis(spec: Spec, layout: Layout) -> Parallelise:

@@ -8,6 +8,8 @@ The factory takes no arguments and returns (module, batch), (module, batch, loss
     held_out   a list of batches whose mean loss `train` follows
     loss       loss(output, targets) of a batch (inputs, targets); of a mapping, loss(output, batch)
     optimizer  optimizer(parameters), a class of torch.optim or a partial of one
+    table      names and rules by which tensor parallel cuts the module (spec/plan/tensor.py); without
+               it that of a transformers config
 
 Without `loss` the module's output says it: a scalar, its `.loss` or ["loss"], or the mean of its
 first floating-point tensor.
@@ -17,23 +19,24 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure, tree_unflatten
 
 from stepgauge.models.parts import build_optimizer
 from stepgauge.models.transformer import compiled
 from stepgauge.parallel.training import Groups, Parallelise, single_process
 from stepgauge.runtime.load_file import load_file, own_names
+from stepgauge.spec.plan.tensor import Rule, Table
 from stepgauge.spec.user_model import UserModel
 from stepgauge.train.precision import Precision, precision_on
 from stepgauge.train.step import TrainingStep
 
-PARTS = ("module", "batch", "loss", "batches", "held_out", "optimizer")
+PARTS = ("module", "batch", "loss", "batches", "held_out", "optimizer", "table")
 FUNCTIONS = {
     "batches": " of 0, 1, ... that gives the batch of that number",
     "loss": "",
@@ -50,6 +53,7 @@ class UserParts:
     held_out: list[Any] | None = None
     loss: Callable[..., Any] | None = None
     optimizer: Callable[..., torch.optim.Optimizer] | None = None
+    table: Table | None = None
 
     @classmethod
     def of(cls, made: Any, where: str) -> "UserParts":
@@ -79,7 +83,18 @@ class UserParts:
                 f"{where} returned held_out {type(given['held_out']).__name__}; it must be a list "
                 "of batches"
             )
+        if (table := given.get("table")) is not None and not _is_table(table):
+            raise ValueError(
+                f"{where} returned a table that is no dict of names and rules; "
+                "docs/tensor-parallel.md shows one"
+            )
         return cls(**given)
+
+
+def _is_table(given: Any) -> bool:
+    return isinstance(given, Mapping) and all(
+        isinstance(name, str) and isinstance(rule, Rule) for name, rule in given.items()
+    )
 
 
 class UserStep(NamedTuple):
@@ -144,26 +159,36 @@ def build_parts(spec: Any, device: torch.device) -> UserParts:
         return UserParts.of(factory(), f"{spec.model.file}:{spec.model.factory}".lstrip(":"))
 
 
+# How a user's network is spread, by what its factory gave.
+SpreadParts = Callable[[UserParts], Parallelise]
+
+
+def alone(parts: UserParts) -> Parallelise:
+    """One process with the whole network."""
+    return single_process
+
+
 def build_user_step(
-    spec: Any, device: torch.device, *, parallelise: Parallelise = single_process, lr: float
+    spec: Any, device: torch.device, *, spread: SpreadParts = alone, lr: float
 ) -> UserStep:
     """The step of a spec whose model is a UserModel.
 
     Raises ValueError for a factory that gives something else, and for a precision that the device
     does not have.
     """
+    parts = build_parts(spec, device)
     return step_of_parts(
-        build_parts(spec, device),
+        parts,
         device,
         precision=spec.precision,
         optimizer=spec.optimizer,
         compile=spec.compile,
-        parallelise=parallelise,
+        parallelise=spread(parts),
         lr=lr,
     )
 
 
-def _moved(module: nn.Module, device: torch.device) -> nn.Module:
+def moved(module: nn.Module, device: torch.device) -> nn.Module:
     """The module on the device. Of one on the meta device a prediction needs no values; where there
     are any, it raises ValueError.
     """
@@ -212,20 +237,21 @@ def step_of_parts(
     """
     chosen = precision_on(precision, device)
     own_types = {parameter.dtype for parameter in parts.module.parameters()}
-    module = chosen.of(_moved(parts.module, device))
+    module = chosen.of(moved(parts.module, device))
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError(f"{type(module).__name__} has no parameters that are trained")
     parameters = sum(parameter.numel() for parameter in module.parameters())
     make = _optimizer_class(parts, optimizer, chosen, **settings)
     grouped = trained_group if parts.optimizer or groups is None else groups
     parallel = parallelise(compiled(module, compile), grouped, make)  # type: ignore[arg-type]
+    loss = parts.loss  # of a pipeline a rank keeps its stages alone, and not all parts
     step = TrainingStep(
-        module,
+        parallel.module,
         parallel.optimizer,
         chosen,
         device,
         max_gradient_norm=max_gradient_norm,
-        compute_loss=lambda batch: loss_of(parallel.module, batch, parts.loss),
+        compute_loss=lambda batch: loss_of(parallel.module, batch, loss),
         parallel=parallel,
         brings_optimizer=parts.optimizer is not None,
     )
@@ -290,16 +316,45 @@ def loss_of(module: Callable[..., Any], batch: Any, loss: Callable[..., Any] | N
         return scalar_loss(_called(module, batch))
     if isinstance(batch, Mapping):
         return scalar_loss(loss(_called(module, batch), batch))
+    inputs, targets = inputs_and_targets(batch)
+    return scalar_loss(loss(_called(module, inputs), targets))
+
+
+def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
+    """Of a batch for a network with a loss. Raises ValueError for another."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise ValueError("with a loss function the batch must be a pair (inputs, targets)")
     inputs, targets = batch
-    return scalar_loss(loss(_called(module, inputs), targets))
+    return inputs, targets
 
 
 def _called(module: Callable[..., Any], inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         return module(**inputs)
     return module(*inputs) if isinstance(inputs, tuple | list) else module(inputs)
+
+
+def tensors_of(batch: Any, *, has_loss: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Inputs of the network and targets of its loss. Raises ValueError for a batch of more than
+    tensors.
+    """
+    inputs, targets = inputs_and_targets(batch) if has_loss else (batch, ())
+    found = leaves_of(inputs), leaves_of(targets)
+    if others := [leaf for leaves in found for leaf in leaves if not isinstance(leaf, Tensor)]:
+        raise ValueError(
+            f"the batch has {type(others[0]).__name__}; a pipeline splits a batch of tensors alone"
+        )
+    return found
+
+
+def leaves_of(batch: Any) -> list[Any]:
+    """What its tuples, lists and mappings hold."""
+    return tree_leaves(batch)
+
+
+def with_leaves(batch: Any, leaves: Sequence[Any]) -> Any:
+    """Other leaves in the same tuples, lists and mappings."""
+    return tree_unflatten(leaves, tree_structure(batch))
 
 
 def scalar_loss(output: Any) -> Tensor:

@@ -5,25 +5,24 @@ from typing import Any
 
 import torch
 
-from stepgauge.parallel.training import Parallelise, single_process
 from stepgauge.spec.train import OF_OPTIMIZER, TrainSpec
 from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import decay_groups
 from stepgauge.train.rank_share import SINGLE_PROCESS, RankShare
 from stepgauge.train.task import Task
-from stepgauge.train.user_model import UserStep, build_parts, step_of_parts
+from stepgauge.train.user_model import SpreadParts, UserStep, alone, build_parts, step_of_parts
 
 
 def user_task(
-    spec: TrainSpec, *, place: RankShare = SINGLE_PROCESS, parallelise: Parallelise = single_process
+    spec: TrainSpec, *, place: RankShare = SINGLE_PROCESS, spread: SpreadParts = alone
 ) -> Task:
-    """The spec's UserModel. Its `batches` is asked for every micro-batch of every rank by a number
-    of its own; a single batch is trained on again and again.
+    """The spec's UserModel. Its `batches` is asked for every micro-batch of every data rank by a
+    number of its own; a single batch is trained on again and again.
 
     Raises ValueError as build_parts does, and for options of an optimizer that the file brings.
     """
-    assert isinstance(spec.model, UserModel)
-    device = torch.device(spec.device)
+    model, device = spec.model, torch.device(spec.device)
+    assert isinstance(model, UserModel)
     parts = build_parts(spec, device)
     if parts.optimizer:
         _require_no_settings(spec)
@@ -33,7 +32,7 @@ def user_task(
         precision=spec.precision,
         optimizer=spec.optimizer,
         compile=spec.compile,
-        parallelise=parallelise,
+        parallelise=spread(parts),
         max_gradient_norm=spec.clip or None,
         groups=lambda module: decay_groups(module, spec.weight_decay),
         lr=spec.learning_rate,
@@ -44,8 +43,8 @@ def user_task(
     return Task(
         step=built.step,
         micro_batches=lambda number: micro_batches(number, built, spec, place),
-        evaluate=(lambda: mean_held_out(built, held_out)) if held_out else None,
-        decides={"factory": spec.model.factory, "source": spec.model.content, "ranks": place.ranks},
+        evaluate=(lambda: mean_held_out(built, held_out, place)) if held_out else None,
+        decides={"factory": model.factory, "source": model.content, "ranks": place.data_ranks},
         environment={
             "num_parameters": built.num_parameters,
             "optimizer": built.step.optimizer_name,
@@ -58,7 +57,7 @@ def micro_batches(
 ) -> Iterator[tuple[Any]]:
     """This rank's micro-batches of a step."""
     for micro in range(number * spec.accumulation, (number + 1) * spec.accumulation):
-        of_rank = micro * place.ranks + place.rank
+        of_rank = micro * place.data_ranks + place.data_rank
         # dropout of a run that goes on is that of one that was not stopped
         torch.manual_seed((spec.seed * 1_000_003 + of_rank) % 2**63)
         yield built.arguments(of_rank)
@@ -74,14 +73,14 @@ def _require_no_settings(spec: TrainSpec) -> None:
 
 
 @torch.no_grad()
-def mean_held_out(built: UserStep, batches: list[Any]) -> float:
+def mean_held_out(built: UserStep, batches: list[Any], place: RankShare) -> float:
     """The mean loss of the batches, the module in eval mode meanwhile."""
     training = [module for module in built.step.module.modules() if module.training]
     for module in training:
         module.training = False
     try:
-        losses = [built.step.forward(*built.arguments_of(batch)) for batch in batches]
+        losses = [built.step.evaluate(built.arguments_of(batch)) for batch in batches]
     finally:
         for module in training:
             module.training = True
-    return torch.stack(losses).double().mean().item()
+    return place.mean(torch.stack(losses).double().mean()).item()

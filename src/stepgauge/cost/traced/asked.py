@@ -1,5 +1,6 @@
 """Which steps are predicted by their traced operators, and what of their layouts is traced."""
 
+import dataclasses
 from typing import Any
 
 from stepgauge.cost.operations.supported import CALIBRATED, NORMS, PRICED, require_predicted
@@ -8,6 +9,7 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.step import BUDGET
 from stepgauge.spec.steps import AnyStep
+from stepgauge.spec.user_model import UserModel
 
 TracedSpec = AnyStep | PipelineSpec
 TRACED = "a user's model, BERT, experts, windows and other masks"
@@ -48,8 +50,12 @@ def require_traceable(spec: TracedSpec) -> None:
 
 
 def cut_of(spec: TracedSpec) -> Layout:
-    """What of the spec's layout cuts layers and sequences."""
+    """What of the spec's layout cuts layers and sequences; of a user's model, whose modules no spec
+    knows, its pipeline too.
+    """
     layout = spec.parsed_layout
+    if isinstance(spec.model, UserModel):
+        return dataclasses.replace(layout, data=1, wrapper="none")
     return Layout(
         tensor=layout.tensor, overlap=layout.overlap, context=layout.context, ulysses=layout.ulysses,
         wrapper=layout.wrapper if layout.context > 1 else "none",

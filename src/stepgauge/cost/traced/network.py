@@ -28,6 +28,7 @@ class TracedNetwork:
     units       elements of each block that ZeRO 3 gathers as one
     blocks      operators of each phase, of the optimizer its tensors, over those of a block of the
                 network that the host's times were calibrated with
+    between_bytes  of a stage of a pipeline, what it takes from another or gives, whichever is more
     moments     bytes by category, from moment to moment of a step on one device, by torch's count;
                 none where memory was not traced
     kept_bytes  of them what is held between forward and backward, the input of a stage among it
@@ -40,6 +41,7 @@ class TracedNetwork:
     parameters: Sequence[int]
     units: Mapping[str, int]
     blocks: Mapping[str, float]
+    between_bytes: int = 0
     moments: Sequence[Mapping[str, int]] = ()
     kept_bytes: int = 0
     most_bytes: int = 0
@@ -67,12 +69,8 @@ class TracedOperations:
 
     @property
     def stream_bytes(self) -> float:
-        """The residual stream of this rank's tokens, between blocks of a network whose shape is
-        known.
-        """
-        model, share = self.spec.network, self.share
-        tokens = share.batch * model.context_length / share.context / share.tensor
-        return tokens * model.d_model * self.how.residual
+        """What lies between stages of a pipeline."""
+        return self.traced.between_bytes
 
     def launched(self, phase: str) -> float:
         return self.traced.blocks.get(phase, 0.0)

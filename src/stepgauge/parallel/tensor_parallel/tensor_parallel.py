@@ -132,7 +132,7 @@ def parallelize_tensor(
     """
     group = group or dist.group.WORLD
     assert group is not None, "tensor parallel runs in a process group"
-    table = _table_by_config(module) if table is None else table
+    table = table_by_config(module) if table is None else table
     by_sequence = is_by_sequence(table) if by_sequence is None else by_sequence
     prepare_replicas(module, group)
     stream = _stream(module, group, by_sequence, overlap)
@@ -155,7 +155,8 @@ def _apply(module: nn.Module, rules: Rules, stream: ResidualStream, cuts: Cuts) 
             setattr(part, count.attribute, count.on(stream.rank, stream.ranks))
 
 
-def _table_by_config(module: nn.Module) -> Table:
+def table_by_config(module: nn.Module) -> Table:
+    """Of a network of the transformers library. Raises ValueError for another."""
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "to_dict"):
         raise ValueError(

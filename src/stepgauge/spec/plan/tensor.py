@@ -193,18 +193,21 @@ def is_by_sequence(table: Table) -> bool:
     return any(rule.kind in ("split", "sequence") for rule in table.values())
 
 
+def is_named(name: str, pattern: str) -> bool:
+    """Whether a module of that name is meant by a pattern of a table."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+
+
 def matched(table: Table, names: Iterable[str]) -> Iterator[tuple[str, Rule]]:
     """Names with their rule, in the order of the names; a name may have several. Raises ValueError
     for a pattern that no name matches.
     """
-    known = list(names)
-    patterns = {pattern: pattern.split(".") for pattern in table}
     unused = set(table)
-    for name in known:
-        parts = name.split(".")
-        for pattern, wanted in patterns.items():
-            if len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted)):
+    for name in names:
+        for pattern, rule in table.items():
+            if is_named(name, pattern):
                 unused.discard(pattern)
-                yield name, table[pattern]
+                yield name, rule
     if unused:
         raise ValueError(f"{min(unused)!r} is the name of no module")

@@ -1,0 +1,204 @@
+"""A user's network under tensor and pipeline axes against one process: losses and every weight after
+SGD, up to rounding in fp32.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from stepgauge.runtime.launch import launch
+from stepgauge.spec.layout import Layout
+from stepgauge.spec.layout_step import LayoutSpec
+from stepgauge.spec.plan.tensor import Rule
+from stepgauge.spec.train import TrainSpec
+from stepgauge.spec.user_model import UserModel
+from stepgauge.train.rank_share import RankShare
+from stepgauge.train.user_layout import UserCut, build_user_layout_step
+from stepgauge.train.user_model import UserParts
+from stepgauge.train.user_task import user_task
+
+CPU = torch.device("cpu")
+MODEL = """
+import torch
+from torch import nn
+from stepgauge.spec.plan.tensor import Rule
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+class Pair(nn.Module):
+    '''Gives two tensors, of which the second goes by.'''
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+    def forward(self, given):
+        x, mean = given if isinstance(given, tuple) else (given, given.mean(-1, keepdim=True))
+        return self.linear(x) + mean, mean
+
+class Named(nn.Linear):
+    def forward(self, given):
+        return {"logits": super().forward(given[0]), "mean": given[1]}
+
+def drawn(number):
+    return torch.Generator().manual_seed(number)
+
+def text(number):
+    tokens = torch.randint(11, (8, 5), generator=drawn(number))
+    return tokens[:, :-1], tokens[:, 1:]
+
+def cross_entropy(logits, targets):
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+def tied():
+    layers = [nn.Embedding(11, 8), *(Block(8) for _ in range(4)), nn.Linear(8, 11, bias=False)]
+    layers[-1].weight = layers[0].weight
+    return {"module": nn.Sequential(*layers), "batches": text, "loss": cross_entropy,
+            "held_out": [text(100)], "table": {"*.up": Rule("column"), "*.down": Rule("row")}}
+
+def named_loss(output, targets):
+    loss = nn.functional.cross_entropy(output["logits"], targets["labels"])
+    return loss + (output["mean"] * targets["weights"]).square().mean()
+
+def pairs():
+    def batch(number):
+        x = torch.randn(8, 6, generator=drawn(number))
+        return (x,), {"labels": x.argmax(1) % 3, "weights": x[:, :1]}
+    module = nn.Sequential(*(Pair(6) for _ in range(4)), Named(6, 3))
+    return {"module": module, "batches": batch, "loss": named_loss,
+            "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)}
+
+def without_loss():
+    x = torch.randn(8, 6, generator=drawn(0))
+    module = nn.Sequential(nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 3), nn.Tanh())
+    return module, x
+"""
+STEPS, ROUNDING = 3, 2e-6
+ON_TWO = [
+    ("tied", "tp2"),
+    ("tied", "pp2 1f1b m4"),
+    ("tied", "pp2 zbv m2"),
+    ("pairs", "pp2 zb-h1 m2"),
+    ("pairs", "pp2 interleaved m2"),
+    ("without_loss", "pp2 1f1b m2"),
+]
+ON_FOUR = [
+    ("tied", "dp2 zero1 tp2"),
+    ("tied", "dp2 zero3 tp2"),
+    ("tied", "pp2 1f1b m2 tp2"),
+    ("tied", "dp2 zero2 pp2 1f1b m2"),
+    ("pairs", "dp2 zero1 pp2 zbv m2"),
+]
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(MODEL)
+    return path
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(2, ON_TWO), (4, ON_FOUR)])
+def test_ranks_are_one_process(file, ranks, cases):
+    for found in launch(differences, str(file), cases, ranks=ranks):
+        assert found == {}
+
+
+def differences(file, cases):
+    """What of each case differs from one process, in words."""
+    torch.set_num_threads(1)
+    found = {case: difference(file, *case) for case in cases}
+    return {case: said for case, said in found.items() if said}
+
+
+def difference(file, factory, text):
+    model, layout = UserModel.read(f"{file}:{factory}"), Layout.parse(text)
+    place = RankShare.of(layout, torch.distributed.get_rank())
+    spec = LayoutSpec(model=model, layout=text, optimizer="sgd" if factory != "pairs" else "adamw")
+    built = build_user_layout_step(spec, layout=layout, device=CPU, lr=0.1)
+    alone = build_user_layout_step(spec, layout=Layout(), device=CPU, lr=0.1)
+    for step in range(STEPS):
+        mine = built.step.gradients(built.arguments(step * layout.data + place.data_rank))
+        built.step.update()
+        every = [alone.arguments(step * layout.data + n) for n in range(layout.data)]
+        theirs = alone.step.accumulate(every, count=layout.data)
+        alone.step.update()
+        if not torch.allclose(place.mean(mine.clone()), theirs, atol=ROUNDING):
+            return f"loss of step {step}: {place.mean(mine)} for {theirs}"
+    state = built.step.parallel.state().get("model")
+    if place.rank == 0:
+        wanted = alone.step.module.state_dict()
+        if missing := set(wanted) ^ set(state):
+            return f"names {sorted(missing)}"
+        apart = {n: (state[n] - value).abs().max().item() for n, value in wanted.items()}
+        return {n: most for n, most in apart.items() if most > ROUNDING}
+    return ""
+
+
+def test_a_run_goes_on_under_other_axes(file):
+    """Weights have the names of the whole network, and the held-out loss is the whole one's."""
+    losses = launch(held_out_of, str(file), ranks=2)
+    assert losses[0] == losses[1]
+    first, *others = losses[0]
+    assert others == [pytest.approx(first, abs=ROUNDING)] * len(others)
+
+
+def held_out_of(file):
+    torch.set_num_threads(1)
+    found, state = [], None
+    for text in ("tp2", "pp2 1f1b m2", "dp2 zero1"):
+        layout = Layout.parse(text)
+        spec = TrainSpec(model=UserModel.read(f"{file}:tied"), layout=text)
+        place = RankShare.of(layout, torch.distributed.get_rank())
+        task = user_task(spec, place=place, spread=over(spec, layout))
+        if state is None:  # what the others begin with
+            task.step.accumulate(task.micro_batches(0), count=1)
+            task.step.update()
+            state = task.step.parallel.state()
+            every = [None, None]
+            torch.distributed.all_gather_object(every, state)
+            state = every[0]
+        task.step.parallel.load(state)
+        found.append(task.evaluate())
+    return found
+
+
+def over(spec, layout):
+    from stepgauge.train.user_layout import over_layout
+
+    return over_layout(spec, layout, CPU)
+
+
+def test_stages_have_about_equal_flops_and_shared_targets_keep_their_form():
+    layers = [nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4), nn.Linear(4, 16), nn.Linear(16, 4)]
+    parts = UserParts.of((nn.Sequential(*layers), torch.ones(4, 4)), "here")
+    cut = UserCut.of(parts, Layout.parse("pp2 1f1b m2"), CPU)
+    assert cut.stages == [range(4), range(4, 5)] or cut.stages == [range(3), range(3, 5)]
+    assert [[*stage.state_dict()] for stage in cut.stages_of(parts.module)][1][0][0] in "34"
+
+
+@pytest.mark.parametrize(
+    ("parts", "layout", "said"),
+    [
+        ((nn.Linear(4, 4), torch.ones(4, 4)), "pp2 1f1b", "module is a Linear; a pipeline cuts an"),
+        ((nn.Sequential(*[nn.Linear(4, 4)] * 3), torch.ones(4, 4)), "pp2 1f1b", "stands twice"),
+        (
+            (nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.ones(4, 4)), "pp2 zbv m2",
+            "has 4 stages; the nn.Sequential has 2 modules",
+        ),
+        ((nn.Sequential(nn.Linear(4, 4)), {"x": 1}), "pp2 1f1b", "batch has int; a pipeline splits"),
+        ((nn.Sequential(nn.Linear(4, 4)), torch.ones(4, 4)), "tp2", "factory returns as 'table'"),
+        (
+            {"module": nn.Linear(4, 4), "batch": torch.ones(4, 4), "table": {"up": Rule("row")}},
+            "tp2", "'up' is the name of no module",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_cut_is_said(parts, layout, said):
+    with pytest.raises(ValueError, match=said) as error:
+        UserCut.of(UserParts.of(parts, "here"), Layout.parse(layout), CPU)
+    assert "\n" not in str(error.value)
