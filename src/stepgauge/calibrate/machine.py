@@ -31,25 +31,34 @@ def jobs(device: torch.device, ranks: Sequence[int], only: Sequence[str] = ()) -
     Raises ValueError where none has it, and for more ranks than there are GPUs.
     """
     gpus = torch.cuda.device_count()
-    if device.type == "cuda" and (many := [number for number in ranks if number > gpus]):
-        raise ValueError(f"ranks is {many[0]}; this machine has {gpus} GPUs, one a rank")
-    known = run.names(device)
-    found = [(name, run.job(_operation(name, device))) for name in known]
     for number in ranks:
-        if device.type == "cpu":
-            found += [(f"{name} ranks", run.job(_operation(name, device, number)))
-                      for name in known if _is_of_cpu_ranks(name)]  # fmt: skip
-        found += [(f"links {spec.op}", Job(comm.ON_RANKS, spec)) for spec in _links(device, number)]
-        found += [(f"contention {spec.kernels} {spec.collective}", contention.job(spec))
-                  for spec in _contentions(device, number)]  # fmt: skip
+        if device.type == "cuda" and number > gpus:
+            raise ValueError(f"ranks is {number}; this machine has {gpus} GPUs, one a rank")
+    found = [(name, run.job(_operation(name, device))) for name in run.names(device)]
+    for number in ranks:
+        found += _jobs_on_ranks(device, number)
     if ranks and device.type == "cuda":
-        found += [(name, run.job(_operation(name, device, max(ranks))))
-                  for name in (*wrappers.names(), *host.names_on(max(ranks)))]  # fmt: skip
+        for name in (*wrappers.names(), *host.names_on(max(ranks))):
+            found.append((name, run.job(_operation(name, device, max(ranks)))))
     asked = [job for name, job in found if not only or any(word in name for word in only)]
     if not asked:
         names = dict.fromkeys(name for name, _ in found)
         raise ValueError(f"only is {' '.join(only)!r}; there are {', '.join(names)}")
     return asked
+
+
+def _jobs_on_ranks(device: torch.device, ranks: int) -> list[tuple[str, Job]]:
+    """By name, what is timed for each number of ranks."""
+    found = []
+    if device.type == "cpu":
+        for name in filter(_is_of_cpu_ranks, run.names(device)):
+            found.append((f"{name} ranks", run.job(_operation(name, device, ranks))))
+    for link in _links(device, ranks):
+        found.append((f"links {link.op}", Job(comm.ON_RANKS, link)))
+    for beside in _contentions(device, ranks):
+        name = f"contention {beside.kernels} {beside.collective}"
+        found.append((name, contention.job(beside)))
+    return found
 
 
 def _operation(name: str, device: torch.device, ranks: int = 1) -> CalibrationSpec:

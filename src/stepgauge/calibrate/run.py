@@ -10,6 +10,7 @@ import functools
 import statistics
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,30 +102,28 @@ def _record(spec: CalibrationSpec, ranks: Sequence[Timed], device: torch.device)
     """Of each shape on a CPU, which ranks share, the mean over ranks; of GPUs the slowest one's, for
     which a step waits.
     """
-    first = max(ranks, key=lambda timed: sum(row[-1] for row in timed.rows))
-    rows = first.rows
+    slowest = max(ranks, key=lambda timed: sum(row[-1] for row in timed.rows))
+    rows = slowest.rows
     if device.type == "cpu":
-        rows = [
-            (*row[:-1], statistics.fmean(timed.rows[place][-1] for timed in ranks))
-            for place, row in enumerate(first.rows)
-        ]
-    units = list(first.told[0]) if first.told else []
-    clocks = {METRICS[unit]: Sample.of((told[unit] for told in first.told), unit) for unit in units}
+        rows = []
+        for place, (*sizes, _) in enumerate(slowest.rows):
+            mean_us = statistics.fmean(timed.rows[place][-1] for timed in ranks)
+            rows.append((*sizes, mean_us))
+    units = list(slowest.told[0]) if slowest.told else []
+    clocks = {unit: [told[unit] for told in slowest.told] for unit in units}
+    times: list[list[Any]] = [[*slowest.axes, "us", *units]]
+    for row, told in zip(rows, slowest.told, strict=True):
+        times.append([*row, *told.values()])
     return Record.of(
         spec,
         metrics={
             "shapes": Sample.exact(len(rows), ""),
-            "shapes_left_out": Sample.exact(first.left_out, ""),
-            "shapes_at_host_pace": Sample.exact(first.at_host_pace, ""),
-            **clocks,
+            "shapes_left_out": Sample.exact(slowest.left_out, ""),
+            "shapes_at_host_pace": Sample.exact(slowest.at_host_pace, ""),
+            **{METRICS[unit]: Sample.of(values, unit) for unit, values in clocks.items()},
             **_missed(ranks, device),
         },
-        tables={
-            "times": [
-                [*first.axes, "us", *units],
-                *([*row, *told.values()] for row, told in zip(rows, first.told, strict=True)),
-            ]
-        },
+        tables={"times": times},
         environment=environment(device),
     )
 

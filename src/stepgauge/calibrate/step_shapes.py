@@ -74,11 +74,11 @@ def usual_host(probes: Sequence[Record]) -> Record:
     last = probes[-1]
     head, *rows = last.tables["times"]
     us = head.index("us")
-    alike = [p.tables["times"][1:] for p in probes if _launches(p) == _launches(last)]
-    medians = [
-        [*own[:us], statistics.median(row[us] for row in each), *own[us + 1 :]]
-        for own, each in zip(rows, zip(*alike, strict=True), strict=True)
-    ]
+    alike = [probe.tables["times"] for probe in probes if _launches(probe) == _launches(last)]
+    medians = []
+    for place, row in enumerate(rows, start=1):
+        median_us = statistics.median(times[place][us] for times in alike)
+        medians.append([*row[:us], median_us, *row[us + 1 :]])
     return dataclasses.replace(last, tables={**last.tables, "times": [head, *medians]})
 
 

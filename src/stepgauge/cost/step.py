@@ -116,21 +116,16 @@ def term_rows(
     phases: Mapping[str, Iterable[Term]], prices: Prices, *, times: int = 1
 ) -> list[list[object]]:
     """A row a term of each phase, which runs so many times."""
-    return [
-        [
-            phase,
-            term.name,
-            TRAFFIC if prices.is_plain_pass(term) else term.operation,
-            f"{term.nbytes:g}"
-            if prices.is_plain_pass(term)
-            else " × ".join(f"{size:g}" for size in term.sizes),
-            term.count * times,
-            prices.us(term) * times,
-            prices.of(term).source if term.pace == 1.0 else TIMED_WHOLE,
-        ]
-        for phase, terms in phases.items()
-        for term in terms
-    ]
+    rows: list[list[object]] = []
+    for phase, terms in phases.items():
+        for term in terms:
+            operation, sizes = term.operation, " × ".join(f"{size:g}" for size in term.sizes)
+            if prices.is_plain_pass(term):
+                operation, sizes = TRAFFIC, f"{term.nbytes:g}"
+            count, us = term.count * times, prices.us(term) * times
+            source = prices.of(term).source if term.pace == 1.0 else TIMED_WHOLE
+            rows.append([phase, term.name, operation, sizes, count, us, source])
+    return rows
 
 
 def host_rows(

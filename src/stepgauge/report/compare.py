@@ -87,14 +87,11 @@ def compare(
 
 def closest_differ_in(first: Sequence[Record], second: Sequence[Record]) -> list[str]:
     """The fields in which the two closest records of one kind differ; empty for two kinds."""
-    specs = [
-        [(record.kind, flatten(record.spec)) for record in records] for records in (first, second)
-    ]
-    differences = [
-        [name for name in {**a, **b} if a.get(name) != b.get(name)]
-        for (kind_a, a), (kind_b, b) in itertools.product(*specs)
-        if kind_a == kind_b
-    ]
+    differences = []
+    for one, other in itertools.product(first, second):
+        if one.kind == other.kind:
+            a, b = flatten(one.spec), flatten(other.spec)
+            differences.append([name for name in {**a, **b} if a.get(name) != b.get(name)])
     return min(differences, key=len, default=[])
 
 
@@ -151,16 +148,16 @@ def difference_table(found: Sequence[Difference]) -> Table:
     fields = list(dict.fromkeys([*varying(records), *alike.fields]))
     rows = []
     for difference in found:
-        sides = difference.first, difference.second
-        specs = [flatten(record.spec) for record in sides]
-        values = [tuple(spec.get(name) for spec in specs) for name in fields]
-        before, after = (record.metrics[difference.metric] for record in sides)
+        first, second = flatten(difference.first.spec), flatten(difference.second.spec)
+        cells: list[Any] = []
+        for name in fields:
+            a, b = first.get(name), second.get(name)
+            cells.append(a if a == b else f"{a} → {b}")
+        before = difference.first.metrics[difference.metric]
+        after = difference.second.metrics[difference.metric]
         ratio = None if math.isnan(difference.ratio) else difference.ratio
-        rows.append([
-            *(a if a == b else f"{a} → {b}" for a, b in values),
-            heading(difference.metric, before.unit),
-            figure(before), figure(after), ratio, _verdict(difference),
-        ])  # fmt: skip
+        cells += [heading(difference.metric, before.unit), figure(before), figure(after)]
+        rows.append([*cells, ratio, _verdict(difference)])
     columns = [*(name.replace("_", " ") for name in fields), "figure", "A", "B", "B / A", "verdict"]
     return Table(
         columns,

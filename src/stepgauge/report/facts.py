@@ -8,6 +8,8 @@ from stepgauge.spec.model import FLOP_CONVENTION
 from stepgauge.spec.record import Record
 from stepgauge.spec.units import GIB
 
+SOFTWARE = {"Python": "python", "torch": "torch", "Triton": "triton", "stepgauge": "stepgauge"}
+
 
 def page_facts(records: Sequence[Record]) -> dict[str, str]:
     """`measured_where`, peaks and conventions that figures need, and how many rows there are."""
@@ -41,23 +43,27 @@ def measured_where(records: Sequence[Record]) -> dict[str, str]:
     if not known:
         return {}
     where = known[-1].environment
-    software = {"Python": "python", "torch": "torch", "Triton": "triton", "stepgauge": "stepgauge"}
     cores = f"{where['cores']} cores" if where.get("cores") else ""
     size = f"{where['device_bytes'] / GIB:.0f} GiB" if where.get("device_bytes") else ""
-    times = sorted(record.created for record in known if record.created)
+    software = [f"{name} {where[key]}" for name, key in SOFTWARE.items() if where.get(key)]
     hosts = list(dict.fromkeys(where.get("hosts", [])))
     facts = {
         "Device": _listed(where.get("device"), size),
         "Host": _listed(where.get("cpu"), cores, where.get("os")),
-        "Software": _listed(
-            *(f"{name} {where[key]}" for name, key in software.items() if where.get(key))
-        ),
+        "Software": _listed(*software),
         "Library": _listed(where.get("library")),
         "Hosts": _listed(*hosts) if len(hosts) > 1 else "",
         "Commit": _listed(where.get("commit")),
-        "Measured": " to ".join(dict.fromkeys(map(_minute, [*times[:1], *times[-1:]]))),
+        "Measured": _first_to_last([record.created for record in known if record.created]),
     }
     return {name: told for name, told in facts.items() if told}
+
+
+def _first_to_last(times: Sequence[str]) -> str:
+    if not times:
+        return ""
+    first, last = _minute(min(times)), _minute(max(times))
+    return first if first == last else f"{first} to {last}"
 
 
 def _minute(created: str) -> str:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from stepgauge.report.figure import SERIES, grouped_bars, lines, short
-from stepgauge.report.kernels import RATES, implementations
+from stepgauge.report.kernels import RATES, implementations, timed_implementations
 from stepgauge.report.names import labels
 from stepgauge.report.page import Plot
 from stepgauge.report.views import plotted
@@ -99,7 +99,7 @@ def kernel_bars(records: Sequence[Record]) -> list[Plot]:
     timed = [record for record in records if record.median(f"{OURS}_ms")]
     ours = [record.median(f"{OURS}_ms") or 1.0 for record in timed]
     times, memory = {}, {}
-    for name in _timed_implementations(timed)[: len(SERIES)]:
+    for name in timed_implementations(timed)[: len(SERIES)]:
         ms = [record.median(f"{name}_ms") for record in timed]
         nbytes = [record.median(f"{name}_extra_bytes") for record in timed]
         times[name] = [value and value / own for value, own in zip(ms, ours, strict=True)]
@@ -114,8 +114,3 @@ def kernel_bars(records: Sequence[Record]) -> list[Plot]:
         for caption, (bars, unit) in drawn.items()
         if any(map(any, bars.values()))
     ]
-
-
-def _timed_implementations(records: Sequence[Record]) -> list[str]:
-    names = implementations(records)
-    return [name for name in names if any(f"{name}_ms" in r.metrics for r in records)]

@@ -21,6 +21,12 @@ def implementations(records: Sequence[Record]) -> list[str]:
     return sorted(dict.fromkeys(names), key=lambda name: (name != OURS, names.index(name)))
 
 
+def timed_implementations(records: Sequence[Record]) -> list[str]:
+    """Those that any of the records has a time for, ours first."""
+    names = implementations(records)
+    return [name for name in names if any(f"{name}_ms" in each.metrics for each in records)]
+
+
 def kernel_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -> Table:
     """One row a record: ms of each implementation, ours against the best peer and against the
     ceiling.
@@ -56,25 +62,22 @@ def kernel_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -
 
 def _figures(records: Sequence[Record]) -> dict[str, Callable[[Record], Any]]:
     """Heading -> what a record has there: our time and what it is worth, the peers, our rate."""
-    timed = [
-        name
-        for name in implementations(records)
-        if any(f"{name}_ms" in record.metrics for record in records)
-    ]
-    times = {f"{name} ms": functools.partial(_time, name=name) for name in timed}
-    ours = {name: value for name, value in times.items() if name == f"{OURS} ms"}
-    ratios = {
-        "over best peer": lambda record: record.median("ratio_to_best_peer"),
-        "of ceiling": lambda record: record.median("fraction_of_ceiling"),
-    }
-    measured = {name for record in records for name in record.metrics}
-    rates = {
-        f"{OURS} {unit}": functools.partial(Record.median, metric=f"{OURS}_{rate}")
-        for rate, unit in RATES.items()
-        if f"{OURS}_{rate}" in measured
-    }
-    extra = {"extra GiB": lambda record: scaled(record.median(f"{OURS}_extra_bytes"), "bytes")}
-    return {**ours, **ratios, **times, **rates, **extra}
+    measured = {metric for record in records for metric in record.metrics}
+    peers = timed_implementations(records)
+    figures: dict[str, Callable[[Record], Any]] = {}
+    if OURS in peers:
+        peers.remove(OURS)
+        figures[f"{OURS} ms"] = functools.partial(_time, name=OURS)
+    figures["over best peer"] = lambda record: record.median("ratio_to_best_peer")
+    figures["of ceiling"] = lambda record: record.median("fraction_of_ceiling")
+    for name in peers:
+        figures[f"{name} ms"] = functools.partial(_time, name=name)
+    for rate, unit in RATES.items():
+        metric = f"{OURS}_{rate}"
+        if metric in measured:
+            figures[f"{OURS} {unit}"] = functools.partial(Record.median, metric=metric)
+    figures["extra GiB"] = lambda record: scaled(record.median(f"{OURS}_extra_bytes"), "bytes")
+    return figures
 
 
 def _time(record: Record, name: str) -> float | str | None:

@@ -26,14 +26,12 @@ def over(records: Sequence[Record], field: str) -> list[Record]:
 
 def _together(records: Sequence[Record], field: str) -> Record:
     first = records[0]
-    known = [name for name in first.metrics if all(name in each.metrics for each in records)]
-    metrics = {
-        name: Sample.of(
-            [value for each in records for value in _values(each, name)], first.metrics[name].unit
-        )
-        for name in known
-    }
-    values = " ".join(str(flatten(each.spec).get(field)) for each in records)
+    metrics = {}
+    for name, sample in first.metrics.items():
+        if all(name in record.metrics for record in records):
+            figures = [figure for record in records for figure in _values(record, name)]
+            metrics[name] = Sample.of(figures, sample.unit)
+    values = " ".join(str(flatten(record.spec).get(field)) for record in records)
     spec = {**first.spec, field: values}
     return dataclasses.replace(first, spec=spec, metrics=metrics, series={}, tables={})
 

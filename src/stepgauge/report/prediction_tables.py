@@ -36,28 +36,24 @@ def error_table(records: Sequence[Record]) -> Table:
     found = errors(records)
     terms = [term for term in TERMS if any(abs(each.terms.get(term, 0)) > 5e-4 for each in found)]
     columns = ["row", "predicted ms", "measured ms", "error", *terms]
-    rows: list[list[Any]] = [
-        [name, *_times(each), each.step, *(each.terms.get(term) for term in terms)]
-        for name, each in zip(_names(found), found, strict=True)
-    ]
-    extra: dict[str, list[Any]]
-    extra = {
-        "peak error": [each.peak for each in found],
-        "remark": [_own_remark(e) for e in found],
-    }
-    for name, values in extra.items():
-        if any(values):
-            columns.append(name)
-            rows = [[*row, value] for row, value in zip(rows, values, strict=True)]
+    rows: list[list[Any]] = []
+    for name, each in zip(_names(found), found, strict=True):
+        rows.append([name, *_times(each), each.step, *map(each.terms.get, terms)])
+    if any(each.peak for each in found):
+        columns.append("peak error")
+        rows = [[*row, each.peak] for row, each in zip(rows, found, strict=True)]
+    remarks = [_own_remark(each) for each in found]
+    if any(remarks):
+        columns.append("remark")
+        rows = [[*row, remark] for row, remark in zip(rows, remarks, strict=True)]
     percent = dict.fromkeys(("error", *terms), "+.1%") | {"peak error": "+.2%"}
     return Table(columns, rows, names=1, formats=percent, caption=sentence(records))
 
 
 def _own_remark(each: Errors) -> str:
     """Without what is to be known of the hardware file, which the caption has for all rows."""
-    return "; ".join(
-        part for part in remark_beside(each.row).split("; ") if DISTURBED_FILE not in part
-    )
+    parts = remark_beside(each.row).split("; ")
+    return "; ".join(part for part in parts if DISTURBED_FILE not in part)
 
 
 def _names(found: Sequence[Errors]) -> list[str]:

@@ -1,6 +1,7 @@
 """A machine's topology as tables and a picture."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -122,24 +123,20 @@ def interface_table(found: Topology) -> Table:
 def picture(found: Topology) -> str:
     """NUMA nodes, and under each what hangs on it; lines between GPUs are their links."""
     nodes = [f"NUMA {node.index}\n{node.cores}" for node in found.numa_nodes] or ["host"]
+    interfaces = [interface for interface in found.interfaces if interface.is_up]
+    edges = [Edge(one, other) for one, other in itertools.combinations(nodes, 2)]
+    for interface in interfaces:
+        edges.append(Edge(_node(nodes, found, interface.numa_node), interface.name, series=1))
+    for gpu in found.gpus:
+        node = _node(nodes, found, gpu.numa_node)
+        edges.append(Edge(node, f"GPU {gpu.index}", "PCIe", series=2))
+    for (one, other), link in found.links.items():
+        if link.startswith("NV"):
+            label = link if other == one + 1 else ""
+            edges.append(Edge(f"GPU {one}", f"GPU {other}", label, weight=2.0, series=3))
+    names = [interface.name for interface in interfaces]
     gpus = [f"GPU {gpu.index}" for gpu in found.gpus]
-    names = [interface.name for interface in found.interfaces if interface.is_up]
     levels = [level for level in (names, nodes, gpus) if level]
-    edges = [Edge(a, b) for i, a in enumerate(nodes) for b in nodes[i + 1 :]]
-    edges += [
-        Edge(_node(nodes, found, i.numa_node), i.name, series=1)
-        for i in found.interfaces
-        if i.is_up
-    ]
-    edges += [
-        Edge(_node(nodes, found, gpu.numa_node), f"GPU {gpu.index}", "PCIe", series=2)
-        for gpu in found.gpus
-    ]
-    edges += [
-        Edge(f"GPU {i}", f"GPU {j}", name if j == i + 1 else "", weight=2.0, series=3)
-        for (i, j), name in found.links.items()
-        if name.startswith("NV")
-    ]
     return network(rows(levels), edges, height=1.2 * len(levels))
 
 

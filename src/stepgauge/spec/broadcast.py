@@ -6,6 +6,7 @@ one another.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
@@ -14,17 +15,18 @@ from stepgauge.spec.fields import check, option
 HOST = "host"  # memory as it comes
 PINNED = "pinned"  # the same tensor in page-locked memory
 STAGING = "staging"  # page-locked memory of two blocks, through which the tensor goes
+Place = str | int  # one of these, or the index of a GPU
 
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """Bytes `start` to `stop` of the tensor from one place to another; a GPU is its index.
+    """Bytes `start` to `stop` of the tensor from one place to another.
 
     after   indices of moves that must have ended
     """
 
-    source: str | int
-    target: str | int
+    source: Place
+    target: Place
     start: int
     stop: int
     after: tuple[int, ...] = ()
@@ -170,30 +172,30 @@ class Rates:
 
     def bound_s(self, schedule: BroadcastPlan) -> float:
         """No run can be shorter: the busiest link needs as long for its bytes."""
-        host = _sum(
-            schedule.moves,
-            lambda m: m.target,
-            lambda m: _on_host(m.source) and not _on_host(m.target),
-        )
-        sent = _sum(schedule.moves, lambda m: m.source, lambda m: not _on_host(m.source))
-        received = _sum(schedule.moves, lambda m: m.target, lambda m: not _on_host(m.source))
-        copied = sum(m.bytes for m in schedule.moves if m.target == STAGING)
-        seconds = [max(host.values()) / self.host_link, sum(host.values()) / self.host_links]
+        from_host: Counter[Place] = Counter()  # bytes by the GPU that they go to
+        sent: Counter[Place] = Counter()  # to other GPUs, by the GPU that they leave
+        received: Counter[Place] = Counter()
+        copied = 0
+        for move in schedule.moves:
+            if move.target == STAGING:
+                copied += move.bytes
+            if not _on_host(move.source):
+                sent[move.source] += move.bytes
+                received[move.target] += move.bytes
+            elif not _on_host(move.target):
+                from_host[move.target] += move.bytes
+        seconds = [
+            max(from_host.values()) / self.host_link,
+            from_host.total() / self.host_links,
+        ]
         if schedule.one_by_one:
-            seconds.append(sum(host.values()) / self.host_link)
+            seconds.append(from_host.total() / self.host_link)
         if copied:
             seconds.append(copied / self.host_copy)
-        return max([*seconds, *(b / self.peer_link for b in (*sent.values(), *received.values()))])
+        for nbytes in (*sent.values(), *received.values()):
+            seconds.append(nbytes / self.peer_link)
+        return max(seconds)
 
 
-def _on_host(place: str | int) -> bool:
+def _on_host(place: Place) -> bool:
     return isinstance(place, str)
-
-
-def _sum(
-    moves: list[Move], by: Callable[[Move], str | int], counts: Callable[[Move], bool]
-) -> dict[str | int, int]:
-    found: dict[str | int, int] = {}
-    for move in filter(counts, moves):
-        found[by(move)] = found.get(by(move), 0) + move.bytes
-    return found

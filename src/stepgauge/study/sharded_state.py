@@ -71,21 +71,16 @@ def _picture(records: Sequence[Record]) -> list[Block]:
     largest = [record for record in records if record.spec["size"] == records[-1].spec["size"]]
     if not largest or "optimizer_bytes" not in largest[0].metrics:
         return []
-    has_peak = "peak_bytes" in largest[0].metrics  # on a CPU only what a step keeps is known
-    bars = {
-        part: [_gib(record, part) for record in largest]
-        for part in (PARTS if has_peak else PARTS[:-1])
-    }
-    kept = [sum(filter(None, parts)) for parts in zip(*bars.values(), strict=True)]
-    totals = [_gib(record, "peak") for record in largest] if has_peak else kept
+    parts = {part: [_gib(record, part) for record in largest] for part in PARTS}
+    if "peak_bytes" in largest[0].metrics:
+        what, totals = "Peak memory", [_gib(record, "peak") for record in largest]
+    else:  # on a CPU only what a step keeps is known
+        del parts[PARTS[-1]]
+        what = "Memory of what a step keeps"
+        totals = [sum(filter(None, each)) for each in zip(*parts.values(), strict=True)]
     names = [str(record.spec["wrapper"]) for record in largest]
-    what = "Peak memory" if has_peak else "Memory of what a step keeps"
-    return [
-        Plot(
-            stacked_bars(names, bars, totals=totals, unit="GiB a rank"),
-            f"{what} of {largest[0].spec['size']} by part.",
-        )
-    ]
+    svg = stacked_bars(names, parts, totals=totals, unit="GiB a rank")
+    return [Plot(svg, f"{what} of {largest[0].spec['size']} by part.")]
 
 
 def _gib(record: Record, part: str) -> float | None:

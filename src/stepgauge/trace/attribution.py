@@ -272,15 +272,28 @@ class Resolver:
             call, phase = frame.call, _phase(frame)
             if call is None or call.name.startswith(STEP) or not phase:
                 continue
-            placed = self.kinds.of_operation(
+            kind, rule = self.kinds.of_operation(
                 call.name, call.category, frame.in_optimizer, frame.whole
             )
             first = frame.pieces == 0
             frame.pieces += 1
-            shapes = None if id(call) in calling else call.shapes
-            yield Work(start, end, _label(call), *placed, phase, frame.range, call.name, shapes, first,
-                       frame.path, self.step_of(call.start), (0, 0), (call.start, call.end),
-                       int(first))  # fmt: skip
+            yield Work(
+                start=start,
+                end=end,
+                name=_label(call),
+                kind=kind,
+                rule=rule,
+                phase=phase,
+                range=frame.range,
+                operation=call.name,
+                shapes=None if id(call) in calling else call.shapes,
+                first=first,
+                path=frame.path,
+                step=self.step_of(call.start),
+                stream=(0, 0),
+                launched=(call.start, call.end),
+                calls=int(first),
+            )
 
     def _note_launches(self, calls: list[Call]) -> None:
         for frame, _, _ in self._frames(calls):
@@ -293,22 +306,34 @@ class Resolver:
     ) -> Work:
         frame = self._launches[kernel.correlation or 0] if launch else None
         operation = frame.operation if frame else None
-        placed = self.kinds.of_kernel(
-            kernel.name,
-            kernel.category,
-            operation.name if operation else "",
-            frame.in_optimizer if frame else False,
+        operation_name = operation.name if operation else ""
+        kind, rule = self.kinds.of_kernel(
+            kernel.name, kernel.category, operation_name, frame.in_optimizer if frame else False
         )
         first = operation is not None and id(operation) not in seen
         if operation is not None:
             seen.add(id(operation))
         name = readable(kernel.name)
-        path = self.paths.child(frame.path if frame else self.paths.of(["not launched here"]), name)
-        return Work(kernel.start, kernel.end, name, *placed, _phase(frame) if frame else "",
-                    frame.range if frame else "", operation.name if operation else "",
-                    operation.shapes if operation else None, first, path, step,
-                    (kernel.device, kernel.stream), launch, 1, kernel.collective,
-                    kernel.category == "copy")  # fmt: skip
+        above = frame.path if frame else self.paths.of(["not launched here"])
+        return Work(
+            start=kernel.start,
+            end=kernel.end,
+            name=name,
+            kind=kind,
+            rule=rule,
+            phase=_phase(frame) if frame else "",
+            range=frame.range if frame else "",
+            operation=operation_name,
+            shapes=operation.shapes if operation else None,
+            first=first,
+            path=self.paths.child(above, name),
+            step=step,
+            stream=(kernel.device, kernel.stream),
+            launched=launch,
+            calls=1,
+            collective=kernel.collective,
+            by_driver=kernel.category == "copy",
+        )
 
 
 def said_phase(name: str) -> str:

@@ -32,9 +32,7 @@ def split(points: Sequence[LinkPoint]) -> tuple[list[LinkPoint], list[LinkPoint]
     None is held out where fewer than LEAST_POINTS would be left to fit.
     """
     ordered = sorted(points)
-    held_out = [
-        p for i, p in enumerate(ordered) if i % HELD_OUT_EVERY == 1 and i != len(ordered) - 1
-    ]
+    held_out = ordered[1:-1:HELD_OUT_EVERY]
     if len(ordered) - len(held_out) < LEAST_POINTS:
         held_out = []
     return [point for point in ordered if point not in held_out], held_out
@@ -70,11 +68,9 @@ def fit(points: Sequence[LinkPoint]) -> list[Piece]:
 
 
 def _between(ordered: Sequence[LinkPoint], end: int) -> int | None:
-    return (
-        round(math.sqrt(ordered[end - 1].bytes * ordered[end].bytes))
-        if end < len(ordered)
-        else None
-    )
+    if end == len(ordered):
+        return None
+    return round(math.sqrt(ordered[end - 1].bytes * ordered[end].bytes))
 
 
 def _cost(ordered: Sequence[LinkPoint], start: int, end: int) -> float:
@@ -89,25 +85,25 @@ def _line(ordered: Sequence[LinkPoint], start: int, end: int) -> Piece:
     """Least squares with weights 1 / (ms·noise)²: relative errors count. Time never falls with
     size, and is never below zero where the piece holds.
     """
-    points = ordered[start:end]
-    weights = [1 / (point.ms * point.noise) ** 2 for point in points]
-    total = sum(weights)
-    mean_size = sum(w * point.bytes for w, point in zip(weights, points, strict=True)) / total
-    mean_ms = sum(w * point.ms for w, point in zip(weights, points, strict=True)) / total
-    away = [
-        (w, point.bytes - mean_size, point.ms - mean_ms)
-        for w, point in zip(weights, points, strict=True)
+    points = [
+        (1 / (point.ms * point.noise) ** 2, point.bytes, point.ms) for point in ordered[start:end]
     ]
-    spread = sum(w * size**2 for w, size, _ in away)
-    together = sum(w * size * ms for w, size, ms in away)
-    ms_per_byte = max(together / spread if spread else 0.0, 1e-15)  # flat: a petabyte a millisecond
+    total = sum(weight for weight, _, _ in points)
+    mean_size = sum(weight * size for weight, size, _ in points) / total
+    mean_ms = sum(weight * ms for weight, _, ms in points) / total
+    ms_per_byte = _slope([(weight, size - mean_size, ms - mean_ms) for weight, size, ms in points])
+    ms_per_byte = max(ms_per_byte, 1e-15)  # flat: a petabyte a millisecond
     begin = (start and _between(ordered, start)) or 0
     if mean_ms < ms_per_byte * (mean_size - begin):  # below zero there: the best line from zero
-        beyond = [(w, p.bytes - begin, p.ms) for w, p in zip(weights, points, strict=True)]
-        squares = sum(w * size**2 for w, size, _ in beyond)
-        ms_per_byte = sum(w * size * ms for w, size, ms in beyond) / squares
+        ms_per_byte = _slope([(weight, size - begin, ms) for weight, size, ms in points])
         return Piece(0.0 - ms_per_byte * begin, 1e3 / ms_per_byte)
     return Piece(mean_ms - ms_per_byte * mean_size, 1e3 / ms_per_byte)
+
+
+def _slope(points: Sequence[tuple[float, float, float]]) -> float:
+    """Of the best line through zero, of (weight, x, y); 0 where all x are."""
+    squares = sum(weight * x**2 for weight, x, _ in points)
+    return sum(weight * x * y for weight, x, y in points) / squares if squares else 0.0
 
 
 def link(

@@ -69,23 +69,23 @@ class Outcome:
 def outcome(program: Program, contention: Contending) -> Outcome:
     """The program run."""
     ran = simulate(program.works, contention)
-    ends = {phase: ran[place].end / 1e3 for phase, place in program.ends.items()}
     phases, before = {}, 0.0
-    for phase, end in ends.items():
+    for phase, place in program.ends.items():
+        end = ran[place].end / 1e3
         phases[phase], before = end - before, end
-    streams = sorted({work.stream for work in program.works} - {COMPUTE, HOST})
-    computing = sum(work.us for work in program.works if work.stream == COMPUTE)
-    taken = sum(r.end - r.start for r in ran if r.work.stream == COMPUTE)
+    us: dict[str, float] = {}
+    for work in program.works:
+        us[work.stream] = us.get(work.stream, 0.0) + work.us
+    streams = sorted(us.keys() - {COMPUTE, HOST})
+    computing_us = us.get(COMPUTE, 0.0)
+    taken_us = sum(r.end - r.start for r in ran if r.work.stream == COMPUTE)
     return Outcome(
         step_ms=max(r.end for r in ran) / 1e3,
         phases=phases,
-        device_ms=computing / 1e3,
-        communication={
-            stream: sum(w.us for w in program.works if w.stream == stream) / 1e3
-            for stream in streams
-        },
+        device_ms=computing_us / 1e3,
+        communication={stream: us[stream] / 1e3 for stream in streams},
         exposed=_exposed_ms(ran, streams),
-        slowed_ms=max(0.0, taken - computing) / 1e3,
+        slowed_ms=max(0.0, taken_us - computing_us) / 1e3,
         update_ms=_update_us(program) / 1e3,
         host=_host_ms(program),
     )

@@ -59,13 +59,13 @@ class TiedWeights:
         made = new_groups([sorted(set(ranks)) for ranks in owners], group) if ties else []
         for number, (tie, ranks, own) in enumerate(zip(ties, owners, made, strict=True)):
             mine = [_parameter(modules[stage], name) for stage, name in tie if stage in modules]
-            if mine:
-                among = own if len(set(ranks)) > 1 else None
-                distinct = list({id(parameter): parameter for parameter in mine}.values())
-                self._ties.append(
-                    _Tied(distinct, among, number, counts=dist.get_rank() == ranks[0])
-                )
-                _same_value(distinct, among, ranks[0])
+            if not mine:
+                continue
+            distinct = list({id(parameter): parameter for parameter in mine}.values())
+            among = own if len(set(ranks)) > 1 else None
+            is_first = dist.get_rank() == ranks[0]
+            self._ties.append(_Tied(distinct, among, number, counts=is_first))
+            _same_value(distinct, among, ranks[0])
 
     def begin(self) -> None:
         """Sets gradients of earlier steps aside: they are sums already."""
@@ -94,10 +94,8 @@ class TiedWeights:
                     total += parameter.grad
             if tied.group is not None:
                 dist.all_reduce(local_part(total), group=tied.group)
-            for number, (parameter, earlier) in enumerate(
-                zip(tied.parameters, tied.earlier, strict=True)
-            ):
-                sum_ = total if number == 0 else total.clone()
+            for parameter, earlier in zip(tied.parameters, tied.earlier, strict=True):
+                sum_ = total if parameter is first else total.clone()
                 parameter.grad = sum_ if earlier is None else earlier.add_(sum_)
 
     def _ask_for_unused(self) -> None:

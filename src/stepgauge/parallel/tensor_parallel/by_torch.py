@@ -60,13 +60,18 @@ STYLES: Mapping[str, ParallelStyle] = {
 def _order_by_rank(layer: Any, rule: Rule, mesh: DeviceMesh) -> None:
     """Rows of a fused layer, so that equal parts are each rank's part of every section."""
     ranks = mesh.size()
-    if copied := [section for section in rule.sections if section.copies(ranks) > 1]:
-        raise ValueError(f"{copied[0].rows} rows are on several of {ranks} ranks; torch cuts them")
+    for section in rule.sections:
+        if section.copies(ranks) > 1:
+            raise ValueError(
+                f"{section.rows} rows are on several of {ranks} ranks; torch cuts them"
+            )
     for parameter in layer.parameters(recurse=False):
         cut = rule.cut_of("weight", parameter.shape)
         assert cut is not None, "sections are rows"
-        slices = [part for rank in range(ranks) for part in cut.parts(len(parameter), rank, ranks)]
-        parameter.copy_(torch.cat([parameter[part] for part in slices]))
+        rows = []
+        for rank in range(ranks):
+            rows += [parameter[part] for part in cut.parts(len(parameter), rank, ranks)]
+        parameter.copy_(torch.cat(rows))
     layer.sections = tuple(section.rows // ranks for section in rule.sections)
 
 

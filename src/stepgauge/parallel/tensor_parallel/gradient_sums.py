@@ -166,12 +166,16 @@ class SumsTogether:
                 torch.add(entry[1], whole, out=parameter.grad)
 
     def _summed(self, parts: dict[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
-        for dtype in dict.fromkeys(part.dtype for part in parts.values()):
-            own = {number: part for number, part in parts.items() if part.dtype == dtype}
-            flat = self._stream.reduced(torch.cat([part.flatten() for part in own.values()]))
-            pieces = flat.split([part.numel() for part in own.values()])
-            for (number, part), piece in zip(own.items(), pieces, strict=True):
-                yield number, piece.view(part.shape)
+        """Each of the parts as the sum over ranks: one message a type."""
+        by_type: dict[torch.dtype, list[int]] = {}
+        for number, part in parts.items():
+            by_type.setdefault(part.dtype, []).append(number)
+        for numbers in by_type.values():
+            flat = torch.cat([parts[number].flatten() for number in numbers])
+            sizes = [parts[number].numel() for number in numbers]
+            summed = self._stream.reduced(flat).split(sizes)
+            for number, piece in zip(numbers, summed, strict=True):
+                yield number, piece.view(parts[number].shape)
 
 
 def _is_seen_by_others(parameter: nn.Parameter, gradient: Tensor) -> bool:
