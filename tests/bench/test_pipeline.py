@@ -27,7 +27,7 @@ def test_a_row_has_its_prediction_from_before_it_ran(tmp_path, capfd):
     asked = ["bench", "pipeline", "--size", "nano", "--context", "8", "--device", "cpu"]
     asked += [f"--{name.replace('_', '-')}={value}" for name, value in SHAPE.items()]
     asked += ["--schedule", "zbv,torch-1f1b", "--microbatches", "4", "--batch", "4"]
-    asked += ["--warmup", "1", "--steps", "2", "--out", str(tmp_path), "--pictures"]
+    asked += ["--warmup", "1", "--steps", "1", "--out", str(tmp_path), "--pictures"]
     asked += ["--balance", "step", "--fill"]
     assert cli.run(asked) == 0, capfd.readouterr().err
     records = RunStore(tmp_path).read().records

@@ -1,6 +1,7 @@
 """What a process says of its progress comes to whoever called it, before its answer."""
 
-import time
+import types
+from unittest import mock
 
 import pytest
 
@@ -9,11 +10,17 @@ from stepgauge.runtime.workers import Workers
 
 
 def speaks(value):
-    progress.tell("builds")
+    begun = progress._last + 10  # after all that this process has told
+
+    def tell_after(seconds, text, **how):
+        clock = types.SimpleNamespace(monotonic=lambda: begun + seconds)
+        with mock.patch.object(progress, "time", clock):
+            progress.tell(text, **how)
+
+    tell_after(0.0, "builds")
     for number in range(3):
-        progress.tell(f"warm-up {number}", count=True)  # too soon after the one before
-    time.sleep(1.1 * progress.EVERY_S)
-    progress.tell("timed 1", count=True)
+        tell_after(0.3 * number * progress.EVERY_S, f"warm-up {number}", count=True)  # too soon
+    tell_after(1.1 * progress.EVERY_S, "timed 1", count=True)
     return value
 
 
