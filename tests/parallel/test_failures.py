@@ -64,6 +64,25 @@ def test_a_rank_that_is_killed_while_it_saves_its_share(wrapper, rank, tmp_path)
     assert [each.name for each in checkpoints.folder.iterdir()] == ["step-000000002"]
 
 
+@pytest.mark.parametrize("wrapper", WRAPPERS if EVERYTHING else ("zero3",))
+def test_a_rank_that_waits_for_one_with_fewer_batches(wrapper, tmp_path):
+    ended_at = tmp_path / "ended_at"
+    words = "rank 0 of 2: RuntimeError: rank 1 has returned already, and this one waited for it"
+    with pytest.raises(RankError, match=words):
+        launch(train_unequally, wrapper, ended_at, ranks=2)
+    assert time.time() - float(ended_at.read_text()) < 30
+
+
+def train_unequally(wrapper, ended_at):
+    parallel = spread(wrapper)
+    for _ in range(3 - dist.get_rank()):
+        parallel.module(torch.ones(1, 64)).sum().backward()
+        parallel.optimizer.step()
+        parallel.optimizer.zero_grad()
+    if dist.get_rank():
+        ended_at.write_text(str(time.time()))
+
+
 @contextlib.contextmanager
 def ending_soon(words, failed_at):
     """What is launched in it raises these words within 30 s of the failure, and leaves no process."""

@@ -3,6 +3,7 @@ through torchrun.
 """
 
 import contextlib
+import gc
 import logging
 import multiprocessing
 import os
@@ -249,6 +250,7 @@ def _rank(
     settings: dict[str, Any],
 ) -> Any:
     """A rank's whole life."""
+    gc.freeze()  # else each collection looks through all that torch has loaded
     # Ctrl-C reaches the whole group; the parent ends us
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import os
 import socket
@@ -14,6 +15,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from stepgauge.runtime.imagined_world import IMAGINED
 from stepgauge.runtime.torchrun import torchrun_numbers
@@ -122,6 +124,16 @@ def process_group(
     finally:
         if dist.is_initialized():  # not when it was aborted
             dist.destroy_process_group()
+        _free_groups()
+
+
+def _free_groups() -> None:
+    """Gloo closes the connections of a group when nobody has it any more; ranks that wait for this
+    one learn so that it has gone. DTensor's caches keep meshes, and torch 2.13's meshes their groups.
+    """
+    for mesh in (each for each in gc.get_objects() if type(each) is DeviceMesh):
+        getattr(mesh, "_pg_registry", {}).clear()  # the way out: a public end of a mesh
+    gc.collect()
 
 
 def _wait_until_all_joined(store: dist.Store, world: World) -> None:
