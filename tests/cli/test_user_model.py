@@ -98,13 +98,14 @@ def test_a_script_that_trains_as_it_is_imported_may_print_and_tables_stay_tables
     assert head.startswith("size,") and row.startswith("script.py:net,fp32")
 
 
-def test_the_residual_network_of_the_examples_is_trained(stepgauge, tmp_path):
+def test_the_residual_network_of_the_examples_is_trained(stepgauge, tmp_path, monkeypatch):
     """Its batches are its own, of each step another, and so are those held out and its optimizer."""
     file = Path(__file__).parents[2] / "examples/resnet.py"
-    command = ("train", "--device", "cpu", "--steps", "4", "--out", tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    command = ("train", "--device", "cpu", "--steps", "4")
     status, out, err = stepgauge(*command, "--model", f"{file}:resnet")
     assert status == 0 and ", held out 2." in out and "77,818 parameters" in out, err
-    (row,) = rows(tmp_path / "run")
+    (row,) = rows(tmp_path / "runs" / "train-resnet-resnet")
     first, last = row.median("first_loss"), row.median("last_loss")
     assert first != last and abs(first - math.log(10)) < 0.3 and abs(last - math.log(10)) < 0.3
     assert row.environment["optimizer"] == "user SGD"

@@ -154,6 +154,22 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(spec, tmp_path):
     run(same, folder=tmp_path)  # another implementation of the same network goes on
 
 
+def test_a_run_is_made_longer_where_its_learning_rate_does_not_fall(spec, tmp_path):
+    constant = dataclasses.replace(spec, final_learning_rate=1.0)
+    whole = run(constant, folder=tmp_path / "whole")
+    run(dataclasses.replace(constant, steps=12), folder=tmp_path / "longer")
+    assert run(constant, folder=tmp_path / "longer").series["loss"] == whole.series["loss"]
+    with pytest.raises(CheckpointError, match=r"has 24 steps, --steps asks for 12"):
+        run(dataclasses.replace(constant, steps=12), folder=tmp_path / "longer")
+
+
+def test_a_run_whose_learning_rate_falls_over_its_steps_is_not_made_longer(spec, tmp_path):
+    run(dataclasses.replace(spec, steps=4), folder=tmp_path)  # all of them warm up
+    run(dataclasses.replace(spec, steps=6), folder=tmp_path)
+    with pytest.raises(CheckpointError, match=r"a run of 6 steps, over which its learning rate"):
+        run(dataclasses.replace(spec, steps=8), folder=tmp_path)
+
+
 def test_a_checkpoint_of_before_a_field_was_there_goes_on_under_its_default(spec, tmp_path):
     run(spec, folder=tmp_path)
     for manifest in (tmp_path / "checkpoints").glob(f"*/{MANIFEST}"):

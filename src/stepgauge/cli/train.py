@@ -33,19 +33,24 @@ QUIET_S = 10.0  # without a bar a step is told when none was for so long
 def train(
     *,
     values: Values,
-    out: Annotated[Out, Parameter(help="Folder of the run: curve, checkpoints, records.")] = Path(
-        "runs/train"
-    ),
+    out: Annotated[
+        Out | None,
+        Parameter(
+            help="Folder of the run: curve, checkpoints, records. runs/train-SIZE, or with the name "
+            "of your own network's file and factory."
+        ),
+    ] = None,
 ) -> None:
     """Train a preset on real text, or your own network on its batches, and follow the loss.
 
     Killed at any moment and started again with the same command, it goes on from the last whole
-    checkpoint. Tokens are bytes. With --ranks, or as the processes of torchrun, each rank takes its
-    share of every batch; another number of ranks or another wrapper may go on with the run. Your
-    own network (--model FILE.py:factory) trains on what its factory returns, on the number of ranks
-    that it began with.
+    checkpoint; with --final-learning-rate 1 it goes on to more --steps, too. Tokens are bytes. With
+    --ranks, or as the processes of torchrun, each rank takes its share of every batch; another
+    number of ranks or another wrapper may go on with the run. Your own network (--model
+    FILE.py:factory) trains on what its factory returns, on the number of ranks that it began with.
     """
     spec = _spec_of(values)
+    out = out or _usual_folder(spec)
 
     from stepgauge.bench import train as bench_train
     from stepgauge.bench.ranks import is_first_process
@@ -83,6 +88,13 @@ def _interrupted_in_a_sentence(spec: TrainSpec, out: Path) -> Iterator[None]:
         goes_on = f"the same command goes on from step {step} of {spec.steps}"
         anew = f"before the first checkpoint, of step {spec.checkpoint_every}: it would begin anew"
         raise type(interrupt)(goes_on if step else anew) from None
+
+
+def _usual_folder(spec: TrainSpec) -> Path:
+    model = spec.model
+    if isinstance(model, UserModel):
+        return Path("runs") / f"train-{Path(model.file).stem}-{model.factory}"
+    return Path("runs") / f"train-{spec.size}"
 
 
 def _spec_of(values: Values) -> TrainSpec:

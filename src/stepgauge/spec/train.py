@@ -158,6 +158,10 @@ class TrainSpec:
         assert not isinstance(self.model, UserModel)
         return self.model
 
+    def rates_depend_on_steps(self, done: int) -> bool:
+        """Whether another number of steps would have given the first `done` other rates."""
+        return self.final_learning_rate != 1.0 and done > self.warmup
+
     def learning_rate_at(self, step: int, *, highest: float) -> float:
         """Rate of step 0, 1, ...: linear warm-up to the highest, then half a cosine down to the
         final fraction of it at the last step.

@@ -15,7 +15,7 @@ from torch import Tensor
 from stepgauge.spec.kinds import completed
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.train import TrainSpec
-from stepgauge.train.checkpoint import Checkpoints, require_same
+from stepgauge.train.checkpoint import CheckpointError, Checkpoints, require_same
 from stepgauge.train.rank_share import SINGLE_PROCESS, RankShare
 from stepgauge.train.task import Task
 
@@ -166,11 +166,9 @@ class Trainer:
             wanted = self._about()
             # what was not yet asked for then was as its default is
             before = ModelSpec().architecture() | completed(self.spec.kind, about)
-            require_same(
-                {name: before[name] for name in before.keys() & (about.keys() | wanted.keys())},
-                wanted,
-                folder,
-            )
+            before = {name: before[name] for name in before.keys() & (about.keys() | wanted.keys())}
+            require_same({**before, "steps": self.spec.steps}, wanted, folder)
+            self._require_same_rates(step, before["steps"], folder)
             if step > known:
                 warnings.warn(
                     f"checkpoint {folder} is passed over: its curve ends at step {known}",
@@ -186,6 +184,24 @@ class Trainer:
             self.step.scaler.load_state_dict(state.get("scaler", {}))
             return step
         return 0
+
+    def _require_same_rates(self, done: int, steps: int, folder: Path) -> None:
+        """Raises CheckpointError where a run of so many steps, of which `done` are done, cannot go
+        on to the steps that are asked for now.
+        """
+        if steps == self.spec.steps:
+            return
+        if self.spec.steps < done:
+            raise CheckpointError(
+                f"checkpoint {folder} has {done} steps, --steps asks for {self.spec.steps}; ask for "
+                f"more, or choose another --out"
+            )
+        if self.spec.rates_depend_on_steps(done):
+            raise CheckpointError(
+                f"checkpoint {folder} is of a run of {steps} steps, over which its learning rate "
+                f"falls: {self.spec.steps} would have another loss curve; ask for as many, or choose "
+                f"another --out (a run with --final-learning-rate 1 may be made longer)"
+            )
 
     def _curve_until(self, step: int) -> list[LossPoint]:
         return [point for point in read_curve(self.curve_path) if point.step <= step]
