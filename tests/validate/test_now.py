@@ -20,8 +20,7 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.store import RunStore
-from stepgauge.validate.lookups import shapes_of
-from stepgauge.validate.predicted import predicted
+from stepgauge.validate.predicted import predicted, shapes_of
 from stepgauge.validate.rows import Asked
 
 FILE = HardwareFile.read(Path(__file__).parents[2] / "hardware" / "h200-sxm.json")

@@ -12,9 +12,8 @@ from stepgauge.cli import console
 from stepgauge.cli.console import Output, print_in, print_table, tell
 from stepgauge.cost.pipeline.fill import fill_bubbles
 from stepgauge.cost.pipeline.timeline import Durations, Timeline, simulate
-from stepgauge.report.pipeline import rank_table
-from stepgauge.report.pipeline_drawing import drawing
 from stepgauge.report.pipeline_steps import Step, tracks
+from stepgauge.report.schedule import drawing, rank_table
 from stepgauge.spec.plan.pipeline import (
     SCHEDULES,
     Checked,

@@ -110,7 +110,7 @@ def with_asked_shapes(asked: Sequence[Asked], hardware: Path, out: Path, *, fres
 
     from stepgauge.calibrate.run import with_operations
     from stepgauge.calibrate.step_shapes import shape_jobs
-    from stepgauge.validate.lookups import shapes_of
+    from stepgauge.validate.predicted import shapes_of
 
     file = HardwareFile.read(hardware)
     specs = [row.spec for row in asked]

@@ -13,8 +13,8 @@ from stepgauge.cost.memory.peak import Memory, pipeline_memory, step_memory
 from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.cost.rates.machine import CalibratedMachine
-from stepgauge.cost.rates.prices import Prices
-from stepgauge.cost.streams.program import Launching, Operations
+from stepgauge.cost.rates.prices import NCCL, Prices
+from stepgauge.cost.streams.program import Launching, Operations, RankStep
 from stepgauge.cost.timed_blocks import as_timed
 from stepgauge.cost.traced.memory import traced_memory, traced_pipeline_memory
 from stepgauge.cost.traced.network import TracedNetwork, TracedOperations
@@ -47,6 +47,24 @@ def host_of(
         work = dataclasses.replace(work, checkpointing="none")
     found = launching(work, machine, layout)
     return {**found, "forward": Launching(), "backward": Launching()} if replayed else found
+
+
+def rank_step_of(
+    work: Any,
+    share: NetworkPart,
+    machine: CalibratedMachine,
+    *,
+    layout: Layout,
+    traced: TracedNetwork | None = None,
+    library: str = NCCL,
+    replayed: bool = False,
+) -> RankStep:
+    """What a rank of a layout without a pipeline runs, at the prices of the machine."""
+    priced = operations_of(work, share, traced)
+    prices = Prices(machine, layout, library).paced_by(priced)
+    operations = at_pace(priced, prices)
+    host = host_of(operations, machine, layout, replayed=replayed)
+    return RankStep(operations, prices, host)
 
 
 def phases_of(operations: Operations, phases: str) -> Mapping[str, list[Any]]:

@@ -10,12 +10,12 @@ from typing import Any
 from stepgauge.cost.memory.peak import Memory
 from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.terms import TRAFFIC, Term
-from stepgauge.cost.rank import at_pace, host_of, operations_of, peak_of, phases_of
+from stepgauge.cost.rank import peak_of, phases_of, rank_step_of
 from stepgauge.cost.rates.estimate import ASSUMED, INTERVAL, SLOWER_HOST, TIMED_WHOLE
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import Prices
 from stepgauge.cost.streams.outcome import Outcome, outcome
-from stepgauge.cost.streams.program import DataParallelCost, RankStep
+from stepgauge.cost.streams.program import DataParallelCost
 from stepgauge.cost.traced.network import TracedNetwork
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.record import Record, Sample
@@ -33,23 +33,21 @@ def predict(
     """The modelled record of the step, its terms in a table. `traced`: of a network without formulas.
     Raises ValueError for a step that the cost model or the hardware file does not know.
     """
-    priced = operations_of(spec, NetworkPart(batch=spec.batch), traced)
-    prices = Prices(machine).paced_by(priced)
-    operations = at_pace(priced, prices)
-    host = host_of(operations, machine, Layout())
-    program = RankStep(operations, prices, host).program(DataParallelCost(), phases=spec.phases)
-    found = outcome(program, prices.contention)
+    share, layout = NetworkPart(batch=spec.batch), Layout()
+    step = rank_step_of(spec, share, machine, layout=layout, traced=traced)
+    operations, prices = step.operations, step.prices
+    found = outcome(step.program(DataParallelCost(), phases=spec.phases), prices.contention)
     phases = phases_of(operations, spec.phases)
-    host_ms = sum(host[phase].us(operations.launched(phase)) for phase in phases) / 1e3
+    host_us = sum(step.host[phase].us(operations.launched(phase)) for phase in phases)
     metrics = {
         **{f"{name}_ms": _ms(found.phases[name]) for name in phases},
         "step_ms": _ms(found.step_ms),
-        "host_ms": _ms(host_ms),
+        "host_ms": _ms(host_us / 1e3),
         "device_ms": _ms(found.device_ms),
         **rates(spec, machine, found.step_ms, sequences=spec.batch),
     }
     rows = [*term_rows(phases, prices), *host_rows(phases, prices, found)]
-    memory = peak_of(operations, Layout()) if spec.phases == "step" else None
+    memory = peak_of(operations, layout) if spec.phases == "step" else None
     return modelled(spec, machine, metrics, rows, memory, late_us=found.late_us)
 
 

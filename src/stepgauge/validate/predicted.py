@@ -1,4 +1,7 @@
-"""The modelled record of a spec: which part of cost/ predicts which kind of row."""
+"""The modelled record of a spec: which part of cost/ predicts which kind of row, and what it looks up."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from stepgauge.cost.data_parallel import predict_data_parallel
 from stepgauge.cost.layout import predict_layout
@@ -13,6 +16,8 @@ from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
+
+Shapes = Mapping[tuple[int, str], set[tuple[float, ...]]]  # by ranks and operation
 
 
 def predicted(
@@ -45,6 +50,20 @@ def predicted(
         case PipelineSpec():
             return predict_pipeline(spec, machine, traced)
     raise ValueError(f"{type(spec).__name__} has no cost model yet")
+
+
+def shapes_of(specs: Sequence[Any], hardware: HardwareFile) -> Shapes:
+    """Of the steps that can be predicted; of others it is said where they are tried."""
+    found: dict[tuple[int, str], set[tuple[float, ...]]] = {}
+    for spec in specs:
+        asked: set[tuple[str, tuple[float, ...]]] = set()
+        try:
+            predicted(spec, hardware, asked=asked)
+        except ValueError:
+            continue
+        for operation, sizes in asked:
+            found.setdefault((getattr(spec, "ranks", 1), operation), set()).add(sizes)
+    return found
 
 
 def traced_on(spec: TracedSpec, hardware: HardwareFile) -> list[TracedNetwork]:

@@ -1,5 +1,6 @@
-"""Pipeline schedules in the terminal: two lines a rank, what it computes and what it holds, in bands
-below each other where the step is wider than the page.
+"""Pipeline schedules in the terminal: a table of what each rank waits and holds, and a drawing with
+two lines a rank, what it computes and what it holds, in bands below each other where the step is
+wider than the page.
 """
 
 import math
@@ -7,13 +8,32 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from stepgauge.cost.pipeline.timeline import Span, Timeline
+from stepgauge.report.table import Table
 from stepgauge.spec.plan.pipeline.action import Action
+from stepgauge.spec.plan.pipeline.check import Checked
 
 BAR = "─"  # of an action behind its name; a space is where a rank waits
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 MOST_BANDS = 4
 # An action may be so many times shorter than the longest, and has its name.
 SHORTEST_NAMED = 1 / 8
+
+
+def rank_table(timeline: Timeline, checked: Checked) -> Table:
+    """What each rank computes, waits and holds. `held` is in micro-batches of a stage."""
+    rows = []
+    for rank, busy in enumerate(timeline.busy_ms):
+        waits, bubble = timeline.step_ms - busy, 100 * timeline.bubbles[rank]
+        counts = checked.peak[rank], checked.in_flight[rank], checked.saved[rank]
+        rows.append([rank, busy, waits, bubble, *counts])
+    schedule = checked.schedule
+    caption = (
+        f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
+        f"{schedule.num_micro_batches} micro-batches; step {timeline.step_ms:.4g}, "
+        f"{timeline.over_ideal:.3f} of ideal"
+    )
+    head = ["rank", "busy", "waits", "bubble %", "most held", "in flight", "W to come"]
+    return Table(head, rows, names=1, caption=caption)
 
 
 class Band(NamedTuple):
