@@ -33,7 +33,7 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.options import command_line, options_of
 from stepgauge.spec.planning import PlanSpec
 from stepgauge.spec.record import Record
-from stepgauge.spec.units import GIB
+from stepgauge.spec.units import GIB, ceil_div
 from stepgauge.spec.user_model import UserModel
 from stepgauge.validate.predicted import traced_on
 from stepgauge.validate.rows import Asked
@@ -137,7 +137,7 @@ def _headed(
 
 def _started(command: str, spec: PlanSpec, machine: CalibratedMachine) -> str:
     """The command as it is started, on several nodes by torchrun on each."""
-    fewest = -(-spec.gpus // machine.network.gpus_per_node)
+    fewest = ceil_div(spec.gpus, machine.network.gpus_per_node)
     if fewest == 1:
         return command
     nodes = next(n for n in range(fewest, spec.gpus + 1) if spec.gpus % n == 0)

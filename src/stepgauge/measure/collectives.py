@@ -19,6 +19,7 @@ from stepgauge.parallel.communication.collectives import (
 from stepgauge.runtime.recording import record
 from stepgauge.runtime.world import gathered_objects
 from stepgauge.spec.comm import IN_PLACE, ROOT, CommSpec
+from stepgauge.spec.units import ceil_div
 from stepgauge.trace.collector import without_collector
 
 # of the test pattern: a prime, so that no chunk of usual size can stand in for another
@@ -150,7 +151,7 @@ def _tile(tensor: Tensor, pattern: Tensor, offset: int) -> None:
     for start in range(0, tensor.numel(), _SLICE):
         piece = tensor[start : start + _SLICE]
         turned = pattern.roll(-((offset + start) % PERIOD)).to(tensor.dtype)
-        piece.copy_(turned.repeat(-(-piece.numel() // PERIOD))[: piece.numel()])
+        piece.copy_(turned.repeat(ceil_div(piece.numel(), PERIOD))[: piece.numel()])
 
 
 def _differing(tensor: Tensor, pattern: Tensor, offset: int) -> int:

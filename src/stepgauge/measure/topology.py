@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from stepgauge.spec.topology import Gpu, Interface, NumaNode, Topology
+from stepgauge.spec.units import ceil_div
 
 SYS = Path("/sys")
 # nvmlDeviceGetTopologyCommonAncestor's levels, by the names of nvidia-smi topo -m.
@@ -119,7 +120,7 @@ def _link(nvml: ModuleType, first: Any, second: Any, nvlinks: int) -> str:
 
 
 def _affinity(nvml: ModuleType, handle: Any) -> str:
-    words = _ask(nvml, nvml.nvmlDeviceGetCpuAffinity, handle, -(-(os.cpu_count() or 1) // 64))
+    words = _ask(nvml, nvml.nvmlDeviceGetCpuAffinity, handle, ceil_div(os.cpu_count() or 1, 64))
     if words is None:
         return ""
     return _ranges(

@@ -33,6 +33,7 @@ from stepgauge.runtime.world import gathered_objects
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.plan.pipeline import Schedule
 from stepgauge.spec.plan.tensor import Table, is_by_sequence
+from stepgauge.spec.units import ceil_div
 
 Batch = Sequence[Any]
 WithoutAxis = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -256,7 +257,7 @@ class Spread:
         mine, first_row = gradient, 0
         if isinstance(gradient, DTensor):
             shards = gradient.device_mesh
-            first_row = shards.get_local_rank() * -(-gradient.shape[0] // shards.size())
+            first_row = shards.get_local_rank() * ceil_div(gradient.shape[0], shards.size())
             mine = gradient.to_local()
         if stage not in self.tensor:
             return [(1, mine)]

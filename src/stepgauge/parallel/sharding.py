@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from stepgauge.parallel.communication.collectives import reduce_scatter_flat
 from stepgauge.parallel.communication.reducer import GradientReducer
+from stepgauge.spec.units import ceil_div
 
 
 class Sharding(GradientReducer):
@@ -48,7 +49,7 @@ class Sharding(GradientReducer):
 
     def rows(self, whole: int) -> int:
         """Rows of a rank's part, padding of the last ranks included."""
-        return -(-whole // self.ranks)
+        return ceil_div(whole, self.ranks)
 
 
 def require_steps_by_parts(optimizer: torch.optim.Optimizer) -> None:

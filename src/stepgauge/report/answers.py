@@ -159,23 +159,32 @@ def broadcast_answer(records: Sequence[Record]) -> str:
 
 def data_parallel_answer(records: Sequence[Record]) -> str:
     """What the quickest wrapper costs beside one rank alone and beside torch's DDP."""
-    timed = [r for r in records if r.median("step_ms")]
-    largest = max((r.median("gradient_bytes") or 0.0 for r in timed), default=0.0)
-    own = [r for r in timed if (r.median("gradient_bytes") or 0.0) == largest]
-    own, among = undisturbed([record for record in own if not fallbacks(record)])
-    wrapped = [r for r in own if r.spec["wrapper"] != "none"]
+    timed = [record for record in records if record.median("step_ms")]
+    ours = [record for record in _of_most_gradients(timed) if not fallbacks(record)]
+    rows, among = undisturbed(ours)
+    wrapped = [record for record in rows if record.spec["wrapper"] != "none"]
     if not wrapped:
         return "All rows were disturbed: no wrapper can be called the quickest."
     best = min(wrapped, key=_step)
-    single, torch = (_beside(best, own, wrapper) for wrapper in ("none", "torch-ddp"))
-    costs = f", {_step(best) / _step(single):.2f} × one rank alone" if single else ""
-    peer = f"; torch-ddp takes {number(_step(torch))} ms" if torch and torch is not best else ""
+    at = f"{among}at" if among else "At"
     low = " with gradients in bf16" if best.spec.get("reduce_dtype", "own") != "own" else ""
-    return (
-        f"{f'{among}at' if among else 'At'} size={best.spec['size']} on {best.spec['ranks']} ranks "
-        f"{best.spec['wrapper']}{low} is "
-        f"the quickest: {number(_step(best))} ms a step{costs}{peer}.{_exposed(best)}"
+    said = (
+        f"{at} size={best.spec['size']} on {best.spec['ranks']} ranks {best.spec['wrapper']}{low} "
+        f"is the quickest: {number(_step(best))} ms a step"
     )
+    if single := _beside(best, rows, "none"):
+        said += f", {_step(best) / _step(single):.2f} × one rank alone"
+    torch_ddp = _beside(best, rows, "torch-ddp")
+    if torch_ddp and torch_ddp is not best:
+        said += f"; torch-ddp takes {number(_step(torch_ddp))} ms"
+    return f"{said}.{_exposed(best)}"
+
+
+def _of_most_gradients(records: Sequence[Record]) -> list[Record]:
+    """Those of the largest network, by the bytes of its gradients."""
+    nbytes = [record.median("gradient_bytes") or 0.0 for record in records]
+    most = max(nbytes, default=0.0)
+    return [record for record, size in zip(records, nbytes, strict=True) if size == most]
 
 
 def _exposed(record: Record) -> str:

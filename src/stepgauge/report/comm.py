@@ -137,11 +137,9 @@ def _fit_remark(alpha_ms: float, held_out: Iterable[int]) -> str:
     """What a line of the fit is not. Sizes held out below a megabyte have one error, the others
     another.
     """
-    said = (
-        ["α is not above zero: a line through these sizes, no cost of a call"]
-        if alpha_ms <= 0
-        else []
-    )
+    said = []
+    if alpha_ms <= 0:
+        said.append("α is not above zero: a line through these sizes, no cost of a call")
     large = [size >= MEGABYTE for size in held_out]
     if 1 in (large.count(True), large.count(False)):
         said.append("an error is of one size alone")
@@ -153,11 +151,9 @@ def _rate(bytes_per_s: float) -> float | str:
 
 
 def _own(found: Link, records: Sequence[Record]) -> list[Record]:
-    return [
-        r
-        for r in records
-        if r.status == "ok" and all(r.spec[name] == v for name, v in found.asked.items())
-    ]
+    """The records that the fit is of."""
+    good = [record for record in records if record.status == "ok"]
+    return [r for r in good if all(r.spec[name] == value for name, value in found.asked.items())]
 
 
 def comm_blocks(records: Sequence[Record]) -> list[Block]:
@@ -166,10 +162,11 @@ def comm_blocks(records: Sequence[Record]) -> list[Block]:
     fitted = links(good)
     shown: list[Block] = []
     widest = max((record.median("busbw_gb_per_s") or 0.0 for record in good), default=1.0)
-    for ranks, how in dict.fromkeys((asked(record).ranks, _how(asked(record))) for record in good):
-        here = [
-            record for record in good if (asked(record).ranks, _how(asked(record))) == (ranks, how)
-        ]
+    groups: dict[tuple[int, str], list[Record]] = {}
+    for record in good:
+        spec = asked(record)
+        groups.setdefault((spec.ranks, _how(spec)), []).append(record)
+    for (ranks, how), here in groups.items():
         for part in _portions(_by_operation(here, "busbw_gb_per_s")):
             svg = lines(
                 part,
@@ -180,12 +177,9 @@ def comm_blocks(records: Sequence[Record]) -> list[Block]:
                 ends=(0.0, 1.1 * _of_device(good, asked(here[0]).device, widest)),
             )
             shown.append(Plot(svg, f"Bus bandwidth by size over {how}, {ranks} ranks."))
-    plotted = (
-        fitted
-        if len(fitted) <= MOST_FIT_PLOTS
-        else [f for f in fitted if f.asked["op"] == "all_reduce"]
-    )
-    shown += [_fit_plot(found, good) for found in plotted]
+    for found in fitted:
+        if len(fitted) <= MOST_FIT_PLOTS or found.asked["op"] == "all_reduce":
+            shown.append(_fit_plot(found, good))
     shown.append(comm_table(records))
     return [*shown, fit_table(fitted)] if fitted else shown
 
@@ -219,20 +213,21 @@ def _portions(curves: Curves) -> list[Curves]:
 
 def _fit_plot(found: Link, records: Sequence[Record]) -> Plot:
     spec = CommSpec(**found.asked)
-    points = sorted(
-        (asked(r).bytes, r.metrics["time_ms"].median * 1e3) for r in _own(found, records)
-    )
+    own = _own(found, records)
+    points = sorted((asked(r).bytes, r.metrics["time_ms"].median * 1e3) for r in own)
+    fitted = [point for point in points if point[0] not in found.held_out]
+    held_out = [point for point in points if point[0] in found.held_out]
     low, high = found.range_bytes
     sizes = [low * (high / low) ** (i / 200) for i in range(201)]
-    curves: Curves = {
-        "measured, fitted": tuple(
-            zip(*[p for p in points if p[0] not in found.held_out], strict=True)
-        ),  # type: ignore[dict-item]
+    curves: dict[str, tuple[Sequence[float], Sequence[float]]] = {
+        "measured, fitted": ([size for size, _ in fitted], [us for _, us in fitted]),
         "α + β·bytes": (sizes, [found.time_ms(size) * 1e3 for size in sizes]),
     }
-    if found.held_out:
-        held_out = tuple(zip(*[p for p in points if p[0] in found.held_out], strict=True))
-        curves = {**curves, "measured, held out": held_out}  # type: ignore[dict-item]
+    if held_out:
+        curves["measured, held out"] = (
+            [size for size, _ in held_out],
+            [us for _, us in held_out],
+        )
     dots = ["measured, fitted", "measured, held out"]
     svg = lines(
         curves, x="bytes", y="µs", dots=dots, joined=False, scales={"x": short_bytes, "y": short}

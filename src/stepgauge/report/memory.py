@@ -1,7 +1,6 @@
 """Records of kind "memory" as tables and timelines."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from stepgauge.spec.memory import CATEGORIES
 from stepgauge.spec.predictions import Row, paired
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import TRAINING_PHASES
+from stepgauge.spec.units import ceil_div
 
 SHOWN = (
     "peak_bytes",
@@ -285,7 +285,7 @@ def _highest_of_stretches(series: Mapping[str, Sequence[float]]) -> list[int]:
     """At most POINTS_DRAWN places of the curves, of each stretch the highest."""
     curves = [series[name.replace(" ", "_")] for name in CATEGORIES]
     totals = [sum(values) for values in zip(*curves, strict=True)]
-    stretch = math.ceil(len(totals) / POINTS_DRAWN)
+    stretch = ceil_div(len(totals), POINTS_DRAWN)
     highest = []
     for start in range(0, len(totals), stretch):
         places = range(start, min(start + stretch, len(totals)))

@@ -9,6 +9,11 @@ from stepgauge.spec.analysis import AcrossRanks, Analysis, Overlap, total
 from stepgauge.trace.ranks import numbers
 
 SHOWN = 20
+OF_A_RANK = ("rank", "step ms", "busy ms", "idle ms", "communication ms", "overlap", "exposed ms")
+OF_WAITING = ("waited ms", "made others wait ms", "times last")
+SHARED_FIGURES = frozenset(
+    ("ranks", "size B", "calls a step", "transfer ms", "waiting ms", "waiting %", "busbw GB/s")
+)
 
 
 def overlap_table(found: Iterable[Overlap]) -> Table:
@@ -36,46 +41,50 @@ def ranks_table(found: Sequence[Analysis], across: AcrossRanks | None = None) ->
     it, and how long it waited for others and made them wait.
     """
     waits = {row.rank: row for row in across.stragglers} if across else {}
+    columns = [*OF_A_RANK, *(OF_WAITING if waits else ())]
     rows = []
     for rank, one in zip(numbers(found), found, strict=True):
-        whole, o, row = total(one.cells, one.steps), one.overlap, waits.get(rank)
-        rows.append({
-            "rank": rank,
-            "step ms": one.step_us / 1e3,
-            "busy ms": whole.busy_us / 1e3 if one.on_device else None,
-            "idle ms": whole.idle_us / 1e3 if one.on_device else None,
-            "communication ms": o.communication_us / 1e3 / o.steps if o else None,
-            "overlap": o.ratio if o else None,
-            "exposed ms": o.exposed_us / 1e3 / o.steps if o else None,
-        })  # fmt: skip
-        if waits:
-            rows[-1] |= {
-                "waited ms": row.waited_us / 1e3 if row else None,
-                "made others wait ms": row.made_wait_us / 1e3 if row else None,
-                "times last": row.calls_last if row else None,
-            }
+        cells: dict[str, float] = {"rank": rank, "step ms": one.step_us / 1e3}
+        if one.on_device:
+            whole = total(one.cells, one.steps)
+            cells |= {"busy ms": whole.busy_us / 1e3, "idle ms": whole.idle_us / 1e3}
+        if (overlap := one.overlap) is not None:
+            cells["communication ms"] = overlap.communication_us / 1e3 / overlap.steps
+            cells["overlap"] = overlap.ratio
+            cells["exposed ms"] = overlap.exposed_us / 1e3 / overlap.steps
+        if (waiting := waits.get(rank)) is not None:
+            cells["waited ms"] = waiting.waited_us / 1e3
+            cells["made others wait ms"] = waiting.made_wait_us / 1e3
+            cells["times last"] = waiting.calls_last
+        rows.append([cells.get(column) for column in columns])
     caption = "Ranks: means of a step; exposed is communication that no computing hides."
-    return Table.from_rows(rows, caption=caption, names=1, formats={"overlap": ".4f"})
+    return Table(columns, rows, caption=caption, names=1, formats={"overlap": ".4f"})
 
 
 def shared_table(across: AcrossRanks, steps: int) -> Table:
     """Each collective split into transfer and waiting, across ranks."""
     rows = []
     for row in across.collectives[:SHOWN]:
-        both = row.transfer_us + row.waiting_us
-        rows.append([
-            row.name, range_name(row.range), row.dtype, row.group_size, row.bytes or None, row.calls / steps,
-            row.transfer_us / 1e3 / steps, row.waiting_us / 1e3 / steps, 100 * row.waiting_us / both if both else None,
-            row.bus_bytes_per_s / 1e9 or None, f"rank {row.last}", f"{row.last_calls} of {row.calls}",
-        ])  # fmt: skip
-    head = ["collective", "range", "type", "ranks", "size B", "calls a step", "transfer ms", "waiting ms", "waiting %",
-            "busbw GB/s", "waited for", "came last"]  # fmt: skip
+        both_us = row.transfer_us + row.waiting_us
+        rows.append({
+            "collective": row.name,
+            "range": range_name(row.range),
+            "type": row.dtype,
+            "ranks": row.group_size,
+            "size B": row.bytes or None,
+            "calls a step": row.calls / steps,
+            "transfer ms": row.transfer_us / 1e3 / steps,
+            "waiting ms": row.waiting_us / 1e3 / steps,
+            "waiting %": 100 * row.waiting_us / both_us if both_us else None,
+            "busbw GB/s": row.bus_bytes_per_s / 1e9 or None,
+            "waited for": f"rank {row.last}",
+            "came last": f"{row.last_calls} of {row.calls}",
+        })  # fmt: skip
     caption = (
         "Collectives across ranks, a step: transfer is the last rank's time in the call, waiting "
         "what the ranks spent beyond it (mean); busbw is of the transfer alone."
     )
-    numeric = frozenset(head[3:10])
-    return Table(head, rows, numeric=numeric, caption=caption, names=5)
+    return Table.from_rows(rows, numeric=SHARED_FIGURES, caption=caption, names=5)
 
 
 def sentences(across: AcrossRanks, found: Sequence[Analysis]) -> list[str]:
@@ -87,19 +96,15 @@ def sentences(across: AcrossRanks, found: Sequence[Analysis]) -> list[str]:
         return result
     theirs = [row for row in across.collectives if row.last == worst.rank]
     most = max(theirs, key=lambda row: row.waiting_us, default=None)
-    where = (
-        f", most of it in {most.name.replace('_', '-')}{' of ' if most.range else ''}{most.range}"
-        if most
-        else ""
-    )
-    why = (
-        f" Against the others' mean it spends {number(worst.excess_us / 1e3)} ms more in "
-        f"{worst.most_in}."
-        if worst.most_in
-        else ""
-    )
-    result.append(
+    said = (
         f"Rank {worst.rank} made the others wait {number(worst.made_wait_us / 1e3)} ms a step "
-        f"({100 * worst.made_wait_us / step:.1f} % of it){where}.{why}"
+        f"({100 * worst.made_wait_us / step:.1f} % of it)"
     )
-    return result
+    if most:
+        said += f", most of it in {most.name.replace('_', '-')}"
+        said += f" of {most.range}" if most.range else ""
+    said += "."
+    if worst.most_in:
+        more = number(worst.excess_us / 1e3)
+        said += f" Against the others' mean it spends {more} ms more in {worst.most_in}."
+    return [*result, said]

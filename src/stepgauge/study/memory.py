@@ -65,25 +65,35 @@ def _spec(
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
     tracked = [record for record in records if record.kind == MemorySpec.kind]
-    timed = [record for record in records if record.kind == StepSpec.kind and record.status == "ok"]
-    chosen = {
-        str(flatten(record.spec)["size"]) for record in records if record.kind == StepSpec.kind
-    }
+    steps = [record for record in records if record.kind == StepSpec.kind]
+    timed_sizes = {str(flatten(record.spec)["size"]) for record in steps}
     rows = [row.shown for row in paired(tracked)]
     measured = [record for record in rows if record.provenance == "measured"]
-    variants = [r for r in rows if r.spec["size"] in chosen and r.spec["precision"] == "fp32"]
-    largest = [r for r in measured if r not in variants][-1:]
+    variants = [
+        record
+        for record in rows
+        if record.spec["size"] in timed_sizes and record.spec["precision"] == "fp32"
+    ]
+    largest = [record for record in measured if record not in variants][-1:]
     drawn = [*(record for record in variants if choice_of(record)[1] == 1), *largest]
     shown = [*memory_blocks(tracked, drawn=drawn, compared=variants)] if tracked else []
-    times = {choice_of(r): r.median("step_ms") for r in timed}
-    points = {
-        _words(*choice_of(r)): (times[choice_of(r)] or 0.0, r.median("peak_bytes") or 0.0)
-        for r in variants
-        if r in measured and _is_stock(r) and choice_of(r) in times
-    }
+    points = _memory_and_time([record for record in variants if record in measured], steps)
     if points:
         shown.append(memory_against_time(points))
     return [*shown, beside("memory", measured, PUBLISHED_AT)]
+
+
+def _memory_and_time(
+    tracked: Sequence[Record], steps: Sequence[Record]
+) -> dict[str, tuple[float, float]]:
+    """ms of a step and bytes at its peak, by the way of checkpointing."""
+    ms = {choice_of(step): step.median("step_ms") for step in steps if step.status == "ok"}
+    points = {}
+    for record in tracked:
+        choice = choice_of(record)
+        if choice in ms and _is_stock(record):
+            points[_words(*choice)] = (ms[choice] or 0.0, record.median("peak_bytes") or 0.0)
+    return points
 
 
 def _words(checkpointing: str, blocks_a_part: int) -> str:

@@ -266,12 +266,15 @@ def cut_sequences(module: nn.Module, group: dist.ProcessGroup, *, layout: Layout
     def pieces(
         _: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any]
     ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """A stage without the embedding takes its rank's tokens from the stage before."""
         first, *targets = inputs
         is_cut = module.embedding is None
-        length = first.shape[1] * (layout.context * layout.tensor if is_cut else 1)
+        length = first.shape[1] * layout.context * layout.tensor if is_cut else first.shape[1]
         positions_T = context.positions(length, first.device)
-        own = [whole.index_select(1, positions_T) for whole in (targets if is_cut else inputs)]
-        return (first, *own) if is_cut else tuple(own), {**named, "positions_T": positions_T}
+        own = [target.index_select(1, positions_T) for target in targets]
+        if not is_cut:
+            first = first.index_select(1, positions_T)
+        return (first, *own), {**named, "positions_T": positions_T}
 
     module.register_forward_pre_hook(pieces, with_kwargs=True)
     return context

@@ -11,7 +11,7 @@ to 1 MiB of a large block; free neighbours merge.
 import bisect
 import dataclasses
 
-from stepgauge.spec.units import MIB
+from stepgauge.spec.units import MIB, round_up
 
 ROUNDING = 512
 LARGEST_SMALL = MIB
@@ -19,10 +19,6 @@ SMALL_SEGMENT = 2 * MIB
 LEAST_OWN_SEGMENT = 10 * MIB
 SHARED_SEGMENT = 20 * MIB
 SEGMENT_ROUNDING = 2 * MIB
-
-
-def round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 @dataclasses.dataclass(eq=False)

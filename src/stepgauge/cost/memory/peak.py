@@ -21,7 +21,6 @@ from stepgauge.cost.memory.allocator import (
     LARGEST_SMALL,
     LEAST_OWN_SEGMENT,
     SEGMENT_ROUNDING,
-    round_up,
 )
 from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.spec.hardware import CUDA_CONTEXT
@@ -31,7 +30,7 @@ from stepgauge.spec.plan.pipeline.action import BACKWARD, WEIGHT, Action
 from stepgauge.spec.plan.pipeline.check import Held, live
 from stepgauge.spec.plan.pipeline.schedules import stages_per_rank
 from stepgauge.spec.plan.shards import MOST_IN_FLIGHT, PREFETCHED
-from stepgauge.spec.units import MIB
+from stepgauge.spec.units import MIB, round_up
 
 # cuBLAS takes 32 MiB on Hopper, once for forward's thread and once for autograd's; they are of
 # torch's count (docs/memory.md).

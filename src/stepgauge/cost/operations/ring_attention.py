@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from stepgauge.cost.operations.terms import TRAFFIC, Term
+from stepgauge.spec.units import ceil_div
 
 RING = "attention.ring."  # what names begin with of its terms, which are one operator
 WIDE = 4  # bytes of a value that is summed over more than two parts
@@ -67,7 +68,7 @@ class Ring:
     def _halves(self, attention: Term) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
         """Of the own heads: a head of keys goes with all its heads of queries."""
         heads, *rest = attention.sizes
-        first = heads * -(-self.key_heads // 2) / self.key_heads
+        first = heads * ceil_div(self.key_heads, 2) / self.key_heads
         parts = (dataclasses.replace(attention, sizes=(n, *rest)) for n in (first, heads - first))
         one, other = ((part,) if part.sizes[0] else () for part in parts)
         return one, other

@@ -26,6 +26,7 @@ from stepgauge.spec.plan.pipeline.schedules import stages_per_rank
 from stepgauge.spec.plan.tensor import overlaps
 from stepgauge.spec.planning import PlanSpec
 from stepgauge.spec.step import WorkSpec
+from stepgauge.spec.units import ceil_div
 
 SCHEDULES = ("1f1b", "interleaved", "zbv")
 CHECKPOINTING = ("none", "selective", "blocks")
@@ -149,30 +150,38 @@ class Screen:
 
     def of(self, candidate: Candidate) -> Screened:
         """Raises ValueError for what the machine does not know."""
-        layout = candidate.layout
-        blocks = -(-self.spec.network.num_layers // layout.pipeline)
-        layers, of = self.spec.network.num_layers, (candidate.checkpointing, layout.gathers_weights)
-        axes = layout.tensor, layout.overlap, layout.context, layout.ulysses
-        cut = candidate.micro_batch, *axes
-        stage = self._shares(*cut, *of, range(blocks))
+        layout, layers = candidate.layout, self.spec.network.num_layers
+        stage = self._stage(candidate, range(ceil_div(layers, layout.pipeline)))
         prices = self._prices(layout.tensor, layout.data, layout.context, layout.pipeline)
         forward, backward = self._times(stage, prices)
         bubble = _bubble(layout.schedule, layout.pipeline, forward, backward)
-        if layout.pipeline > 1:  # the last has the head, which may take longer than blocks
-            last = range(layers - layers // layout.pipeline, layers)
-            end = self._shares(*cut, *of, last)
-            forward, backward = max((forward, backward), self._times(end, prices), key=sum)
+        if layout.pipeline > 1:
+            # the last has the head, which may take longer than blocks
+            last = self._stage(candidate, range(layers - layers // layout.pipeline, layers))
+            forward, backward = max((forward, backward), self._times(last, prices), key=sum)
+            memory = stage_memory(stage, layout)
+        else:
+            memory = step_memory(stage, layout, accumulates=candidate.accumulation > 1)
         passes = layout.microbatches * candidate.accumulation
         exposed, slowed = self._data_us(stage, prices, layout, forward, backward, passes)
         update = prices.us(stage.optimizer(self._updated(stage, layout)))
-        memory = (
-            stage_memory(stage, layout)
-            if layout.pipeline > 1
-            else step_memory(stage, layout, accumulates=candidate.accumulation > 1)
-        )
         each = max(forward + backward, self._hosts(stage, prices))
         step_us = passes * each + bubble + exposed + slowed + update
         return Screened(candidate, step_us, memory)
+
+    def _stage(self, candidate: Candidate, blocks: range) -> StepOperations:
+        """These blocks as a rank of the candidate has them."""
+        layout = candidate.layout
+        return self._shares(
+            candidate.micro_batch,
+            layout.tensor,
+            layout.overlap,
+            layout.context,
+            layout.ulysses,
+            candidate.checkpointing,
+            layout.gathers_weights,
+            blocks,
+        )
 
     def _updated(self, stage: StepOperations, layout: Layout) -> float:
         """Parameters that a rank's optimizer steps."""
@@ -265,7 +274,11 @@ def _bubble(schedule: str, ranks: int, forward: float, backward: float) -> float
     """Idle time of a rank: (p-1)(F + I + W), of two stages a rank half of it; of zbv the way down
     alone (spec/plan/pipeline/schedules.py).
     """
-    whole = (ranks - 1) * (forward + backward)
-    return {"": 0.0, "1f1b": whole, "interleaved": whole / 2, "zbv": (ranks - 1) * forward / 2}[
-        schedule
-    ]
+    match schedule:
+        case "1f1b":
+            return (ranks - 1) * (forward + backward)
+        case "interleaved":
+            return (ranks - 1) * (forward + backward) / 2
+        case "zbv":
+            return (ranks - 1) * forward / 2
+    return 0.0

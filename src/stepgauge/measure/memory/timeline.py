@@ -9,6 +9,7 @@ from typing import Any
 from stepgauge.cost.memory.allocator import Block, CachingAllocator
 from stepgauge.measure.memory.storage_tracker import Allocation, Phase
 from stepgauge.spec.memory import ACTIVATIONS, CATEGORIES
+from stepgauge.spec.units import ceil_div
 
 SERIES_POINTS = 1500
 LARGEST = 20
@@ -83,7 +84,7 @@ class MemoryTimeline:
 
     def thinned(self) -> list[MemoryState]:
         """At most SERIES_POINTS moments, of each stretch the highest, so that no peak is lost."""
-        stretch = -(-len(self.moments) // SERIES_POINTS)
+        stretch = ceil_div(len(self.moments), SERIES_POINTS)
         return [
             max(self.moments[start : start + stretch], key=lambda m: m.total)
             for start in range(0, len(self.moments), stretch)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from stepgauge.measure.memory.storage_tracker import Workspace
+from stepgauge.spec.units import round_up
 
 # Bytes of a cuBLAS workspace by compute capability (CublasHandlePool.cpp, getChosenWorkspaceSize).
 CUBLAS_BYTES: Mapping[str, int] = {"sm80": 4096 * 2 * 1024 + 16 * 8 * 1024, "sm90": 4096 * 8 * 1024}
@@ -53,8 +54,8 @@ def _flash_backward(args: Any) -> int:
     q_BHTD, k_BHTD = args[1], args[2]
     grouped = q_BHTD.shape[1] != k_BHTD.shape[1]
     per_head = 2 * k_BHTD.nbytes // k_BHTD.shape[1] * q_BHTD.shape[1] if grouped else 0
-    rows = _rows(q_BHTD) // q_BHTD.shape[-2] * -(-q_BHTD.shape[-2] // 128) * 128
-    width = -(-q_BHTD.shape[-1] // 32) * 32
+    rows = _rows(q_BHTD) // q_BHTD.shape[-2] * round_up(q_BHTD.shape[-2], 128)
+    width = round_up(q_BHTD.shape[-1], 32)
     return rows * width * 4 + rows * 4 + per_head
 
 
@@ -75,7 +76,7 @@ def _embedding_rows(num_indices: int, num_weights: int, width: int) -> int:
     for sorting (EmbeddingBackwardKernel.cu).
     """
     parts = num_indices // 10 + min(num_indices, num_weights)
-    return parts * -(-width // 32) * 32 * 4 + 7 * num_indices * 8
+    return parts * round_up(width, 32) * 4 + 7 * num_indices * 8
 
 
 def _embedding_backward(args: Any) -> int:

@@ -21,6 +21,7 @@ from stepgauge.parallel.autograd.operators import define_operator
 from stepgauge.parallel.context_parallel.key_travel import Messages, Staying, Travel
 from stepgauge.parallel.context_parallel.split_sequences import SplitSequences
 from stepgauge.spec.plan.context import Meeting, half, plan_ring, positions_of
+from stepgauge.spec.units import ceil_div
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +194,7 @@ class RingBackward:
 
     def _halves_of_heads(self) -> tuple[slice, slice]:
         """Of the key heads."""
-        middle = -(-self.k.shape[1] // 2)
+        middle = ceil_div(self.k.shape[1], 2)
         return slice(middle), slice(middle, None)
 
     def _meet_own(self, meeting: Meeting, heads: slice, found: Sequence[Tensor]) -> None:

@@ -20,6 +20,7 @@ from stepgauge.parallel.communication.peer_memory import ALIGNMENT, PeerMemory, 
 from stepgauge.parallel.pipeline.between import Meta
 from stepgauge.spec.plan.pipeline import Action, Channel, Schedule
 from stepgauge.spec.plan.pipeline.action import SENDS
+from stepgauge.spec.units import round_up
 
 BOXES = 3  # of a channel on a GPU: one is read, one is there, one is being written
 
@@ -152,7 +153,7 @@ class PeerTransfers:
 
 
 def _bytes(meta: Meta) -> int:
-    return -(-meta.shape.numel() * meta.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    return round_up(meta.shape.numel() * meta.dtype.itemsize, ALIGNMENT)
 
 
 def _places(tensors: Sequence[Tensor]) -> list[int]:

@@ -37,6 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepgauge.parallel.communication.peer_memory import ALIGNMENT, PeerMemory, peer_memory
+from stepgauge.spec.units import round_up
 
 BOXES = 2  # of each kind: one is read while the next is written
 _INBOX, _OUTBOX = 0, 1
@@ -239,6 +240,6 @@ def exchange_of(group_name: str, device: torch.device, nbytes: int) -> Exchange:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # and all ranks wait for each other in the constructor
         with torch.inference_mode(False):
-            exchange = Exchange(group, device, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+            exchange = Exchange(group, device, round_up(nbytes, ALIGNMENT))
         _exchanges[group] = exchange
     return exchange
