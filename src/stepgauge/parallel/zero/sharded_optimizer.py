@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,19 @@ from stepgauge.parallel.replicas import (
 from stepgauge.parallel.shares import Share, as_plain
 from stepgauge.parallel.whole_norm import clip_whole_norm
 from stepgauge.spec.plan.shards import num_update_parts, plan_owners
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Owned:
+    """A parameter, the rank that steps it, and in which part of a step.
+
+    was_trained  it is broadcast from then on: its owner alone knows whether it moves
+    """
+
+    parameter: nn.Parameter
+    owner: int
+    part: int
+    was_trained: bool
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -62,12 +76,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.stage, self._sizes = stage, sizes or {}
         self._reducer = GradientReducer(group)  # for its group, which a copy shares
         self.communicates = True  # False leaves the broadcasts out, to time the rest
-        self.owners: dict[nn.Parameter, int] = {}
+        self._owned: dict[nn.Parameter, Owned] = {}
         self.elements = [0] * self._reducer.ranks
-        self._part_of: dict[nn.Parameter, int] = {}
         self._num_parts = 1
-        # What was trained once is broadcast for good: its owner alone knows whether it moves.
-        self._trained: set[nn.Parameter] = set()
         self._inner: torch.optim.Optimizer | None = None
         super().__init__(params, kwargs)
         self._inner = optimizer_cls([self._own(group) for group in self.param_groups], **kwargs)
@@ -124,37 +135,42 @@ class ShardedOptimizer(torch.optim.Optimizer):
             mine = [
                 p for index, p in enumerate(added["params"]) if owned.owners[str(index)] == owner
             ]
-            self._divide(mine, num_parts)
-            self.owners.update(dict.fromkeys(mine, owner))
-        self._trained.update(p for p in added["params"] if p.requires_grad)
+            for p, part in zip(mine, _parts(mine, num_parts), strict=True):
+                self._owned[p] = Owned(p, owner, part, was_trained=p.requires_grad)
         if self._inner is not None:
             self._inner.add_param_group(self._own(added))
             inner = self._inner.param_groups[-1]
             added.update({k: v for k, v in inner.items() if k not in added})
 
-    def _divide(self, parameters: list[nn.Parameter], num_parts: int) -> None:
-        """Parts of about equal elements, in order, so that all of an owner's parts take as long."""
-        whole, before = sum(p.numel() for p in parameters), 0
-        for parameter in parameters:
-            self._part_of[parameter] = min(num_parts - 1, before * num_parts // max(1, whole))
-            before += parameter.numel()
-
-    def _own(self, group: dict[str, Any], part: int | None = None) -> dict[str, Any]:
-        """The group with this rank's parameters only, all or those of a part."""
-        own = [
-            p
-            for p in group["params"]
-            if self.owners[p] == self._reducer.rank and part in (None, self._part_of[p])
-        ]
+    def _own(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The group with this rank's parameters only."""
+        own = [p for p in group["params"] if self._owned[p].owner == self._reducer.rank]
         return {**group, "params": own}
+
+    def _own_by_part(self) -> list[list[list[nn.Parameter]]]:
+        """This rank's parameters of each part, by their groups. In one pass: a look into a dict
+        costs a call of Python for each parameter.
+        """
+        parts: list[list[list[nn.Parameter]]] = [
+            [[] for _ in self.param_groups] for _ in range(self._num_parts)
+        ]
+        for place, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                owned = self._owned[p]
+                if owned.owner == self._reducer.rank:
+                    parts[owned.part][place].append(p)
+        return parts
+
+    @property
+    def owners(self) -> Mapping[nn.Parameter, int]:
+        """The rank that steps each parameter."""
+        return {parameter: owned.owner for parameter, owned in self._owned.items()}
 
     def owners_of(self, module: nn.Module) -> Mapping[str, int]:
         """The owner of each of the module's parameters, by name."""
-        return {
-            name: self.owners[parameter]
-            for name, parameter in module.named_parameters()
-            if parameter in self.owners
-        }
+        owners = self.owners
+        named = module.named_parameters()
+        return {name: owners[parameter] for name, parameter in named if parameter in owners}
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -172,35 +188,37 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         assert self._inner is not None, "it is built"
-        self._trained.update(p for p in self.owners if p.requires_grad)
-        trained = [p for p in self.owners if p in self._trained]
+        for owned in self._owned.values():
+            owned.was_trained |= owned.parameter.requires_grad
+        trained = [owned for owned in self._owned.values() if owned.was_trained]
         works: list[Any] = []
         after: list[dict[str, Any]] = []  # what each part leaves in the groups, such as a count
-        for part in range(self._num_parts):
-            found = self._step_part(part)
+        for part, own in enumerate(self._own_by_part()):
+            found = self._step_part(own)
             if after and not _equal(after, found):
                 raise RuntimeError(
                     f"{type(self._inner).__name__} keeps in its groups what depends on all "
                     f"parameters together; a sharded optimizer sees a share of them"
                 )
             after = found
-            works += self._broadcast([p for p in trained if self._part_of[p] == part])
+            works += self._broadcast(owned for owned in trained if owned.part == part)
         for group, fields in zip(self.param_groups, after, strict=True):
             group.update(fields)
         for work in works:
             work.wait()
-        others = [p for p in trained if self.owners[p] != self._reducer.rank]
+        others = [each.parameter for each in trained if each.owner != self._reducer.rank]
         # So that a backward which needs them as they were raises, as it does at their owners. In
         # stage 2 they alone know which have a gradient.
         stepped = others if self.stage == 2 else [p for p in others if p.grad is not None]
         torch.autograd.graph.increment_version(stepped)
         return loss
 
-    def _step_part(self, part: int) -> list[dict[str, Any]]:
-        """Updates this rank's parameters of a part; the groups' fields afterwards."""
+    def _step_part(self, by_group: Sequence[list[nn.Parameter]]) -> list[dict[str, Any]]:
+        """Updates parameters of each group; the groups' fields afterwards."""
         assert self._inner is not None, "it is built"
-        self._inner.param_groups = [self._own(group, part) for group in self.param_groups]
-        for parameter in (p for group in self._inner.param_groups for p in group["params"]):
+        groups = zip(self.param_groups, by_group, strict=True)
+        self._inner.param_groups = [{**group, "params": own} for group, own in groups]
+        for parameter in (p for own in by_group for p in own):
             if isinstance(parameter.grad, Share):
                 parameter.grad = as_plain(parameter.grad)
         self._inner.step()
@@ -211,15 +229,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def broadcast_parameters(self) -> None:
         """Sends every parameter from its owner to all, as a step does."""
-        for work in self._broadcast([p for p in self.owners if p.requires_grad]):
+        for work in self._broadcast(o for o in self._owned.values() if o.parameter.requires_grad):
             work.wait()
 
-    def _broadcast(self, parameters: Sequence[nn.Parameter]) -> list[Any]:
+    def _broadcast(self, parameters: Iterable[Owned]) -> list[Any]:
         """The works of sending each parameter from its owner to all."""
         launches, group = collections.defaultdict(list), self._reducer.group
-        for p in parameters if self.communicates else ():
+        for owned in parameters if self.communicates else ():
+            p = owned.parameter
             if p.numel():
-                send = functools.partial(broadcast_from, self.owners[p], dense(p), group)
+                send = functools.partial(broadcast_from, owned.owner, dense(p), group)
                 launches[p.device].append(send)
         works = [
             work
@@ -236,7 +255,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.stage < 2:
             return nn.utils.clip_grad_norm_(parameters, max_norm)
         given = [p for p in parameters if p.grad is not None]
-        own = [p.grad for p in given if self.owners[p] == self._reducer.rank]
+        own = [p.grad for p in given if self._owned[p].owner == self._reducer.rank]
         return clip_whole_norm(
             [p.grad for p in given],
             [(1, gradient) for gradient in own],
@@ -297,6 +316,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             }
         )
         self.state = inner.state
+
+
+def _parts(parameters: Sequence[nn.Parameter], num_parts: int) -> list[int]:
+    """The part of each: of about equal elements, in order, so that those of all owners take as long."""
+    sizes = [p.numel() for p in parameters]
+    *before, whole = itertools.accumulate(sizes, initial=0)
+    return [min(num_parts - 1, first * num_parts // max(1, whole)) for first in before]
 
 
 def _refuse_shares(optimizer: torch.optim.Optimizer, *_: Any) -> None:
