@@ -102,7 +102,7 @@ def test_the_same_sweep_goes_on_where_it_stopped(tmp_path):
 WALK = """
 import os
 import sys
-from stepgauge.bench.ranks import store_for
+from stepgauge.bench.shared_store import store_for
 from stepgauge.bench.sweep import Job, sweep
 from tests.bench.test_ranks import ALONE, Toy
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from stepgauge.report.data_parallel import USUAL_BUCKET_MB, Overhead
+from stepgauge.report.bucket_sweep import Overhead
+from stepgauge.report.data_parallel import USUAL_BUCKET_MB
 from stepgauge.spec.record import Record, Sample
 from stepgauge.study.data_parallel import blocks
 

@@ -6,11 +6,9 @@ ranks are started here; in a process of torchrun they are there already, every r
 list of jobs, and rank 0 alone has the store.
 """
 
-import contextlib
 import dataclasses
 import platform
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +17,9 @@ import torch.distributed as dist
 from stepgauge.kernels.attention import libraries
 from stepgauge.measure.devices import free_unused_memory, limit_host_memory, out_of_memory_reason
 from stepgauge.measure.environment import device_name
-from stepgauge.runtime.torchrun import torchrun_numbers
-from stepgauge.runtime.world import KEPT_GROUP, TIMEOUT_S, World, gathered_objects, joined_world
+from stepgauge.runtime.world import TIMEOUT_S, gathered_objects, joined_world
 from stepgauge.spec.fallbacks import NATIVE
 from stepgauge.spec.record import Record
-from stepgauge.spec.store import Contents, RunStore, StoreError
 from stepgauge.train.precision import unavailable
 
 
@@ -101,58 +97,6 @@ def _value(measure: Callable[[Any], Any], spec: Any) -> Any:
 
 def _device_name(device: str) -> str:
     return device_name(torch.device("cuda") if device.startswith("cuda") else torch.device(device))
-
-
-class SharedStore(RunStore):
-    """The store as every rank of torchrun sees it: rank 0 reads and writes, and tells the others
-    what there is.
-    """
-
-    def __init__(self, folder: str | Path, world: World):
-        super().__init__(folder)
-        self._world = world
-
-    def prepare(self) -> None:
-        self._on_first(super().prepare)
-
-    def append(self, record: Record) -> None:
-        self._on_first(lambda: super(SharedStore, self).append(record))
-
-    def read(self) -> Contents:
-        return self._on_first(super().read)
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            self._on_first(lambda: stack.enter_context(RunStore(self.folder).held()) and None)
-            yield
-
-    def _on_first(self, action: Callable[[], Any]) -> Any:
-        """The action's value on rank 0, given to all ranks; its StoreError too."""
-        KEPT_GROUP.use_any(self._world)
-        told: list[Any] = [None]
-        if self._world.rank == 0:
-            try:
-                told = [(action(), None)]
-            except StoreError as error:
-                told = [(None, error)]
-        dist.broadcast_object_list(told)
-        value, failure = told[0]
-        if failure is not None:
-            raise failure
-        return value
-
-
-def store_for(folder: str | Path) -> RunStore:
-    """The run at the folder, shared between the ranks where torchrun has started this process."""
-    world = joined_world()
-    return SharedStore(folder, world) if world is not None else RunStore(folder)
-
-
-def is_first_process() -> bool:
-    """Whether this process speaks for all: it does unless torchrun has made it another rank than 0."""
-    numbers = torchrun_numbers()
-    return numbers is None or numbers[0] == 0
 
 
 def run_here(run: Callable[[Any], Any], spec: Any) -> Any:

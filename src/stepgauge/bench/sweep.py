@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from stepgauge import bench
-from stepgauge.bench.ranks import OnRanks, is_first_process, run_here, with_launchers
+from stepgauge.bench.ranks import OnRanks, run_here, with_launchers
 from stepgauge.measure.environment import environment
 from stepgauge.runtime.host import thread_settings
 from stepgauge.runtime.launch import RankError, preload
 from stepgauge.runtime.load_file import user_line
 from stepgauge.runtime.progress import Hear
+from stepgauge.runtime.torchrun import is_first_process
 from stepgauge.runtime.workers import Workers, run_isolated
 from stepgauge.spec.disturbance import MISSED_CORES, is_disturbed, with_tries
 from stepgauge.spec.fallbacks import with_fallbacks

@@ -212,9 +212,9 @@ def store_for(out: Path) -> RunStore:
     if torchrun_numbers() is None:
         return RunStore(out)
 
-    from stepgauge.bench import ranks
+    from stepgauge.bench import shared_store
 
-    return ranks.store_for(out)
+    return shared_store.store_for(out)
 
 
 def run_jobs(

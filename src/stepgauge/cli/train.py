@@ -13,6 +13,7 @@ from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.cli.rows import Out, RunFailedError, resolve_devices
 from stepgauge.report.numbers import number
 from stepgauge.runtime.load_file import user_line
+from stepgauge.runtime.torchrun import is_first_process
 from stepgauge.spec.fallbacks import what_ran
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
@@ -53,7 +54,6 @@ def train(
     out = out or _usual_folder(spec)
 
     from stepgauge.bench import train as bench_train
-    from stepgauge.bench.ranks import is_first_process
     from stepgauge.runtime.launch import RankError, launch
 
     (spec,) = resolve_devices([spec])
@@ -122,7 +122,6 @@ def _reason(error: "RankError", spec: TrainSpec) -> str:
 def _train_on_rank(spec: TrainSpec, out: Path) -> str:
     """On every rank; rank 0 shows the progress and keeps the record."""
     from stepgauge.bench import train as bench_train
-    from stepgauge.bench.ranks import is_first_process
 
     if is_first_process():
         return _train(spec, out)

@@ -118,6 +118,27 @@ def _exposed(parts: "LayoutParts", found: Predicted) -> dict[str, float]:
 
 
 @dataclasses.dataclass(frozen=True)
+class RankTimes:
+    """Of a rank of a pipeline: until it has computed forward and backward, from then until the
+    gradients of its stages have arrived, and of its optimizer.
+    """
+
+    stages: Sequence[int]
+    computed_ms: float
+    exposed_ms: float
+    optimizer_ms: float
+
+    @property
+    def gradients_ms(self) -> float:
+        """Until it has all gradients."""
+        return self.computed_ms + self.exposed_ms
+
+    @property
+    def step_ms(self) -> float:
+        return self.gradients_ms + self.optimizer_ms
+
+
+@dataclasses.dataclass(frozen=True)
 class LayoutParts:
     """A layout's step taken apart: what each stage computes, at what prices.
 
@@ -128,7 +149,6 @@ class LayoutParts:
     stages: Sequence[Operations]
     prices: Prices
     host: dict[str, Launching]
-    sending: Sending
     schedule: Schedule | None
     shortened: bool = False
 
@@ -153,10 +173,8 @@ class LayoutParts:
             whole = StepOperations(work, share)
             prices = prices.paced_by(whole)
             times = Halves.of(as_timed(whole, prices)).times(prices) if spec.needs_times else None
-            shares = [
-                dataclasses.replace(share, blocks=blocks)
-                for blocks in blocks_of(spec, layout, times)
-            ]
+            cuts = blocks_of(spec, layout, times)
+            shares = [dataclasses.replace(share, blocks=blocks) for blocks in cuts]
             priced = [operations_of(work, each) for each in shares]
         stages = [at_pace(stage, prices) for stage in priced]
         return cls(
@@ -164,11 +182,19 @@ class LayoutParts:
             stages=stages,
             prices=prices,
             host=host_of(stages[0], machine, layout, replayed=spec.cuda_graphs),
-            sending=Sending(wrapper=layout.wrapper, ranks=layout.num_replicas, bucket_mb=spec.bucket_mb,
-                            reduce_dtype=spec.reduce_dtype),
             schedule=spec.schedule(),
             shortened=shortened,
-        )  # fmt: skip
+        )
+
+    @property
+    def sending(self) -> Sending:
+        layout = self.spec.parsed_layout
+        return Sending(
+            wrapper=layout.wrapper,
+            ranks=layout.num_replicas,
+            bucket_mb=self.spec.bucket_mb,
+            reduce_dtype=self.spec.reduce_dtype,
+        )
 
     def predicted(self) -> Predicted:
         return self._in_stages(self.schedule) if self.schedule else self._alone()
@@ -206,42 +232,55 @@ class LayoutParts:
         return outcome(program, self.prices.contention)
 
     def _in_stages(self, whole: Schedule) -> Predicted:
-        plan, left = self._shortened(whole)
-        unshard, sent = zip(*map(self._data_us, range(plan.num_stages)), strict=True)
-        schedule = lower(plan, sharded=plan.rank_of if any(unshard) else ())
-        taken = durations(self.stages, self.prices, self.host, unshard)
+        plan, left_out = self._shortened(whole)
+        unshard_us, sent_us = zip(*map(self._data_us, range(plan.num_stages)), strict=True)
+        schedule = lower(plan, sharded=plan.rank_of if any(unshard_us) else ())
+        taken = durations(self.stages, self.prices, self.host, unshard_us)
         timeline = simulate(schedule, taken)
-        waits, updates = [], []
-        for rank in range(schedule.num_ranks):
-            waits.append(_waits(timeline, rank, sent))
-            updates.append(sum(self._optimizer_ms(stage) for stage in schedule.stages(rank)))
+        ranks = [self._rank_times(timeline, schedule, r, sent_us) for r in range(plan.num_ranks)]
+        last = max(ranks, key=lambda rank: rank.step_ms)
         # Each micro-batch that was left out keeps the busiest rank, or its host, as busy as the rest.
-        issued = taken.host_ms * max(len(row) for row in timeline.ranks)
-        steady = left * max(*timeline.busy_ms, issued) / plan.num_micro_batches
-        last = max(range(len(waits)), key=lambda r: sum(waits[r]) + updates[r])
-        each = timeline.step_ms + (waits[last][1] if any(unshard) else 0.0)
+        issued_ms = taken.host_ms * max(len(row) for row in timeline.ranks)
+        steady_ms = left_out * max(*timeline.busy_ms, issued_ms) / plan.num_micro_batches
         accumulation = self.spec.accumulation
-        before = (accumulation - 1) * each + accumulation * steady
-        step_ms = before + sum(waits[last]) + updates[last]
+        each_ms = timeline.step_ms + (last.exposed_ms if any(unshard_us) else 0.0)
+        before_ms = (accumulation - 1) * each_ms + accumulation * steady_ms
         phases = {
-            "forward_and_backward": before + sum(waits[last]),
-            "optimizer": updates[last],
+            "forward_and_backward": before_ms + last.gradients_ms,
+            "optimizer": last.optimizer_ms,
         }
+        step_ms = sum(phases.values())
         return Predicted(
             step_ms=step_ms,
             phases=phases,
             rows=pipeline_rows(
-                [self.stages[n] for n in schedule.stages(last)],
+                [self.stages[number] for number in last.stages],
                 self.prices,
                 passes=accumulation * whole.num_micro_batches,
-                exposed_ms=waits[last][1],
-                optimizer_ms=updates[last],
+                exposed_ms=last.exposed_ms,
+                optimizer_ms=last.optimizer_ms,
                 step_ms=step_ms,
             ),
             timeline=timeline,
-            busiest=accumulation * (max(timeline.busy_ms) + steady),
+            busiest=accumulation * (max(timeline.busy_ms) + steady_ms),
             bubble=accumulation * max(timeline.bubbles) * timeline.step_ms / step_ms,
-            late_us=1e3 * accumulation * _late_ms(issued, steady, timeline.step_ms),
+            late_us=1e3 * accumulation * _late_ms(issued_ms, steady_ms, timeline.step_ms),
+        )
+
+    def _rank_times(
+        self, timeline: Timeline, schedule: Schedule, rank: int, sent_us: Sequence[float]
+    ) -> "RankTimes":
+        """Gradients of a stage leave when it has had its last backward, one stage after the other."""
+        ends = {span.action.stage: span.end for span in timeline.ranks[rank]}
+        arrived = 0.0
+        for stage in sorted(ends, key=ends.__getitem__):
+            arrived = max(arrived, ends[stage]) + sent_us[stage] / 1e3
+        computed, stages = max(ends.values()), schedule.stages(rank)
+        return RankTimes(
+            stages=stages,
+            computed_ms=computed,
+            exposed_ms=max(0.0, arrived - computed),
+            optimizer_ms=sum(self._optimizer_ms(stage) for stage in stages),
         )
 
     def _shortened(self, plan: Schedule) -> tuple[Schedule, int]:
@@ -277,18 +316,6 @@ def _late_ms(issued_ms: float, steady_ms: float, step_ms: float) -> float:
     """
     whole_ms = step_ms + steady_ms
     return max(0.0, SLOWER_HOST * issued_ms * whole_ms / step_ms - whole_ms)
-
-
-def _waits(timeline: Timeline, rank: int, sent_us: Sequence[float]) -> tuple[float, float]:
-    """ms until a rank has computed, and from then until its stages' gradients have arrived: each
-    leaves when its stage has had its last backward, one after the other.
-    """
-    ends = {span.action.stage: span.end for span in timeline.ranks[rank]}
-    arrived = 0.0
-    for stage in sorted(ends, key=ends.__getitem__):
-        arrived = max(arrived, ends[stage]) + sent_us[stage] / 1e3
-    computed = max(ends.values())
-    return computed, max(0.0, arrived - computed)
 
 
 def share_of(spec: LayoutSpec) -> NetworkPart:

@@ -18,3 +18,9 @@ def torchrun_numbers() -> tuple[int, int, int, int] | None:
         return None
     rank, size, local_rank, local_size = map(int, texts)
     return rank, size, local_rank, local_size
+
+
+def is_first_process() -> bool:
+    """Whether this process speaks for all: it does unless torchrun has made it another rank than 0."""
+    numbers = torchrun_numbers()
+    return numbers is None or numbers[0] == 0
