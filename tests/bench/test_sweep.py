@@ -13,11 +13,12 @@ import pytest
 import torch
 from tests.processes import alive, wait_for
 
-from stepgauge.bench.sweep import FAILURES, Job, sweep
+from stepgauge.bench.sweep import FAILURES, Job, sweep, sweep_in_turns
 from stepgauge.measure.devices import out_of_memory_reason
 from stepgauge.report.views import remark
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.store import RunStore
+from stepgauge.spec.turns import STEP_MS, turns_together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +134,40 @@ def test_the_same_sweep_goes_on_where_it_stopped(tmp_path):
     again = outcomes(store, "a", fresh=True)
     assert not again[0].was_there
     assert len(store.read().records) == 6
+
+
+def timed(spec):
+    """A step of as many milliseconds as this and other rows were measured before; notes its turn."""
+    log = Path(spec.size)
+    before = log.read_text() if log.exists() else ""
+    log.write_text(before + spec.does)
+    if spec.does == "X":
+        raise RuntimeError("it fails")
+    metrics = {"step_ms": Sample.exact(1.0 + len(before), "ms")}
+    return Record(kind="toy", spec=dataclasses.asdict(spec), metrics=metrics, environment=here())
+
+
+def test_rows_in_turns_follow_one_another_there_and_back(tmp_path):
+    store, log = RunStore(tmp_path / "run"), tmp_path / "log"
+    jobs = [Job(timed, Toy(name, size=str(log))) for name in "ABX"]
+    rows = list(sweep_in_turns(jobs, store, turns=3))
+    assert log.read_text() == "ABXBAAB"  # what has failed is not measured again
+    assert [row.record.spec["does"] for row in rows] == ["A", "B", "X"]
+    a, b, x = (row.record for row in rows)
+    assert (a.median("step_ms"), b.median("step_ms"), x.status) == (5.0, 4.0, "failed")
+    assert a.series[STEP_MS] == [1.0, 5.0, 6.0] and b.series[STEP_MS] == [2.0, 4.0, 7.0]
+    assert turns_together([a, b]) == 3 and turns_together([a, x]) == 0
+    assert [record.spec["does"] for record in store.read().latest()] == ["A", "B", "X"]
+    assert store.read().latest()[:2] == [a, b]
+
+    assert all(row.was_there for row in sweep_in_turns(jobs[:2], store, turns=3))
+    assert [row.was_there for row in sweep(jobs[:2], store)] == [True, True]
+    log.unlink()
+    assert not any(row.was_there for row in sweep_in_turns(jobs[:2], store, turns=3, fresh=True))
+    list(sweep(jobs[:1], store, fresh=True))  # A alone: the two are apart again
+    log.unlink()
+    list(sweep_in_turns(jobs[:2], store, turns=2))
+    assert log.read_text() == "BAAB"
 
 
 def test_rows_of_another_device_do_not_count(tmp_path):

@@ -39,7 +39,9 @@ def path(tmp_path_factory):
         Section("First & last", "Is it <so>?", [Text("1 < 2"), *plots, table], "Yes.", "By hand."),
         Section("Elsewhere", "Never run?", reason="needs 2 GPUs, this machine has 0"),
     ]
-    finding = Finding(5.0, "compile=on", "15 ms a step with compile=off.", "stepgauge bench step")
+    finding = Finding(
+        5.0, "compile=on", "15 ms a step with compile=off.", "stepgauge bench step", True
+    )
     shown = Page(
         title="A study",
         sections=sections,

@@ -6,28 +6,96 @@ import pytest
 
 from stepgauge.report.answers import answer, choice_answer
 from stepgauge.report.findings import command, findings, pairs
+from stepgauge.report.page import Page
 from stepgauge.report.run_page import run_page
 from stepgauge.report.views import NOT_MEASURABLE, record_table
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.turns import of_turns
+
+
+def in_turns(*rows, turns=(1.0, 1.01, 0.99)):
+    """The rows as if measured in turns, whose steps were so many times the one that they have."""
+    return [
+        of_turns([with_step(row, times) for times in turns], "2026-11-23T10:00:00+00:00")
+        for row in rows
+    ]
+
+
+def with_step(row, times):
+    step = row.metrics["step_ms"]
+    return dataclasses.replace(
+        row, metrics={"step_ms": Sample.of([step.p10 * times, step.p90 * times], "ms")}
+    )
 
 
 def test_findings_are_ranked_by_the_milliseconds_that_they_save(record):
-    rows = [
+    rows = in_turns(
         record("small", step=[50.0, 50.1]),
         record("small", step=[45.0, 45.1], compile="on"),
         record("small", step=[20.0, 20.1], precision="bf16"),
         record("small", step=[10.0, 10.1], precision="bf16-pure"),
         record("small", step=[12.0, 12.1], precision="bf16", compile="on"),
-    ]
+    )
     first, second = findings(rows)
     assert (first.title, second.title) == ("precision=bf16", "compile=on")  # bf16-pure: a caution
     assert first.saved_ms == pytest.approx(33.0) and second.saved_ms == pytest.approx(8.0)
-    assert "In all 2 such pairs the ratio is 0.27 to 0.40." in first.text
+    assert first.text == (
+        "45.05 ms a step with precision=fp32, 12.05 ms with precision=bf16: 3.74 times as fast "
+        "(size=small batch=4 context=512 compile=on). The rows were measured in turns, 3 times each."
+    )
     assert first.command == (
         "stepgauge bench step --size small --batch 4 --context 512 --precision bf16 --compile on"
     )
+
+
+def test_rows_that_were_measured_apart_confirm_nothing(record):
+    rows = [
+        dataclasses.replace(record("small", step=step, precision=precision), created=created)
+        for step, precision, created in (
+            ([50.0, 50.1], "fp32", "2026-11-23T10:00:00+00:00"),
+            ([20.0, 20.1], "bf16", "2026-11-23T10:03:00+00:00"),
+        )
+    ]
+    (finding,) = findings(rows)
+    assert not finding.is_confirmed and finding.rows == tuple(rows)
+    assert "measured once each, 3 minutes apart: the machine's speed may" in finding.text
+    assert finding.command == (
+        "stepgauge bench step --size small --batch 4 --context 512 --precision fp32 bf16 --turns 3"
+    )
+    page = Page(title="", sections=[], facts={}, findings=[finding]).html()
+    assert "<h3>Not confirmed</h3>" in page and "perhaps −30.00 ms a step: precision=bf16" in page
+    (confirmed,) = findings(in_turns(*rows))
+    page = Page(title="", sections=[], facts={}, findings=[confirmed]).html()
+    assert "Not confirmed" not in page and "<b>−30.00 ms a step: precision=bf16</b>" in page
+    apart = [in_turns(rows[0])[0], of_turns(rows[1:], "2026-11-23T11:00:00+00:00")]
+    assert not findings(apart)[0].is_confirmed
+
+
+def test_a_machine_that_drifts_between_turns_confirms_only_what_is_larger(record):
+    fp32, bf16 = (
+        record("small", step=[50.0, 50.1]),
+        record("small", step=[40, 40], precision="bf16"),
+    )
+    assert findings(in_turns(fp32, bf16, turns=(1.0, 1.2, 1.1)))[0].is_confirmed
+    assert findings(in_turns(fp32, bf16, turns=(1.0, 1.3, 1.1))) == []
+
+
+def test_computing_again_is_never_advised_to_save_time(record):
+    """A machine that was busy with the first row makes it look so, and even its turns may."""
+    rows = [record("mini", step=[730.0, 731.0])]
+    rows += [
+        record("mini", step=[391.0, 392.0], checkpointing=name) for name in ("blocks", "selective")
+    ]
+    assert findings(rows) == findings(in_turns(*rows)) == []
+    slower = in_turns(
+        record("mini", step=[30.0, 30.1]),
+        record("mini", step=[20.0, 20.1], precision="bf16"),
+        record("mini", step=[40.0, 40.1], checkpointing="blocks"),
+        record("mini", step=[25.0, 25.1], precision="bf16", checkpointing="blocks"),
+    )
+    assert [finding.saved_ms for finding in findings(slower)] == [pytest.approx(10.0)]
 
 
 def test_nothing_is_found_in_noise_fallbacks_or_other_work(record):
@@ -53,7 +121,10 @@ def test_a_device_that_waits_for_the_host_is_a_finding(record):
         metrics={name: Sample.exact(ms, "ms") for name, ms in figures.items()},
     )
     (finding,) = findings([row])
-    assert finding.saved_ms == 12 and finding.command.endswith("--compile reduce-overhead")
+    assert finding.saved_ms == 12 and finding.command.endswith(
+        "--compile off reduce-overhead --turns 3"
+    )
+    assert not finding.is_confirmed
     assert "works 8.000 of the step's 20.00 ms" in finding.text
 
 
@@ -72,9 +143,10 @@ def test_the_commands_are_commands(record):
     assert "--hf-config CONFIG.json" in command(named)
     assert "--size" not in command(custom) and "--num-layers 2" in command(custom)
     for row in rows:
-        words = command(row).split()[1:]
-        _, bound, _ = app.parse_args(words, print_error=False, exit_on_error=False)
-        assert bound.args or bound.kwargs
+        for line in (command(row), command(row, precision="fp32 bf16", turns=3)):
+            words = line.split()[1:]
+            _, bound, _ = app.parse_args(words, print_error=False, exit_on_error=False)
+            assert bound.args or bound.kwargs
 
 
 def test_a_page_of_one_row_compares_nothing_and_counts_predictions_apart(record, tmp_path):
@@ -92,7 +164,7 @@ def test_a_choice_is_answered_by_ratio_and_phase(record):
 
     rows = [row(80.0, 20.0), row(40.0, 20.2, precision="bf16")]
     said = choice_answer(rows, "precision")
-    assert "precision=bf16 takes 0.60 of precision=fp32's step" in said
+    assert "precision=bf16 is 1.66 times as fast as precision=fp32" in said
     assert "forward 2.0 × faster, optimizer gains nothing" in said
     assert len(pairs(rows, {"precision": "fp32"})) == 1
     assert "forward 80 %, optimizer 20 %" in answer(rows)

@@ -20,6 +20,7 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.store import RunStore
+from stepgauge.spec.turns import of_turns
 from stepgauge.study import (
     EXPERIMENTS,
     profile,
@@ -31,7 +32,7 @@ from stepgauge.study import (
 from stepgauge.study.experiment import StudyMachine, shipped
 from stepgauge.study.notes import remember, remember_rows
 from stepgauge.study.pages import page_of
-from stepgauge.study.run import plan, select
+from stepgauge.study.run import plan, select, unconfirmed
 from stepgauge.study.sizes import sizes
 
 CPU = StudyMachine(device="cpu", name="Test CPU", bytes=24 * 2**30, has_compiler=True)
@@ -149,6 +150,18 @@ def test_the_report_has_a_section_an_experiment(machine, tmp_path):
     assert ("Not this machine: NVIDIA" in text) is (machine is CPU)
 
 
+def test_rows_that_findings_rest_on_are_measured_in_turns_and_no_others(tmp_path):
+    (experiment,) = select(["compile"])
+    jobs = plan(CPU, tmp_path, [experiment, *select(["step-time"])])
+    eager, compiled = experiment.jobs(CPU, tmp_path)
+    records = [measured(job, 5.0 if job == compiled else 10.0, CPU) for job in jobs]
+    again = unconfirmed(jobs, records)
+    assert {job.spec for job in again} == {eager.spec, compiled.spec}
+    pair = [record for record in records if record.key in {job.asked.key for job in again}]
+    turned = [of_turns([record] * 3, "2026-01-01") for record in pair]
+    assert unconfirmed(jobs, turned) == []
+
+
 def test_a_section_that_cannot_be_drawn_says_why_and_its_traceback_is_kept(tmp_path, monkeypatch):
     def broken(records):
         raise KeyError("no such column")
@@ -189,11 +202,8 @@ def test_any_run_has_a_page(stepgauge, tmp_path, record):
         store.append(record("small", step=[10.0 - len(spec), 10.1 - len(spec)], **spec))
     assert stepgauge("report", store.folder)[0] == 0
     text = (store.folder / "report.html").read_text()
-    assert "−1.000 ms a step: compile=on" in text
-    assert (
-        "stepgauge bench step --size small --batch 4 --context 512 --precision fp32 --compile on"
-        in text
-    )
+    assert "Not confirmed" in text and "perhaps −1.000 ms a step: compile=on" in text
+    assert "--precision fp32 --compile off on --turns 3" in text
     assert "The longest step takes 10.05 ms (compile=off)" in text
 
 

@@ -26,6 +26,7 @@ from stepgauge.spec.disturbance import MISSED_CORES, is_disturbed, with_tries
 from stepgauge.spec.fallbacks import with_fallbacks
 from stepgauge.spec.record import Record, now
 from stepgauge.spec.store import FAILURES, RunStore
+from stepgauge.spec.turns import of_turns, turns_together
 
 preload(*(f"{bench.__name__}.{module.name}" for module in pkgutil.iter_modules(bench.__path__)))
 MOST_TRIES = 3  # of a row that was disturbed
@@ -78,26 +79,89 @@ def sweep(
     be written.
     """
     store.prepare()
-    done = {} if fresh else {r.identity: r for r in store.read().records if r.status != "failed"}
-    environments: dict[str, dict[str, Any]] = {}
-    calm = Calm()
+    done = {} if fresh else _done(store)
     with Workers(hear) as processes:
+        rows = _Rows(store.folder, processes, starting, is_command)
         for job in jobs:
-            device = job.spec.device
-            if device not in environments:
-                environments[device] = _environment(torch.device(device), is_command=is_command)
-            asked = dataclasses.replace(job.asked, environment=environments[device])
-            known = done.get(asked.identity)
+            identity = rows.asked(job).identity
+            known = done.get(identity)
             if known:
                 yield JobResult(job, known, was_there=True)
                 continue
-            measure = functools.partial(_measure, job, asked, store.folder, processes, starting)
-            record = stamped(calm.measured(measure))
-            if record.status != "ok":
-                processes.close()
+            done[identity] = record = rows.measured(job)
             store.append(record)
-            done[asked.identity] = record
             yield JobResult(job, record, was_there=False)
+
+
+def sweep_in_turns(
+    jobs: Sequence[Job],
+    store: RunStore,
+    *,
+    turns: int,
+    fresh: bool = False,
+    starting: Callable[[Job], None] = lambda job: None,
+    hear: Hear = lambda text: None,
+    is_command: bool = False,
+) -> Iterator[JobResult]:
+    """As `sweep`, but every row is measured so many times, all rows once before any a second time,
+    and back in the order in which the turn before came. Its record is that of the median turn, as
+    spec.turns makes it.
+
+    Rows that the store already holds are measured again unless they had their turns together.
+    """
+    store.prepare()
+    done = {} if fresh else _done(store)
+    with Workers(hear) as processes:
+        rows = _Rows(store.folder, processes, starting, is_command)
+        known = [done[i] for job in jobs if (i := rows.asked(job).identity) in done]
+        if len(known) == len(jobs) and turns_together(known) >= turns:
+            for job, record in zip(jobs, known, strict=True):
+                yield JobResult(job, record, was_there=True)
+            return
+        began = now()
+        measured: list[list[Record]] = [[] for _ in jobs]
+        for left in reversed(range(turns)):
+            places = range(len(jobs))
+            for place in reversed(places) if left % 2 else places:
+                own = measured[place]
+                if not own or own[-1].status == "ok":
+                    own.append(rows.measured(jobs[place]))
+                    store.append(of_turns(own, began))
+                if not left:
+                    yield JobResult(jobs[place], of_turns(own, began), was_there=False)
+
+
+def _done(store: RunStore) -> dict[tuple[str, ...], Record]:
+    return {r.identity: r for r in store.read().records if r.status != "failed"}
+
+
+class _Rows:
+    """Measures jobs in the processes; what goes wrong is told in the folder."""
+
+    def __init__(
+        self, folder: Path, processes: Workers, starting: Callable[[Job], None], is_command: bool
+    ):
+        self.folder, self.processes, self.starting = folder, processes, starting
+        self.is_command = is_command
+        self.environments: dict[str, dict[str, Any]] = {}
+        self.calm = Calm()
+
+    def asked(self, job: Job) -> Record:
+        """The record as far as it is known before the run, with where it will be measured."""
+        device = job.spec.device
+        if device not in self.environments:
+            here = _environment(torch.device(device), is_command=self.is_command)
+            self.environments[device] = here
+        return dataclasses.replace(job.asked, environment=self.environments[device])
+
+    def measured(self, job: Job) -> Record:
+        measure = functools.partial(
+            _measure, job, self.asked(job), self.folder, self.processes, self.starting
+        )
+        record = stamped(self.calm.measured(measure))
+        if record.status != "ok":
+            self.processes.close()
+        return record
 
 
 def _environment(device: torch.device, *, is_command: bool) -> dict[str, Any]:

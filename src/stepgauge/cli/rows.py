@@ -5,6 +5,7 @@ verdict at the end.
 import collections
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -68,6 +69,13 @@ Device = Annotated[
 Fresh = Annotated[
     bool,
     Parameter(help="Measure again what the run already holds."),
+]
+Turns = Annotated[
+    int,
+    Parameter(
+        help="Measure every row so many times, in turns: a machine whose speed drifts drifts under "
+        "all rows alike. What a report advises rests on such rows.",
+    ),
 ]
 RowFormat = Annotated[Format, Parameter(help="How the rows are printed at the end.")]
 
@@ -222,12 +230,13 @@ def run_jobs(
     out: Path,
     *,
     fresh: bool,
+    turns: int = 1,
     then: Callable[["Job", "Record"], None] = lambda job, record: None,
 ) -> list["Record"]:
-    """Sweeps with a progress bar and a line a row, each job once; returns all records, those of
-    earlier runs too. `then` is told each record before the next row begins.
+    """Sweeps with a progress bar and a line a row, each job once, or in so many turns; returns all
+    records, those of earlier runs too. `then` is told each record before the next row begins.
     """
-    from stepgauge.bench.sweep import sweep
+    from stepgauge.bench.sweep import sweep, sweep_in_turns
     from stepgauge.report.names import labels
 
     store = store_for(out)
@@ -239,10 +248,11 @@ def run_jobs(
     ends = _ended_in_a_sentence(records, len(jobs), store.folder)
     with ends, store.held(), progress(len(jobs), "rows") as (bar, task):
         bar.update(task, description="starts")
-        shown = _Rows(names, bar, task)
+        shown = _Rows(names, bar, task, turns)
         for problem in store.read().problems:
             warn(problem)
-        found = sweep(
+        run = sweep if turns == 1 else functools.partial(sweep_in_turns, turns=turns)
+        found = run(
             jobs, store, fresh=fresh, starting=shown.begins, hear=shown.does, is_command=True
         )
         for outcome in found:
@@ -259,8 +269,11 @@ class _Rows:
     where no bar is drawn another at its begin.
     """
 
-    def __init__(self, names: Mapping[tuple[str, ...], str], bar: "Progress", task: Any):
+    def __init__(
+        self, names: Mapping[tuple[str, ...], str], bar: "Progress", task: Any, turns: int
+    ):
         self.names, self.bar, self.task = names, bar, task
+        self.again = "disturbed, measured again: " if turns == 1 else "again: "
         self.is_alone = len(names) == 1
         self.has_bar = not self.is_alone and error_console.is_terminal
         self.name = ""
@@ -274,7 +287,7 @@ class _Rows:
         """A row is measured, for the first time or again."""
         self.name = self.names[job.asked.identity]
         self.bar.update(self.task, description=self.name)
-        doing = _doing(job, again=self.tried[self.name])
+        doing = _doing(job, again=self.again if self.tried[self.name] else "")
         self.tried[self.name] += 1
         if doing and not self.has_bar:
             tell(f"{self.name}: {doing}")
@@ -307,17 +320,16 @@ def _ended_in_a_sentence(records: Sequence["Record"], most: int, folder: Path) -
         raise type(interrupt)(kept if records else none) from None
 
 
-def _doing(job: "Job", *, again: int) -> str:
+def _doing(job: "Job", *, again: str) -> str:
     """What is done before a row has figures; nothing of what takes no steps."""
     spec = job.spec
     takes_steps = hasattr(spec, "warmup") and hasattr(spec, "steps")
     if not takes_steps or job.provenance == "modelled":
         return ""
-    first = "disturbed, measured again: " if again else ""
     compiles = "" if getattr(spec, "compile", "off") == "off" else "compiles, "
     seconds = f" for {spec.seconds:g} s" if getattr(spec, "seconds", 0.0) else ""
     return (
-        f"{first}{compiles}warms up {spec.warmup} steps, then times at least {spec.steps}{seconds}"
+        f"{again}{compiles}warms up {spec.warmup} steps, then times at least {spec.steps}{seconds}"
     )
 
 

@@ -7,6 +7,7 @@ from cyclopts import Parameter
 
 from stepgauge.cli.console import tell
 from stepgauge.cli.rows import Device, Fresh, Out, require_success, run_jobs
+from stepgauge.spec import turns
 from stepgauge.spec.experiments import EXPERIMENTS
 from stepgauge.spec.store import RunStore
 from stepgauge.spec.units import GIB
@@ -26,8 +27,9 @@ def study(
 ) -> None:
     """Run every experiment that this machine can run, and write one HTML report.
 
-    Experiments that the machine cannot run are named in the report with the reason. Interrupted and
-    started again, the study goes on where it stopped.
+    Experiments that the machine cannot run are named in the report with the reason. Rows that its
+    advice rests on are measured again at the end, in turns. Interrupted and started again, the study
+    goes on where it stopped.
     """
     if only == ():
         raise ValueError("--only needs a value: the names of experiments")
@@ -48,7 +50,11 @@ def study(
     for experiment in experiments:
         if reason := experiment.needs(machine):
             tell(f"{experiment.name} is left out: {reason}")
-    records = run_jobs(run.plan(machine, out, experiments), out, fresh=fresh)
+    jobs = run.plan(machine, out, experiments)
+    records = run_jobs(jobs, out, fresh=fresh)
+    if again := run.unconfirmed(jobs, pages.measured_on(machine, store.read().latest())):
+        tell(f"{len(again)} rows that advice may rest on are measured again, in turns")
+        run_jobs(again, out, fresh=False, turns=turns.USUAL)
     page = pages.page_of(out, store.read().latest())
     print(f"report: {write(page, out / 'report.html')}")
     require_success(records)

@@ -68,9 +68,9 @@ def choice_answer(records: Sequence[Record], field: str) -> str:
         return "No two undisturbed rows differ in this alone: nothing to compare here."
     told = []
     for change, found in by_change.items():
-        ratios = sorted(pair.ratio for pair in found)
-        reach = f"{ratios[0]:.2f}" + (f" to {ratios[-1]:.2f}" if len(ratios) > 1 else "")
-        told.append((ratios[0], f"{change} takes {reach} of {found[0].instead_of}'s step"))
+        speeds = sorted(1 / pair.ratio for pair in found)
+        reach = f"{speeds[0]:.2f}" + (f" to {speeds[-1]:.2f}" if len(speeds) > 1 else "")
+        told.append((-speeds[-1], f"{change} is {reach} times as fast as {found[0].instead_of}"))
     best = min((pair for found in by_change.values() for pair in found), key=lambda p: p.ratio)
     sentences = [f"{'; '.join(text for _, text in sorted(told)[:4])}."]
     phases = ", ".join(_gain(best, phase) for phase in TRAINING_PHASES if _gain(best, phase))

@@ -1,18 +1,25 @@
-"""What to change first: rows that differ in one choice alone, ranked by the milliseconds it saves."""
+"""What to change first: rows that differ in one choice alone, ranked by the milliseconds it saves.
+
+Rows that were measured apart may differ because the machine's speed has changed between: only those
+that were measured in turns (spec.turns) confirm a finding.
+"""
 
 import dataclasses
 import shlex
 from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from stepgauge.report.names import declared_fields, flatten, labels, naming
-from stepgauge.report.numbers import number
+from stepgauge.report.numbers import duration, number
 from stepgauge.spec.disturbance import is_disturbed
 from stepgauge.spec.fallbacks import fallbacks
 from stepgauge.spec.model import SIZES
 from stepgauge.spec.model_fields import NORMS
 from stepgauge.spec.options import flag_of, written
 from stepgauge.spec.record import Record
+from stepgauge.spec.turns import STEP_MS as TURN_STEP_MS
+from stepgauge.spec.turns import USUAL, turns_together
 from stepgauge.spec.user_model import UserModel
 
 # What a user may choose without changing what is trained: fields, and what each is compared with.
@@ -20,11 +27,12 @@ CHOICES: tuple[Mapping[str, Any], ...] = (
     {"precision": "fp32"},
     {"compile": "off"},
     {"norm": "rmsnorm", "attention": "sdpa", "loss": "cross-entropy", "optimizer": "adamw"},
-    {"checkpointing": "none", "checkpoint_blocks": 1},
     {"wrapper": "torch-ddp"},
     {"reduce_dtype": "own"},
     {"bucket_mb": 25.0},
 )
+# Computes the forward pass again, to hold less: such a row saves no time beside the one without it.
+RECOMPUTING = {"checkpointing": "none", "checkpoint_blocks": 1}
 # Values of these that do less than their peers, or something else.
 OTHER_WORK: Mapping[str, Collection[str]] = {
     "norm": [name for name, function in NORMS.items() if function != "rmsnorm"],
@@ -66,19 +74,40 @@ class Pair:
         return _ms(self.after) / _ms(self.before)
 
     @property
+    def turns(self) -> int:
+        """How many turns both rows had together; 0 where they were measured apart."""
+        return turns_together((self.before, self.after))
+
+    @property
+    def is_confirmed(self) -> bool:
+        return self.turns > 1
+
+    @property
     def exceeds_spread(self) -> bool:
+        """Of rows measured in turns: every turn of one is quicker than all of the other. Else the
+        ranges p10 to p90 do not meet.
+        """
+        if self.is_confirmed:
+            old, new = (each.series[TURN_STEP_MS] for each in (self.before, self.after))
+            return max(new) < min(old) or max(old) < min(new)
         before, after = (each.metrics["step_ms"] for each in (self.before, self.after))
         return before.p10 > after.p90 or after.p10 > before.p90
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What to change, what that saves a step, and the command that does it."""
+    """What to change, what that saves a step, and the command that does it; where it is not
+    confirmed, the command that measures whether it is so.
+
+    rows  the two that it rests on; none where nothing was measured with the change
+    """
 
     saved_ms: float
     title: str
     text: str
     command: str
+    is_confirmed: bool
+    rows: tuple[Record, ...] = ()
 
 
 def _ms(record: Record) -> float:
@@ -122,15 +151,19 @@ def _pair(before: Record, after: Record, fields: Sequence[str]) -> Pair:
 
 
 def findings(records: Sequence[Record]) -> list[Finding]:
-    """The change of each choice that saves most, and idle time; by milliseconds, most first."""
-    by_choice = [pairs(_steps(records), choice) for choice in CHOICES]
+    """The change of each choice that saves most, and idle time: what is confirmed first, and then by
+    milliseconds.
+    """
+    steps = _steps(records)
+    by_choice = [pairs(steps, choice) for choice in CHOICES]
     # A row that another choice has made slower is no fair start for a change.
     slowed = {id(pair.after) for of_choice in by_choice for pair in of_choice if pair.saved_ms < 0}
+    slowed |= {id(pair.after) for pair in pairs(steps, RECOMPUTING)}
     found = [_idle(records)]
     for of_choice in by_choice:
         found.append(_best([pair for pair in of_choice if id(pair.before) not in slowed]))
     told = [finding for finding in found if finding]
-    return sorted(told, key=lambda finding: -finding.saved_ms)[:MOST]
+    return sorted(told, key=lambda each: (not each.is_confirmed, -each.saved_ms))[:MOST]
 
 
 def _steps(records: Sequence[Record]) -> list[Record]:
@@ -145,26 +178,50 @@ def _is_of_gpus(record: Record) -> bool:
 
 
 def _best(found: Sequence[Pair]) -> Finding | None:
-    """The pair that saves most; nothing where none saves more than its spread."""
+    """The confirmed pair that saves most, else one that is not; nothing where none saves more than
+    its spread.
+    """
     saving = [pair for pair in found if pair.exceeds_spread and pair.saved_ms > 0]
     saving = [pair for pair in saving if not _cautions(pair)] or saving
+    saving = [pair for pair in saving if pair.is_confirmed] or saving
     if not saving:
         return None
     most = max(saving, key=lambda pair: pair.saved_ms)
-    before, after = _ms(most.before), _ms(most.after)
-    others = [pair for pair in found if pair.change == most.change]
-    ratios = [pair.ratio for pair in others]
-    every = (
-        f" In all {len(others)} such pairs the ratio is {min(ratios):.2f} to {max(ratios):.2f}."
-        if len(others) > 1
-        else ""
+    return Finding(
+        most.saved_ms,
+        most.change,
+        " ".join([_told(most), _certainty(most), *_cautions(most)]),
+        command(most.after) if most.is_confirmed else command_in_turns(most),
+        most.is_confirmed,
+        (most.before, most.after),
     )
-    text = (
-        f"{number(before)} ms a step with {most.instead_of}, {number(after)} ms with "
-        f"{most.change}: {after / before:.2f} of it ({_where(most.before, most.change)}).{every}"
+
+
+def _told(pair: Pair) -> str:
+    return (
+        f"{number(_ms(pair.before))} ms a step with {pair.instead_of}, {number(_ms(pair.after))} ms "
+        f"with {pair.change}: {1 / pair.ratio:.2f} times as fast "
+        f"({_where(pair.before, pair.change)})."
     )
-    text = " ".join([text, *_cautions(most)])
-    return Finding(most.saved_ms, most.change, text, command(most.after))
+
+
+def _certainty(pair: Pair) -> str:
+    """How the two rows were measured, which is what their comparison rests on."""
+    if pair.is_confirmed:
+        return f"The rows were measured in turns, {pair.turns} times each."
+    return (
+        f"The rows were measured once each, {_apart(pair)}: the machine's speed may have changed "
+        "in between."
+    )
+
+
+def _apart(pair: Pair) -> str:
+    """How long after one another the two rows were measured."""
+    first, last = sorted((pair.before.created, pair.after.created))
+    if not first:
+        return "one after the other"
+    seconds = (datetime.fromisoformat(last) - datetime.fromisoformat(first)).total_seconds()
+    return f"{duration(seconds)} apart"
 
 
 def _cautions(pair: Pair) -> list[str]:
@@ -201,7 +258,21 @@ def _idle(records: Sequence[Record]) -> Finding | None:
         f"host in the rest ({_where(record, 'compile=')}). CUDA graphs launch all kernels at once: "
         "they can save up to that, which has to be measured."
     )
-    return Finding(wait, f"compile={GRAPHS}", text, command(record, "bench step", compile=GRAPHS))
+    modes = f"{flatten(record.spec).get('compile', 'off')} {GRAPHS}"
+    compared = command(record, "bench step", compile=modes, turns=USUAL)
+    return Finding(wait, f"compile={GRAPHS}", text, compared, is_confirmed=False)
+
+
+def command_in_turns(pair: Pair) -> str:
+    """The command that measures both rows of the pair, in turns."""
+    old, new = flatten(pair.before.spec), flatten(pair.after.spec)
+    known = {field.name: field for field in declared_fields(pair.after)}
+    changed = [each.partition("=")[0] for each in pair.change.split()]
+    both = {
+        name: f"{written(known[name], old[name])} {written(known[name], new[name])}"
+        for name in changed
+    }
+    return command(pair.after, **both, turns=USUAL)
 
 
 def command(record: Record, verb: str = "", **changed: Any) -> str:

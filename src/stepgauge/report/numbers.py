@@ -67,6 +67,14 @@ def number(value: float | None, unit: str = "") -> str:
     return f"{value:,.{min(decimals, 6)}f}"
 
 
+def duration(seconds: float) -> str:
+    """A time for people, in its largest unit of which there are two or more."""
+    for name, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {name}"
+    return f"{seconds:.0f} s"
+
+
 def cut_to(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 

@@ -47,6 +47,12 @@ class Elsewhere:
     blocks: Sequence["Block"]
 
 
+NOTHING_FOUND = (
+    "<p>Nothing can be ranked here: among the undisturbed rows no two differ in one choice alone "
+    "and in their times by more than their spread.</p>"
+)
+UNCONFIRMED = "Not confirmed"
+WHY_UNCONFIRMED = "Measure these before you rely on them: each command does, in turns."
 LONG = 24  # letters of a table's cell, above which it may take several lines
 Block = Text | Plot | Table | Flame | Elsewhere
 
@@ -108,22 +114,24 @@ def _link(section: Section) -> str:
 
 
 def _findings(findings: Sequence[Finding]) -> str:
-    """What to change first, the most milliseconds first, each with its command."""
-    if not findings:
-        text = (
-            "Nothing can be ranked here: among the undisturbed rows no two differ in one choice "
-            "alone and in their times by more than their spread."
-        )
-        return f'<section id="findings"><h2>What to change first</h2><p>{text}</p></section>'
-    items = "".join(map(_finding, findings))
-    return f'<section id="findings"><h2>What to change first</h2><ol>{items}</ol></section>'
+    """What to change first, the most milliseconds first, then what has still to be measured, each
+    with its command.
+    """
+    confirmed = [finding for finding in findings if finding.is_confirmed]
+    open_ = [finding for finding in findings if not finding.is_confirmed]
+    shown = f"<ol>{''.join(map(_finding, confirmed))}</ol>" if confirmed else ""
+    if open_:
+        shown += f"<h3>{UNCONFIRMED}</h3><p>{WHY_UNCONFIRMED}</p>"
+        shown += f"<ul>{''.join(map(_finding, open_))}</ul>"
+    return f'<section id="findings"><h2>What to change first</h2>{shown or NOTHING_FOUND}</section>'
 
 
 def _finding(finding: Finding) -> str:
-    saved = f"−{html.escape(number(finding.saved_ms))} ms a step: "
+    saved = f"{number(finding.saved_ms)} ms a step"
+    saved = f"−{saved}" if finding.is_confirmed else f"perhaps −{saved}"
     command = html.escape(finding.command)
     return (
-        f"<li><b>{saved}{html.escape(finding.title)}</b><p>{html.escape(finding.text)}</p>"
+        f"<li><b>{html.escape(f'{saved}: {finding.title}')}</b><p>{html.escape(finding.text)}</p>"
         f'<div class="command"><code>{command}</code>'
         f'<button data-copy="{command}">copy</button></div></li>'
     )

@@ -28,13 +28,17 @@ def page_of(folder: Path, records: Sequence[Record]) -> Page:
 
 
 def study_page(records: Sequence[Record], machine: StudyMachine, folder: Path) -> Page:
-    here = [record for record in records if record.environment.get("device") == machine.name]
+    here = measured_on(machine, records)
     return Page(
         title="stepgauge study",
         sections=[_experiment(experiment, machine, folder, here) for experiment in EXPERIMENTS],
         facts=page_facts(here),
         findings=findings(here),
     )
+
+
+def measured_on(machine: StudyMachine, records: Sequence[Record]) -> list[Record]:
+    return [record for record in records if record.environment.get("device") == machine.name]
 
 
 def _experiment(

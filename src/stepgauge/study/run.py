@@ -10,7 +10,9 @@ import torch
 from stepgauge.bench.sweep import Job
 from stepgauge.measure.devices import resolve
 from stepgauge.measure.environment import environment
+from stepgauge.report.findings import findings
 from stepgauge.runtime.workers import run_isolated
+from stepgauge.spec.record import Record
 from stepgauge.study import EXPERIMENTS
 from stepgauge.study.experiment import Experiment, StudyMachine
 
@@ -39,3 +41,10 @@ def plan(machine: StudyMachine, folder: Path, experiments: Sequence[Experiment])
     """The jobs of all experiments that the machine can run, each once."""
     jobs = [job for e in experiments if e.needs(machine) is None for job in e.jobs(machine, folder)]
     return list({job.asked.identity: job for job in jobs}.values())
+
+
+def unconfirmed(jobs: Sequence[Job], records: Sequence[Record]) -> list[Job]:
+    """The jobs of the rows on which findings rest that were not measured in turns."""
+    found = [finding for finding in findings(records) if not finding.is_confirmed]
+    keys = {row.key for finding in found for row in finding.rows}
+    return [job for job in jobs if job.asked.key in keys and job.provenance == "measured"]

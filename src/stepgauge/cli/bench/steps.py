@@ -13,6 +13,7 @@ from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
+from stepgauge.spec.turns import turns_together
 
 
 def _command(
@@ -25,18 +26,23 @@ def _command(
         values: Values,
         out: rows.Out = Path(f"runs/bench-{spec.kind}"),  # type: ignore[attr-defined]
         fresh: rows.Fresh = False,
+        turns: rows.Turns = 1,
         format: rows.RowFormat = "table",
         hardware: predictions.Hardware = None,
         no_predict: predictions.NoPredict = False,
     ) -> None:
+        if turns < 1:
+            raise ValueError(f"--turns is {turns}; it must be 1 or more")
         specs = rows.with_devices(rows.distinct(expand(spec, values, network=network)))
         earlier = [] if fresh else earlier_rows(specs, out)
+        if turns > 1 and turns_together(earlier) < turns:
+            earlier = []
         jobs = [] if earlier else rows.usable_jobs(specs, out)
         path = None if no_predict else hardware or predictions.hardware_of(specs[0].device, earlier)
         predicted = predictions.predict_rows(
             specs, out, path, fresh=fresh, is_asked=hardware is not None
         )
-        records = earlier or rows.run_jobs(jobs, out, fresh=fresh)
+        records = earlier or rows.run_jobs(jobs, out, fresh=fresh, turns=turns)
         if earlier:
             rows.tell_of_all(earlier, out, reused=len(earlier))
         predictions.print_beside(predicted, records, format)
