@@ -152,30 +152,18 @@ def _beside_on_cpu(
 def record(spec: ContentionSpec, ranks: list[list[Times]]) -> Record:
     """Slowdowns over rounds and ranks, with the times that they are ratios of."""
     device, rounds = torch.device(spec.device), [times for own in ranks for times in own]
-    ratios = {
-        "kernel_slowdown": [times.kernel_beside / times.kernel for times in rounds],
-        "collective_slowdown": [times.collective_beside / times.collective for times in rounds],
+    kernel = [times.kernel_beside / times.kernel for times in rounds]
+    collective = [times.collective_beside / times.collective for times in rounds]
+    metrics = {
+        "kernel_slowdown": Sample.of(kernel, ""),
+        "collective_slowdown": Sample.of(collective, ""),
     }
-    return Record.of(
-        spec,
-        metrics={
-            **{name: Sample.of(values, "") for name, values in ratios.items()},
-            **{
-                f"{field.name}_us": Sample.of(
-                    (getattr(times, field.name) for times in rounds), "us"
-                )
-                for field in dataclasses.fields(Times)
-            },
-            **_clocks(device),
-        },
-        environment=environment(device),
-    )
-
-
-def _clocks(device: torch.device) -> dict[str, Sample]:
-    return {
-        METRICS[unit]: Sample.exact(value, unit) for unit, value in clock_and_power(device).items()
-    }
+    for field in dataclasses.fields(Times):
+        us = [getattr(times, field.name) for times in rounds]
+        metrics[f"{field.name}_us"] = Sample.of(us, "us")
+    for unit, value in clock_and_power(device).items():
+        metrics[METRICS[unit]] = Sample.exact(value, unit)
+    return Record.of(spec, metrics=metrics, environment=environment(device))
 
 
 RUN = OnRanks(measure, record, shared=True)

@@ -42,9 +42,9 @@ def launches(
         for _ in range(num_calls):
             call()
         synchronize(device)
-    found = [
-        Launched(event.key, event.count / num_calls, us / num_calls)
-        for event in profiled.key_averages()
-        if (us := event.self_device_time_total if on_device else event.self_cpu_time_total) > 0
-    ]
+    found = []
+    for event in profiled.key_averages():
+        us = event.self_device_time_total if on_device else event.self_cpu_time_total
+        if us > 0:
+            found.append(Launched(event.key, event.count / num_calls, us / num_calls))
     return sorted(found, key=lambda each: -each.us)

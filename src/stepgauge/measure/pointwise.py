@@ -54,13 +54,15 @@ def _bytes_a_value(func: Any, name: str, operands: Sequence[Tensor]) -> int:
 
 def _lie_alike(operands: Sequence[Tensor]) -> bool:
     """Whether all have the same values beside one another, with no gaps."""
-    first, *others = (
-        [(size, step) for size, step in zip(x.shape, x.stride(), strict=True) if size > 1]
-        for x in operands
-    )
+    first, *others = map(_sizes_and_steps, operands)
     reached = 1
     for size, step in sorted(first, key=lambda each: each[1]):
         if step != reached:
             return False
         reached *= size
     return all(other == first for other in others)
+
+
+def _sizes_and_steps(x: Tensor) -> list[tuple[int, int]]:
+    """Of each dimension with several values."""
+    return [(size, step) for size, step in zip(x.shape, x.stride(), strict=True) if size > 1]

@@ -322,5 +322,6 @@ def context_group(layout: Layout, device_type: str) -> dist.ProcessGroup:
 
 def _names_under_wrappers(tied: Sequence[Tie], data: DataAxis) -> list[Tie]:
     """The ties as the wrapped modules name their parameters."""
-    wrapped = any(data.modules[stage] is not data.plain[stage] for stage in data.modules)
-    return [[(stage, f"module.{name}" if wrapped else name) for stage, name in tie] for tie in tied]
+    is_wrapped = any(data.modules[stage] is not data.plain[stage] for stage in data.modules)
+    prefix = "module." if is_wrapped else ""
+    return [[(stage, prefix + name) for stage, name in tie] for tie in tied]

@@ -75,11 +75,12 @@ def _why(best: Record, same: Sequence[Record]) -> str:
     """What the quickest and the others on several ranks spend beside computing; nothing where that
     was not measured.
     """
-    costs = {
-        str(record.spec["layout"]): sum(measured)
-        for record in same
-        if (measured := [ms for axis in AXES if (ms := _exposed(record, axis)) is not None])
-    }
+    costs: dict[str, float] = {}
+    for record in same:
+        exposed = [_exposed(record, axis) for axis in AXES]
+        measured = [ms for ms in exposed if ms is not None]
+        if measured:
+            costs[str(record.spec["layout"])] = sum(measured)
     own = costs.pop(str(best.spec["layout"]), None)
     if not costs:
         return ""

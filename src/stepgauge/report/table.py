@@ -86,10 +86,11 @@ class Table:
 
     def of(self, places: Sequence[int]) -> "Table":
         """Some of the columns."""
-        columns, *rows = (
-            [cells[place] for place in places] for cells in (self.columns, *self.rows)
-        )
-        names = None if self.names is None else sum(place < self.names for place in places)
+        columns = [self.columns[place] for place in places]
+        rows = [[row[place] for place in places] for row in self.rows]
+        names = self.names
+        if names is not None:
+            names = len([place for place in places if place < names])
         return dataclasses.replace(self, columns=columns, rows=rows, names=names)
 
 

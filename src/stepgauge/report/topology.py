@@ -68,33 +68,27 @@ LEGEND = (
 
 
 def gpu_table(found: Topology) -> Table:
-    rows = [
-        {
+    rows = []
+    for gpu in found.gpus:
+        links = {f"GPU {other.index}": _link(found, gpu.index, other.index) for other in found.gpus}
+        rate = gpu.nvlink_bytes_per_s
+        rows.append({
             "": f"GPU {gpu.index}",
             "name": gpu.name,
             "GiB": gpu.memory_bytes / GIB,
-            **{
-                f"GPU {other.index}": _link(found, gpu.index, other.index)
-                if other is not gpu
-                else "·"
-                for other in found.gpus
-            },
+            **links,
             "NVLinks": gpu.nvlinks,
-            "NVLink GB/s per direction": gpu.nvlink_bytes_per_s / 1e9
-            if gpu.nvlink_bytes_per_s
-            else None,
+            "NVLink GB/s per direction": rate / 1e9 if rate else None,
             "PCI": gpu.pci_address,
             "PCIe": gpu.pcie,
             "NUMA": gpu.numa_node,
             "cores beside": gpu.affinity,
-        }
-        for gpu in found.gpus
-    ]
+        })  # fmt: skip
     return Table.from_rows(rows, caption=LEGEND, names=2)
 
 
 def _link(found: Topology, i: int, j: int) -> str:
-    return found.links.get((min(i, j), max(i, j)), "")
+    return "·" if i == j else found.links.get((min(i, j), max(i, j)), "")
 
 
 def node_table(found: Topology) -> Table:

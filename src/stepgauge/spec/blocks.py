@@ -84,11 +84,20 @@ def blocks_of(spec: Any) -> list[BlocksSpec]:
         return []
     how = {name: getattr(spec, name) for name in WORK_FIELDS}
     few = dataclasses.replace(model, num_layers=max(LAYERS))
-    asked = [
-        BlocksSpec(model=few, size=spec.size, batch=spec.micro_batch, device=spec.device, cut=str(inside),
-                   ranks=inside.ranks if inside.ranks > 1 else layout.ranks, **how)
-        for inside in map(inside_of_blocks, (layout, whole_weights(layout)))
-    ]  # fmt: skip
+    asked = []
+    for each in (layout, whole_weights(layout)):
+        inside = inside_of_blocks(each)
+        asked.append(
+            BlocksSpec(
+                model=few,
+                size=spec.size,
+                batch=spec.micro_batch,
+                device=spec.device,
+                cut=str(inside),
+                ranks=inside.ranks if inside.ranks > 1 else layout.ranks,
+                **how,
+            )
+        )
     return list(dict.fromkeys(asked))
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from stepgauge.report.figure import grouped_bars
 from stepgauge.report.names import describe
@@ -42,17 +43,17 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
         {"mean": [s.mean for s in forward], "median": [s.median for s in forward]},
         unit="ms a forward",
     )
-    ours = [
-        [r.spec["warmup"], s.mean, s.std, s.median, "this machine"]
-        for r, s in zip(good, forward, strict=True)
-    ]
-    theirs = [[warmup, mean, std, None, source] for source, warmup, mean, std in _FIGURES]
+    rows: list[list[Any]] = []
+    for record, sample in zip(good, forward, strict=True):
+        figures = [sample.mean, sample.std, sample.median]
+        rows.append([record.spec["warmup"], *figures, "this machine"])
+    for source, warmup, mean, std in _FIGURES:
+        rows.append([warmup, mean, std, None, source])
     head = ["warm-up steps", "forward ms mean", "std", "median", "source"]
     caption = f"Beside published figures of small. {legend(('S1', 'S2'))}."
-    table = Table(head, ours + theirs, names=1, caption=caption)
-    counts = " to ".join(
-        str(n) for n in sorted({min(s.n for s in forward), max(s.n for s in forward)})
-    )
+    table = Table(head, rows, names=1, caption=caption)
+    least, most = min(sample.n for sample in forward), max(sample.n for sample in forward)
+    counts = f"{least}" if least == most else f"{least} to {most}"
     return [
         Plot(svg, f"Mean and median of {counts} forward passes each, {describe(good[0])}."),
         table,

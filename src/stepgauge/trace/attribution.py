@@ -165,20 +165,14 @@ class Resolver:
     def _threads(self) -> list[list[Call]]:
         """The calls of each thread, outer before inner; threads that only run backward last."""
 
-        def only_backward(calls: list[Call]) -> bool:
-            return not any(call.name.startswith(STEP) for call in calls) and any(
-                call.is_backward for call in calls
-            )
-
-        threads = sorted(self.trace.threads.values(), key=only_backward)
+        threads = sorted(
+            self.trace.threads.values(),
+            key=lambda calls: _runs_backward(calls) and not _runs_steps(calls),
+        )
         if not self.trace.on_device:
             # Threads that neither step nor run backward work beside the step, not in it.
-            steps = [
-                t
-                for t in threads
-                if any(call.name.startswith(STEP) or call.is_backward for call in t)
-            ]
-            threads = steps or threads
+            within = [calls for calls in threads if _runs_steps(calls) or _runs_backward(calls)]
+            threads = within or threads
         return [sorted(calls, key=lambda call: (call.start, -call.end)) for calls in threads]
 
     def _frames(self, calls: list[Call]) -> Iterator[tuple[Frame, float, float]]:
@@ -340,6 +334,14 @@ def said_phase(name: str) -> str:
     """The phase that a range's name says: "backward" of "attn(B)"; "" where it says none or two."""
     said = [phase for phase, words in _WORDS.items() if words.search(name)]
     return said[0] if len(said) == 1 else ""
+
+
+def _runs_steps(calls: list[Call]) -> bool:
+    return any(call.name.startswith(STEP) for call in calls)
+
+
+def _runs_backward(calls: list[Call]) -> bool:
+    return any(call.is_backward for call in calls)
 
 
 def _phase(frame: Frame) -> str:

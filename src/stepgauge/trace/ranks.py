@@ -74,12 +74,11 @@ def _matched(by_rank: Mapping[int, Analysis], notes: list[str]) -> Iterator[_Cal
                 f"traces hold different numbers of calls ({said})."
             )
             continue
-        ordered = [
-            [(rank, call) for call in sorted(calls, key=lambda call: call[0])]
-            for rank, calls in sorted(members.items())
-        ]
+        in_group = sorted(members)
+        ordered = [sorted(members[rank], key=lambda call: call[0]) for rank in in_group]
         for same in zip(*ordered, strict=True):
-            yield _Call(ranks, {rank: (row, us) for rank, (_, us, row) in same})
+            of_rank = zip(in_group, same, strict=True)
+            yield _Call(ranks, {rank: (row, us) for rank, (_, us, row) in of_rank})
 
 
 def _shared(calls: Sequence[_Call]) -> list[SharedCollective]:

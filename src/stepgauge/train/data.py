@@ -74,8 +74,8 @@ def read_text(corpus: str) -> Text:
 
 
 def _read_folder(folder: Path) -> bytes:
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    texts = [data for data in (path.read_bytes() for path in files) if _is_text(data)]
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    texts = list(filter(_is_text, (path.read_bytes() for path in files)))
     if not texts:
         raise CorpusError(f"corpus {folder} holds no text file")
     return b"\n".join(texts)

@@ -103,21 +103,26 @@ def kernels_beside(prediction: Record, found: Analysis) -> Table:
     ValueError for a trace without kernels.
     """
     parts = parts_beside(prediction, found)
-    predicted, measured = (
-        sum(getattr(part, name) for part in parts) for name in ("predicted_ms", "measured_ms")
-    )
+    predicted = sum(part.predicted_ms for part in parts)
+    measured = sum(part.measured_ms for part in parts)
     if not measured:
         raise ValueError("the trace has no kernels to set beside what was predicted")
-    rows = [
-        [part.phase, part.part, part.kind, part.predicted_ms, part.measured_ms,
-         part.predicted_ms - part.measured_ms, (part.predicted_ms - part.measured_ms) / measured,
-         part.launches, short_name(part.longest, 48)]
-        for part in parts
-    ]  # fmt: skip
-    columns = ["phase", "part", "kernels", "predicted ms", "traced ms", "difference", "of the step",
-               "calls a step", "longest kernel"]  # fmt: skip
+    rows = []
+    for part in parts:
+        difference = part.predicted_ms - part.measured_ms
+        rows.append({
+            "phase": part.phase,
+            "part": part.part,
+            "kernels": part.kind,
+            "predicted ms": part.predicted_ms,
+            "traced ms": part.measured_ms,
+            "difference": difference,
+            "of the step": difference / measured,
+            "calls a step": part.launches,
+            "longest kernel": short_name(part.longest, 48),
+        })  # fmt: skip
     caption = (
         f"What was predicted from {prediction.environment['hardware']} beside the kernels of the "
         f"trace: {predicted:.1f} ms for {measured:.1f}, {predicted / measured - 1:+.1%}."
     )
-    return Table(columns, rows, names=3, formats={"of the step": "+.1%"}, caption=caption)
+    return Table.from_rows(rows, names=3, formats={"of the step": "+.1%"}, caption=caption)

@@ -102,12 +102,9 @@ class StepOperations(ShareSizes):
         self, phase: str, before: Iterable[Term], block: Iterable[Term], after: Iterable[Term]
     ) -> tuple[list[Term], list[Term], list[Term]]:
         """The terms, at the pace of blocks and of the rest where these were timed whole."""
-
-        def paced(terms: Iterable[Term], pace: float) -> list[Term]:
-            return [dataclasses.replace(t, pace=pace) for t in terms] if pace != 1 else [*terms]
-
-        ends, inside = (self.paces.get((phase, is_block), 1.0) for is_block in (False, True))
-        return paced(before, ends), paced(block, inside), paced(after, ends)
+        of_block = self.paces.get((phase, True), 1.0)
+        of_ends = self.paces.get((phase, False), 1.0)
+        return _paced(before, of_ends), _paced(block, of_block), _paced(after, of_ends)
 
     def groups(self, phase: str, host: Launching) -> Iterator[LaunchGroup]:
         """In the order in which they are computed."""
@@ -381,3 +378,9 @@ class StepOperations(ShareSizes):
             copy = strided_copy(f"{module}.transpose", numel)
             plain = Term(copy.name, TRAFFIC, (2 * self.how.activation * numel,))
             yield plain if self.how.is_compiled else copy
+
+
+def _paced(terms: Iterable[Term], pace: float) -> list[Term]:
+    if pace == 1:
+        return list(terms)
+    return [dataclasses.replace(term, pace=pace) for term in terms]

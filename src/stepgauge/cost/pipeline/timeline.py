@@ -159,18 +159,19 @@ class Simulator:
 
     def timeline(self, durations: Durations) -> Timeline:
         """When each action runs."""
-        schedule, host_ms = self._schedule, durations.host_ms
-        begun = _begun(schedule, host_ms)
+        host_ms = durations.host_ms
+        begun = _begun(self._schedule, host_ms)
         spans: dict[Action, Span] = {}
         for action in self._order:
             issued = begun.get(action, -host_ms)  # transfers cost the host little
-            start = max((spans[other].end for other in self._waits[action]), default=0.0)
-            start = max(start, issued)
+            ready = max((spans[other].end for other in self._waits[action]), default=0.0)
+            start = max(ready, issued)
             spans[action] = Span(action, start, max(start + durations.of(action), issued + host_ms))
-        return Timeline(
-            tuple(tuple(spans[a] for a in row if a.is_compute) for row in schedule.ranks),
-            tuple(span for span in spans.values() if span.action.kind in SENDS),
-        )
+        ranks = []
+        for row in self._schedule.ranks:
+            ranks.append(tuple(spans[action] for action in row if action.is_compute))
+        sends = tuple(span for span in spans.values() if span.action.kind in SENDS)
+        return Timeline(tuple(ranks), sends)
 
 
 def simulate(schedule: Schedule, durations: Durations) -> Timeline:
@@ -180,9 +181,8 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
 
 def _begun(schedule: Schedule, host_ms: float) -> dict[Action, float]:
     """When the host of each rank begins to issue each computation."""
-    return {
-        action: number * host_ms
-        for row in schedule.compute.ranks
-        for number, action in enumerate(row)
-        if host_ms
-    }
+    begun: dict[Action, float] = {}
+    if host_ms:
+        for row in schedule.compute.ranks:
+            begun |= {action: number * host_ms for number, action in enumerate(row)}
+    return begun
