@@ -25,6 +25,7 @@ batch = 8
 [[rows]]
 size = "tiny"
 layout = "tp2"
+context = 64
 batch = 4
 expect = "products are narrower than any that was calibrated"
 """
@@ -55,7 +56,8 @@ def test_a_value_that_is_a_list_is_a_row_for_each(tmp_path):
         ("usual = 3\n[[rows]]\nsize='nano'", "has usual that is no table: write \\[usual\\]"),
         ("[[rows]]\nsize='nano'\n[[rows]]\nsize='nano'\nbatch=[]", "batch has no value"),
         ("[[rows]]\nsize='nano'\n[[rows]]\nsize='nano'\nlayout=[]", "layout has no value"),
-        ("[[rows]]\nsize='nano'\nsise=3", "has no 'sise'; it has layout, expect, "),
+        ("[[rows]]\nsize='nano'\nsise=3", "row 1 of .*: a row has no 'sise'; did you mean 'size'"),
+        ("[[rows]]\nsize='nano'\n[[rows]]\nzzz=3", "row 2 of .*: a row has no 'zzz'; bench layout"),
         ("[[rows]]\nsize='nano'\nbatch='x'", "batch is 'x'; it must be a whole number"),
         ("[[rows]]\nsize='nano'\nlayout='dp2'\nbatch=3", "2 data ranks cannot share it"),
         ("[[rows]]\nsize='nano'\nlayout='dp2'\ndata='text'", "data is no option of a step over 2"),

@@ -1,12 +1,13 @@
 """A list of steps and layouts to validate: a TOML file, or options with several layouts.
 
-In a file each [[rows]] table has options of bench step or bench layout by their names, and `layout`;
-a value that is a list is a row for each, and [usual] holds what all rows share. `batch` is that of
-all ranks, so that layouts of one batch do the same step. `expect` says beforehand what the row is
-expected to miss, and why.
+In a file each [[rows]] table has options of bench step or bench layout by their names, as flags
+(hf-config) or as fields (hf_config), and `layout`; a value that is a list is a row for each, and
+[usual] holds what all rows share. `batch` is that of all ranks, so that layouts of one batch do the
+same step. `expect` says beforehand what the row is expected to miss, and why.
 """
 
 import dataclasses
+import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from stepgauge.spec.fields import check_value
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.options import Values, expand, options_of, read
+from stepgauge.spec.options import Values, expand, flag_of, options_of, read
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.steps import kind_for, under
 
@@ -56,15 +57,36 @@ def read_list(path: Path, given: Values) -> list[Asked]:
         raise ValueError(f"{path} has usual that is no table: write [usual] above its options")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path} has rows that are no tables: write each under [[rows]]")
-    for row in rows:
-        both = {**usual, **row}
-        layouts = _values("layout", both.get("layout", "none"))
-        options = {n: _read(n, _values(n, v)) for n, v in both.items() if n not in BESIDE}
-        specs = specs_of({**options, **given}, [str(layout) for layout in layouts])
-        found += [Asked(spec, str(both.get("expect", ""))) for spec in specs]
+    for number, row in enumerate(rows, start=1):
+        try:
+            found += _asked({**_by_field(usual), **_by_field(row)}, given)
+        except ValueError as error:
+            raise ValueError(f"row {number} of {path}: {error}") from None
     if not found:
         raise ValueError(f"{path} has no [[rows]]")
     return found
+
+
+def _asked(row: Mapping[str, Any], given: Values) -> list[Asked]:
+    """A row's steps."""
+    layouts = _values("layout", row.get("layout", "none"))
+    options = {n: _read(n, _values(n, v)) for n, v in row.items() if n not in BESIDE}
+    specs = specs_of({**options, **given}, [str(layout) for layout in layouts])
+    return [Asked(spec, str(row.get("expect", ""))) for spec in specs]
+
+
+def _by_field(table: Mapping[str, Any]) -> dict[str, Any]:
+    """By the fields that the names give, which may be flags. Raises ValueError for another name."""
+    known = {name: name for name in (*BESIDE, *OPTIONS)}
+    known |= {flag_of(option): name for name, option in OPTIONS.items()}
+    for name in table:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = (
+                f"did you mean {near[0]!r}?" if near else "bench layout --help has what it may have"
+            )
+            raise ValueError(f"a row has no {name!r}; {hint}")
+    return {known[name]: value for name, value in table.items()}
 
 
 def _values(name: str, value: Any) -> tuple[Any, ...]:
@@ -75,11 +97,7 @@ def _values(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def _read(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
-    """The option's values. Raises ValueError for an unknown option, or a value that it does not
-    take.
-    """
-    if name not in OPTIONS:
-        raise ValueError(f"a list of rows has no {name!r}; it has {', '.join([*BESIDE, *OPTIONS])}")
+    """The option's values. Raises ValueError for one that it does not take."""
     read_values = tuple(read(OPTIONS[name], str(value)) for value in values)
     for value in read_values:
         check_value(OPTIONS[name], value)
