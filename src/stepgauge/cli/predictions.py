@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from stepgauge.cli.console import Format, print_records, tell
 from stepgauge.cli.rows import existing_hardware, store_for
 from stepgauge.spec.hardware import HardwareFile
-from stepgauge.spec.hardware_files import file_of, known_files
+from stepgauge.spec.hardware_files import calibrated_files, file_of, known_files
 from stepgauge.spec.predictions import is_for
 from stepgauge.spec.record import Record
 
@@ -67,13 +67,30 @@ def hardware_of(device: str, earlier: Sequence[Record] = ()) -> Path | None:
         measured = earlier[0].environment
         return file_of(measured["device"], measured["threads"])
 
+    return file_of(*_this_device(device))
+
+
+def why_no_hardware(device: str) -> str:
+    """A sentence for a device that no hardware file is of."""
+    name, threads = _this_device(device)
+    others = [file for file in calibrated_files().values() if file.device == name]
+    if not others:
+        return "there is no hardware file of this device: stepgauge calibrate --ranks 2 makes it"
+    return (
+        f"the hardware file {others[0].name} is of {others[0].threads} threads, and this process has "
+        f"{threads} (OMP_NUM_THREADS): stepgauge calibrate FILE --ranks 2 makes one of as many"
+    )
+
+
+def _this_device(device: str) -> tuple[str, int]:
+    """Its name, and how many threads a CPU's operations run on."""
     import torch
 
     from stepgauge.measure.environment import device_name
     from stepgauge.runtime.workers import run_isolated
 
     where = torch.device(device)  # named in a process of its own: that takes memory of a GPU
-    return file_of(run_isolated(device_name, where), torch.get_num_threads())
+    return run_isolated(device_name, where), torch.get_num_threads()
 
 
 def print_beside(predictions: Sequence[Record], measured: Sequence[Record], format: Format) -> None:

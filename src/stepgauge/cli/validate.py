@@ -8,7 +8,13 @@ from cyclopts import Parameter
 
 from stepgauge.cli.console import Format, print_tables, tell
 from stepgauge.cli.options import Values, spec_options
-from stepgauge.cli.predictions import Hardware, hardware_of, predict_rows, tell_of_other_devices
+from stepgauge.cli.predictions import (
+    Hardware,
+    hardware_of,
+    predict_rows,
+    tell_of_other_devices,
+    why_no_hardware,
+)
 from stepgauge.cli.records import write_page
 from stepgauge.cli.rows import (
     Fresh,
@@ -78,9 +84,7 @@ def validate(
     asked = _asked(rows, values, layout)
     path = hardware or hardware_of(asked[0].spec.device)
     if path is None:
-        raise ValueError(
-            "there is no hardware file of this device: stepgauge calibrate --ranks 2 makes it"
-        )
+        raise ValueError(why_no_hardware(asked[0].spec.device))
     if blocks:
         path = with_timed_blocks(asked, path, out, fresh=fresh)
     if now:

@@ -51,14 +51,22 @@ def file_named(text: str) -> Path:
 
 def file_of(device: str, threads: int) -> Path | None:
     """The first calibrated file of a device of that name, of a CPU with so many threads; None
-    without one. What is no hardware file is passed over.
+    without one.
     """
+    for path, hardware in calibrated_files().items():
+        if hardware.device == device and hardware.threads in (0, threads):
+            return path
+    return None
+
+
+def calibrated_files() -> dict[Path, HardwareFile]:
+    """Of the known files; what is no hardware file is passed over."""
+    found = {}
     for path in known_files():
         try:
             hardware = HardwareFile.read(path)
         except ValueError:
             continue
-        same = hardware.device == device and hardware.threads in (0, threads)
-        if same and hardware.operations:
-            return path
-    return None
+        if hardware.operations:
+            found[path] = hardware
+    return found
