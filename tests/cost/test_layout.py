@@ -267,6 +267,10 @@ def test_ranks_that_share_sequences_have_half_of_all_but_the_keys():
     assert shared.median("context_exposed_ms") == pytest.approx(least)
     assert slow.median("context_exposed_ms") > 100 * least
     assert shared.median("data_exposed_ms") > 0, "gradients are averaged over both"
+    one_key_head = dataclasses.replace(model, num_kv_heads=1)  # which both tensor ranks have
+    cut = step("cp2 bucketed tp2", wired(), model=one_key_head, batch=2)
+    block = [row for row in cut.tables["terms"] if row[1] == "attention"]
+    assert [row[3] for row in block] == ["32 × 2048 × 80"] * 4
 
 
 def test_ranks_that_exchange_heads_attend_over_all_tokens_with_some():

@@ -328,7 +328,7 @@ class StepOperations(ShareSizes):
             return
         queries = self.tokens * heads // self.share.batch * model.head_width
         keys = self.tokens * self.qkv_rows - queries
-        key_heads = model.kv_heads // self.share.tensor
+        key_heads = max(1, model.kv_heads // self.share.tensor)  # neighbours may have the same one
         if self.share.ulysses:
             whole = (heads // self.share.context, model.context_length, model.head_width)
             exchange = HeadExchanges(
