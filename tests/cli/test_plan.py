@@ -1,5 +1,6 @@
 """`plan`: rows for other programs, and what it refuses."""
 
+import functools
 import json
 import types
 from pathlib import Path
@@ -7,11 +8,13 @@ from pathlib import Path
 import pytest
 from tests.cpu_machine import wired
 
+from stepgauge.bench import operators
 from stepgauge.cli import console
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.store import RunStore
 from stepgauge.validate import runnable
+from stepgauge.validate.predicted import predicted
 
 HARDWARE = Path(__file__).parents[2] / "hardware"
 SMALL = ("--size", "medium", "--context", "1024", "--gpus", "8", "--global-batch", "32")
@@ -49,10 +52,6 @@ def test_tables_fit_80_columns_and_say_once_what_rows_share(monkeypatch, stepgau
         (("--tokens", "many"), "--tokens is 'many'; it must be a number such as 300B"),
         (("--tokens", "300"), "--tokens is '300'; a single step has 32,768"),
         (("--top", "0"), "--top is 0; it must be at least 1"),
-        (
-            ("--num-experts", "8", "--experts-per-token", "2"),
-            "--num-experts is 8, which has no cost",
-        ),
         (("--d-model", "17"), "--num-heads is 16, which does not divide --d-model 17"),
     ],
 )
@@ -155,6 +154,31 @@ def device_us(row):
     head, *terms = row["tables"]["terms"]
     phases = ("forward", "backward", "optimizer")
     return sum(term[head.index("us")] for term in terms if term[0] in phases)
+
+
+def test_a_network_without_formulas_is_screened_as_a_dense_one_and_traced(
+    stepgauge, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(operators, "_in_a_process", functools.cache(operators._traced))
+    wired(8).write(tmp_path / "cpu.json")
+    asked = (
+        "plan", "--size", "nano", "--num-layers", 2, "--context", 32, "--vocab-size", 64, "--gpus", 2,
+        "--global-batch", 2, "--hardware", tmp_path / "cpu.json",
+    )  # fmt: skip
+    status, out, err = stepgauge(
+        *asked, "--num-experts", 4, "--experts-per-token", 2, "--top", 2, "--format", "json"
+    )
+    assert status == 0 and "traces dp2 " in err, err
+    rows = json.loads(out)
+    assert {row["spec"]["model"]["num_experts"] for row in rows} == {4}
+    predicted_here = [
+        predicted(LayoutSpec(**{**row["spec"], "model": ModelSpec(**row["spec"]["model"])}),
+                  wired(8)).median("step_ms")
+        for row in rows
+    ]  # fmt: skip
+    assert [row["metrics"]["step_ms"]["median"] for row in rows] == pytest.approx(predicted_here)
+    status, out, err = stepgauge(*asked, "--window", 8, "--top", 1)
+    assert status == 0 and "screened as those of a dense network" in out and "What hides" not in out
 
 
 def test_a_users_network_has_its_data_axes_ranked(stepgauge, tmp_path):

@@ -24,6 +24,8 @@ from stepgauge.cost.planning.planner import (
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import Prices
 from stepgauge.cost.streams.program import DATA
+from stepgauge.cost.traced.asked import has_formulas
+from stepgauge.cost.traced.network import TracedNetwork
 from stepgauge.cost.traced.plan import plan_traced
 from stepgauge.report.numbers import number
 from stepgauge.report.plan import magnitudes, parts_table, plan_table
@@ -83,10 +85,15 @@ def command(
 
 
 def _planned(spec: PlanSpec, file: HardwareFile, machine: CalibratedMachine, *, top: int) -> Plan:
-    """Of a user's network from its traced operators, for which torch is imported."""
-    if not isinstance(spec.model, UserModel):
-        return plan(spec, machine, top=top)
-    return plan_traced(spec, lambda asked: traced_on(asked, file), machine)
+    """Of a network without formulas from its traced operators, for which torch is imported."""
+
+    def trace(asked: LayoutSpec) -> list[TracedNetwork]:
+        tell(f"traces {asked.layout}, batch {asked.batch}, checkpointing {asked.checkpointing}")
+        return traced_on(asked, file)
+
+    if isinstance(spec.model, UserModel):
+        return plan_traced(spec, trace, machine)
+    return plan(spec, machine, top=top, trace=None if has_formulas(spec) else trace)
 
 
 def _show(
@@ -121,11 +128,9 @@ def _show(
 def _headed(
     spec: PlanSpec, found: Plan, machine: CalibratedMachine, shown: Sequence[Record]
 ) -> Iterator[tuple[str, Iterable[str]]]:
-    """Headings with their sentences; the shape of a user's network, on which formulas rest, is not
-    known.
-    """
+    """Headings with their sentences; of a network without formulas what rests on none."""
     best = found.rows[0]
-    if not isinstance(spec.model, UserModel):
+    if has_formulas(spec):
         asked = LayoutSpec(**{**best.spec, "model": spec.model})
         hides = [each.sentence for each in overlaps(asked, machine)]
         yield "What hides, by formula", [*hides, *_exposed(best)]
@@ -229,6 +234,11 @@ def _answers(spec: PlanSpec, found: Plan, machine: CalibratedMachine) -> Iterato
 
 def _assumptions(spec: PlanSpec, machine: CalibratedMachine) -> Iterator[str]:
     hardware = machine.hardware
+    if isinstance(spec.model, ModelSpec) and not has_formulas(spec):
+        yield (
+            "layouts were screened as those of a dense network with causal attention that computes as "
+            "much for a token; the best were traced"
+        )
     if isinstance(spec.model, ModelSpec) and spec.model.attention != "triton":
         yield "ranks share a sequence by heads alone: a ring of keys needs --attention triton"
     if hardware.base and hardware.base.device != hardware.device:

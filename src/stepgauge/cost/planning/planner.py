@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.operations.supported import require_priced
+from stepgauge.cost.planning.dense import nearest_with_formulas, needed_bytes
 from stepgauge.cost.planning.screen import Candidate, Screen, Screened, candidates
 from stepgauge.cost.rates.estimate import spread
 from stepgauge.cost.rates.machine import CalibratedMachine
+from stepgauge.cost.traced.network import TracedNetwork
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.planning import PlanSpec
@@ -20,7 +22,9 @@ from stepgauge.spec.units import GIB
 
 # Simulated for each row that is asked for, and at least: the first must not depend on how many.
 FINALISTS, LEAST_FINALISTS = 3, 30
+LEAST_TRACED = 8  # of a network without formulas, each of which takes seconds
 DAY_S = 86_400.0
+Trace = Callable[[LayoutSpec], Sequence[TracedNetwork]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,31 +41,24 @@ class Plan:
     limit_bytes: float
 
 
-def plan(spec: PlanSpec, machine: CalibratedMachine, *, top: int = 10) -> Plan:
+def plan(
+    spec: PlanSpec, machine: CalibratedMachine, *, top: int = 10, trace: Trace | None = None
+) -> Plan:
     """Raises ValueError for a GPU of unknown memory, and where nothing fits. Memory on a CPU is not
     predicted: there everything fits.
+
+    trace  the stages of a layout of a network without formulas, which is screened as the nearest
+           one that has them
     """
-    require_priced(_work(spec))
     limit = limit_of(spec, machine)
-    screen = Screen(spec, machine)
-    every = [screen.of(c) for c in candidates(spec, machine.network.gpus_per_node)]
-    if not every:
-        raise ValueError(
-            f"no layout spreads {spec.global_batch} sequences over {spec.gpus} GPUs; choose a "
-            f"global batch that has more common divisors with them"
-        )
-    fitting = [one for one in every if one.memory.device_bytes <= limit]
-    if not fitting:
-        least = min(one.memory.device_bytes for one in every)
-        raise ValueError(
-            f"nothing fits: the least that a layout needs is {least / GIB:.1f} GiB a GPU, of "
-            f"{limit / GIB:.1f}; add GPUs, or shorten the context"
-        )
-    fitting.sort(key=lambda one: one.step_us)
+    every, fitting = _screened(spec, machine, limit, is_traced=trace is not None)
     refused: list[str] = []
-    simulate = functools.partial(_simulated, spec=spec, machine=machine, refused=refused)
+    simulate = functools.partial(
+        _simulated, spec=spec, machine=machine, refused=refused, trace=trace
+    )
     possible = filter(None, (simulate(one.candidate) for one in fitting))
-    rows = list(itertools.islice(possible, max(FINALISTS * top, LEAST_FINALISTS)))
+    finalists = max(FINALISTS * top, LEAST_FINALISTS) if trace is None else max(top, LEAST_TRACED)
+    rows = list(itertools.islice(possible, finalists))
     if not rows:
         raise ValueError(
             f"none of the {len(fitting)} layouts that fit can be predicted; the first: {refused[0]}"
@@ -69,11 +66,36 @@ def plan(spec: PlanSpec, machine: CalibratedMachine, *, top: int = 10) -> Plan:
     if not (holding := [row for row in rows if device_bytes(row) <= limit]):
         raise ValueError(f"nothing fits: {rows[0].spec['layout']} {rows[0].note}")
     rows = sorted(holding, key=_step_ms)
+    others = fitting if trace is None else ()  # each would be traced
     fastest = {
-        "wrapper": _fastest_by(lambda c: c.layout.wrapper, rows, fitting, simulate),
-        "checkpointing": _fastest_by(lambda c: c.checkpointing, rows, fitting, simulate),
+        "wrapper": _fastest_by(lambda c: c.layout.wrapper, rows, others, simulate),
+        "checkpointing": _fastest_by(lambda c: c.checkpointing, rows, others, simulate),
     }
-    return Plan(rows[:top], fastest, (len(every), len(fitting)), limit)
+    return Plan(rows[:top], fastest, (every, len(fitting)), limit)
+
+
+def _screened(
+    spec: PlanSpec, machine: CalibratedMachine, limit: float, *, is_traced: bool
+) -> tuple[int, list[Screened]]:
+    """How many layouts there are, and those that fit by formula, the fastest first."""
+    asked = nearest_with_formulas(spec) if is_traced else spec
+    require_priced(_work(asked))
+    screen = Screen(asked, machine)
+    every = [screen.of(c) for c in candidates(asked, machine.network.gpus_per_node)]
+    if not every:
+        raise ValueError(
+            f"no layout spreads {spec.global_batch} sequences over {spec.gpus} GPUs; choose a "
+            f"global batch that has more common divisors with them"
+        )
+    times = spec.network.num_parameters / asked.network.num_parameters
+    needs = [needed_bytes(one.memory, times=times) for one in every]
+    if min(needs) > limit:
+        raise ValueError(
+            f"nothing fits: the least that a layout needs is {min(needs) / GIB:.1f} GiB a GPU, of "
+            f"{limit / GIB:.1f}; add GPUs, or shorten the context"
+        )
+    fitting = [one for one, needed in zip(every, needs, strict=True) if needed <= limit]
+    return len(every), sorted(fitting, key=lambda one: one.step_us)
 
 
 def limit_of(spec: PlanSpec, machine: CalibratedMachine) -> float:
@@ -107,14 +129,18 @@ def layout_spec(candidate: Candidate, spec: PlanSpec) -> LayoutSpec:
 
 
 def _simulated(
-    candidate: Candidate, spec: PlanSpec, machine: CalibratedMachine, refused: list[str]
+    candidate: Candidate,
+    spec: PlanSpec,
+    machine: CalibratedMachine,
+    refused: list[str],
+    trace: Trace | None,
 ) -> Record | None:
     """The modelled record with what a run comes to; None for what the runtime refuses or nobody
     has calibrated, whose reason is then `refused`.
     """
     try:
         asked = layout_spec(candidate, spec)
-        record = predict_layout(asked, machine, shortened=True)
+        record = predict_layout(asked, machine, trace(asked) if trace else (), shortened=True)
     except ValueError as error:
         refused.append(str(error))
         return None

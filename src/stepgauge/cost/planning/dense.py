@@ -1,0 +1,38 @@
+"""The network with formulas that is nearest to one without: layouts of the latter are screened as
+those of the former, and the best are traced.
+"""
+
+import dataclasses
+
+from stepgauge.cost.memory.peak import Memory
+from stepgauge.cost.operations.supported import ATTENTIONS, CALIBRATED, NORMS
+from stepgauge.spec.planning import PlanSpec
+
+OF_PARAMETERS = ("parameters", "gradients", "optimizer state")
+
+
+def nearest_with_formulas(spec: PlanSpec) -> PlanSpec:
+    """As much computed for a token: the experts that it goes to as one feed-forward layer. Attention
+    is causal and without a window, norms and optimizer are those that are calibrated.
+    """
+    model = spec.network
+    norm = "layernorm" if model.norm.startswith("layernorm") else "rmsnorm"
+    dense = dataclasses.replace(
+        model,
+        d_ff=model.d_ff * max(1, model.experts_per_token),
+        num_experts=0,
+        experts_per_token=0,
+        window=0,
+        full_attention_every=0,
+        mask="causal",
+        attention=model.attention if model.attention in ATTENTIONS else "sdpa",
+        norm=model.norm if model.norm in NORMS else norm,
+    )
+    optimizer = spec.optimizer if spec.optimizer in CALIBRATED else CALIBRATED[0]
+    return dataclasses.replace(spec, model=dense, optimizer=optimizer)
+
+
+def needed_bytes(memory: Memory, *, times: float) -> float:
+    """Of a device, where the network has so many times the parameters."""
+    held = sum(item.bytes for item in memory.items if item.name in OF_PARAMETERS)
+    return memory.device_bytes + (times - 1) * held
