@@ -93,6 +93,23 @@ class Replaces(Linears):
         return self.two(torch.tanh(self.one(x))) + self.mean * self.calls
 
 
+class Forces(Linears):
+    """Its output has the gradient of an energy in it."""
+
+    def forward(self, x):
+        x = x if x.requires_grad else x.clone().requires_grad_()
+        energy = self.two(torch.tanh(self.one(x))).square().sum()
+        return x + torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+class Transformed(Linears):
+    """By torch.func, and row by row."""
+
+    def forward(self, x):
+        slope = torch.func.grad(lambda x: torch.tanh(self.one(x)).sum())(x)
+        return slope + torch.vmap(self.one)(x) + torch.stack([self.two(row) for row in x])
+
+
 def shared(count):
     """One stage of which nobody uses the second layer, in all places."""
     stage = UsesOne()
@@ -104,7 +121,10 @@ class UsesOne(Linears):
         return torch.tanh(self.one(x))
 
 
-CASES = (shared, Unused, Repeats, RepeatsCheckpointed, Routed, Hooked, Replaces)
+CASES = (
+    *(shared, Unused, Repeats, RepeatsCheckpointed, Routed, Hooked, Replaces),
+    *(Forces, Transformed),
+)
 
 
 def loss_of(*values):
@@ -160,6 +180,28 @@ def run(modules, x):
         values = module(*values)
         values = values if isinstance(values, tuple) else (values,)
     return values
+
+
+class ForcesLater(Linears):
+    differentiates = False
+
+    def forward(self, x):
+        return Forces.forward(self, x) if self.differentiates else self.two(self.one(x))
+
+
+def test_a_layer_that_forward_differentiates_later_is_refused():
+    with pytest.raises(RankError, match="split backward has no second derivative"):
+        launch(differentiates_later, ranks=2, timeout_s=20)
+
+
+def differentiates_later():
+    schedule = build(SPLIT, ranks=2, micro_batches=MICRO_BATCHES)
+    modules = [ForcesLater() for _ in range(schedule.num_stages)]
+    pipeline = Pipeline(modules, schedule, loss=loss_of)
+    for differentiates in (False, True):
+        ForcesLater.differentiates = differentiates
+        x = torch.ones(8, WIDTH)
+        pipeline.step((x,), (x,))
 
 
 def test_what_changes_after_the_first_step_is_one_sentence():

@@ -21,8 +21,7 @@ def without_second_derivative(operation: str) -> Callable[[Backward], Backward]:
         def refusing(ctx: Any, *gradients: Any) -> Any:
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 raise RuntimeError(f"{operation} has no second derivative (create_graph=True)")
-            with torch.no_grad():
-                return backward(ctx, *gradients)
+            return backward(ctx, *gradients)
 
         return refusing
 

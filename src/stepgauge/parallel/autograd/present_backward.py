@@ -42,6 +42,11 @@ def adds_to(parameter: nn.Parameter) -> bool:
         return False
 
 
+def is_transformed() -> bool:
+    """Whether torch.func differentiates or maps what is computed now."""
+    return torch._C._are_functorch_transforms_active()  # the way out: a public name of it
+
+
 class _End:
     def __init__(self, call: Callable[[bool], None], device: torch.device):
         self._call = weakref.WeakMethod(call)

@@ -29,7 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stepgauge.parallel.autograd.first_derivatives import without_second_derivative
 from stepgauge.parallel.autograd.parameter_hooks import others_after, others_before
+from stepgauge.parallel.autograd.present_backward import is_transformed
 from stepgauge.parallel.sharding import local_part
 
 
@@ -51,6 +53,7 @@ class _LinearWithoutWeight(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
+    @without_second_derivative("a linear layer with a split backward")
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         return dy @ weight if ctx.needs_input_grad[0] else None, None, None, x, dy
@@ -109,7 +112,7 @@ class Factors:
         """
         if self.x is None or self.dy is None:  # the layer took no part in this output
             return
-        x, dy = self.x.flatten(0, -2), self.dy.flatten(0, -2)
+        x, dy = (torch.atleast_2d(factor).flatten(0, -2) for factor in (self.x, self.dy))
         weight, bias = self.layer.weight, self.layer.bias
         if weight.requires_grad:
             if weight.grad is None:
@@ -147,12 +150,17 @@ class Watch:
 
     def __init__(self, module: nn.Module, besides: Collection[nn.Module] = ()):
         self._dtypes: dict[nn.Linear, set[torch.dtype]] = collections.defaultdict(set)
+        self._differentiated: set[nn.Module] = set()
         layers = [each for each in module.modules() if is_linear(each) and each not in besides]
         self._hooks = [layer.register_forward_hook(self._called) for layer in layers]
 
     def _called(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         assert isinstance(layer, nn.Linear)
         self._dtypes[layer].add(output.dtype)
+        if is_transformed():
+            self._differentiated.add(layer)
+        elif output.requires_grad:
+            output.register_hook(lambda _: self._differentiated.add(layer))
 
     def __enter__(self) -> "Watch":
         return self
@@ -164,12 +172,15 @@ class Watch:
     @property
     def splittable(self) -> dict[nn.Linear, torch.dtype]:
         """The type of the layers whose weight gradient can wait: their weight is trained, with no
-        hook that wants its gradient.
+        hook that wants its gradient, and forward itself does not differentiate them.
         """
         return {
             layer: min(dtypes, key=str)
             for layer, dtypes in self._dtypes.items()
-            if len(dtypes) == 1 and layer.weight.requires_grad and not _has_hooks(layer)
+            if len(dtypes) == 1
+            and layer.weight.requires_grad
+            and not _has_hooks(layer)
+            and layer not in self._differentiated
         }
 
 
