@@ -2,6 +2,7 @@
 not seen.
 """
 
+import dataclasses
 import json
 import math
 
@@ -132,4 +133,4 @@ def test_a_link_survives_json():
     found = link(
         [LinkPoint(size, 1 + size / 1e6) for size in SIZES], asked={"op": "x"}, measured={}
     )
-    assert Link.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert Link.from_dict(json.loads(json.dumps(dataclasses.asdict(found)))) == found

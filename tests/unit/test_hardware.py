@@ -50,7 +50,7 @@ def test_a_file_gives_back_what_ranks_and_collectives_cost(tmp_path):
     assert [row.collective_slowdown for row in norm] == [1.3, 1.3, 1.5, 1.5]
     assert read.contention_of("attention sdpa forward fp32", "all_reduce", 2) is None
     with pytest.raises(ValueError, match="not a row of the contention table"):
-        Contention.from_json(["matmul", "all_reduce", 1.2])
+        Contention.from_row(["matmul", "all_reduce", 1.2])
 
 
 @pytest.mark.parametrize(
@@ -94,13 +94,13 @@ def test_a_damaged_file_is_one_sentence(tmp_path, changed, said):
 )
 def test_a_fabric_has_numbers_that_can_be(changed, said):
     with pytest.raises(ValueError, match="not a fabric"):
-        Fabric.from_json([])
+        Fabric.from_dict([])
     wire = {"bytes_per_s": 1e9, "latency_us": 1.0, "efficiency": 0.8, "source": "made up"}
     value = {"gpus_per_node": 8, "within": wire, "between": wire}
     for name, part in changed.items():
         value[name] = {**wire, **part} if isinstance(part, dict) else part
     with pytest.raises(ValueError, match=said):
-        Fabric.from_json(value)
+        Fabric.from_dict(value)
 
 
 def test_files_of_the_package_are_found_by_name_from_anywhere(tmp_path, monkeypatch):

@@ -108,7 +108,7 @@ def _show(
     """The plan's best layouts, and as tables for eyes what follows from them."""
     rows = found.rows[:top]
     if format == "json":
-        print(json.dumps([json.loads(row.to_json()) for row in rows], indent=1))
+        print(json.dumps([row.to_dict() for row in rows], indent=1, allow_nan=False))
         return
     table = plan_table(rows, _caption(spec, found, machine))
     if format != "table":

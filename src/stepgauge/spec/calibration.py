@@ -38,13 +38,13 @@ class OperationTable:
         sizes = {row[:-1] for row in other.rows}
         return dataclasses.replace(self, rows=tuple(r for r in self.rows if r[:-1] in sizes))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         said = {name: True for name in ("captured", "disturbed") if getattr(self, name)}
         return {"axes": list(self.axes), "rows": [list(row) for row in self.rows], **said}
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Raises ValueError for what is no table."""
+    def from_dict(cls, value: Mapping[str, Any]) -> Self:
+        """What to_dict gives. Raises ValueError for what is no table."""
         try:
             axes, rows = tuple(value["axes"]), tuple(tuple(row) for row in value["rows"])
         except (KeyError, TypeError) as error:
@@ -71,8 +71,10 @@ class Contention:
     ranks: int = 0
 
     @classmethod
-    def from_json(cls, row: Sequence[Any]) -> Self:
-        """Raises ValueError for what is no row of four values, or five with the ranks."""
+    def from_row(cls, row: Sequence[Any]) -> Self:
+        """Of the fields in their order. Raises ValueError for what is no row of four values, or five
+        with the ranks.
+        """
         try:
             kernels, collective, kernel_slowdown, collective_slowdown, *ranks = row
             (between,) = ranks or (0,)

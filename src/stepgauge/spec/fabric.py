@@ -49,8 +49,8 @@ class Fabric:
             raise ValueError(f"gpus_per_node is {self.gpus_per_node}; it must be at least 1")
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Raises ValueError for what is no fabric."""
+    def from_dict(cls, value: Mapping[str, Any]) -> Self:
+        """Of its fields, as JSON has them. Raises ValueError for what is no fabric."""
         try:
             return cls(
                 gpus_per_node=int(value["gpus_per_node"]),

@@ -189,12 +189,12 @@ class HardwareFile:
             known = beside if beside.exists() else SHIPPED / str(name)
             base = cls._read(known if known.exists() else beside, (*above, path.resolve()))
         try:
-            return cls._from_json(value, base, name=path.stem)
+            return cls._of_file(value, base, name=path.stem)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"the hardware file {path} is damaged: {error}") from None
 
     @classmethod
-    def _from_json(cls, value: dict[str, Any], base: Self | None, *, name: str) -> Self:
+    def _of_file(cls, value: dict[str, Any], base: Self | None, *, name: str) -> Self:
         """Raises one of several errors for what is no hardware file."""
         value.pop("disturbed", None)  # a sentence that follows from the operations
         if not isinstance(device := value.pop("device", ""), str):
@@ -203,13 +203,13 @@ class HardwareFile:
             name=value.pop("name", name),
             device=device,
             threads=value.pop("threads", 0),
-            links=[Link.from_json(link) for link in value.pop("links", [])],
+            links=[Link.from_dict(link) for link in value.pop("links", [])],
             operations=_tables(value.pop("operations", {})),
             by_ranks={
                 int(ranks): _tables(tables)
                 for ranks, tables in value.pop("operations_by_ranks", {}).items()
             },
-            contention=[Contention.from_json(row) for row in value.pop("contention", [])],
+            contention=[Contention.from_row(row) for row in value.pop("contention", [])],
             base=base,
             other=value,
         )
@@ -317,10 +317,10 @@ class HardwareFile:
             "threads": self.threads,
             **self.other,
             **({"disturbed": self.disturbance} if self.disturbance else {}),
-            "operations": _as_json(self.operations),
-            "operations_by_ranks": {str(n): _as_json(own) for n, own in self.by_ranks.items()},
+            "operations": _as_dict(self.operations),
+            "operations_by_ranks": {str(n): _as_dict(own) for n, own in self.by_ranks.items()},
             "contention": [dataclasses.astuple(row) for row in self.contention],
-            "links": [link.to_json() for link in self.links],
+            "links": [dataclasses.asdict(link) for link in self.links],
         }
         draft.write_text(json.dumps(value) + "\n")
         draft.replace(path)
@@ -338,7 +338,7 @@ def draft_of(path: Path) -> Path:
 
 def _tables(value: Mapping[str, Any]) -> dict[str, OperationTable]:
     """Raises ValueError for a time that cannot be; what a wrapper adds to the host's may be negative."""
-    tables = {name: OperationTable.from_json(table) for name, table in value.items()}
+    tables = {name: OperationTable.from_dict(table) for name, table in value.items()}
     for name, table in tables.items():
         bad = [row for row in table.rows if not 0 < row[-1] < math.inf]
         if bad and not name.startswith(wrapper_operation("")):
@@ -346,5 +346,5 @@ def _tables(value: Mapping[str, Any]) -> dict[str, OperationTable]:
     return tables
 
 
-def _as_json(tables: Mapping[str, OperationTable]) -> dict[str, Any]:
-    return {name: table.to_json() for name, table in tables.items()}
+def _as_dict(tables: Mapping[str, OperationTable]) -> dict[str, Any]:
+    return {name: table.to_dict() for name, table in tables.items()}

@@ -59,19 +59,17 @@ class Link:
         ]
         return statistics.median(errors) if errors else None
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Raises ValueError for what is no link."""
+    def from_dict(cls, value: Mapping[str, Any]) -> Self:
+        """Of its fields, as JSON has them. Raises ValueError for what is no link."""
         try:
-            errors = {
-                n: {int(size): error for size, error in value[n].items()}
-                for n in ("fitted", "held_out")
-            }
             low, high = value["range_bytes"]
-            pieces = [Piece(**piece) for piece in value["pieces"]]
-            return cls(**{**value, **errors, "pieces": pieces, "range_bytes": (low, high)})
+            read = {
+                "range_bytes": (low, high),
+                "pieces": [Piece(**piece) for piece in value["pieces"]],
+                "fitted": {int(size): error for size, error in value["fitted"].items()},
+                "held_out": {int(size): error for size, error in value["held_out"].items()},
+            }
+            return cls(**{**value, **read})
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"not a link: {error}") from None

@@ -130,9 +130,13 @@ class Record:
         sample = self.metrics.get(metric)
         return sample.median if sample else None
 
+    def to_dict(self) -> dict[str, Any]:
+        """What to_json writes."""
+        return {"schema": SCHEMA, **dataclasses.asdict(self)}
+
     def to_json(self) -> str:
         """One line, without NaN or infinity, that from_json reads back to an equal record."""
-        return json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)}, allow_nan=False)
+        return json.dumps(self.to_dict(), allow_nan=False)
 
     @classmethod
     def from_json(cls, line: str) -> Self:

@@ -56,7 +56,7 @@ class Links:
     def __init__(self, hardware: HardwareFile):
         self._hardware = hardware
         wired = hardware.other.get("fabric")
-        self.fabric = Fabric.from_json(wired) if wired else None
+        self.fabric = Fabric.from_dict(wired) if wired else None
 
     @property
     def gpus_per_node(self) -> int:
