@@ -209,11 +209,11 @@ def _series(found: MemoryTimeline) -> dict[str, list[float]]:
     """The curve of each category over the step's events, and where its phases begin."""
     moments = found.thinned()
     start = found.phases[0].start
-    return {
-        "event": [float(max(0, moment.event - start)) for moment in moments],
-        **{_metric(name): [float(moment.held[name]) for moment in moments] for name in CATEGORIES},
-        "phase_start": [float(phase.start - start) for phase in found.phases],
-    }
+    series = {"event": [float(max(0, moment.event - start)) for moment in moments]}
+    for name in CATEGORIES:
+        series[_metric(name)] = [float(moment.held[name]) for moment in moments]
+    series["phase_start"] = [float(phase.start - start) for phase in found.phases]
+    return series
 
 
 def _tables(

@@ -258,14 +258,14 @@ def modelled(spec: PipelineSpec, ranks: list[Probed]) -> Record:
     tables: dict[str, list[list[Any]]] = {"spans": span_rows(timeline)}
     if any(rank.base_bytes for rank in ranks):
         held = {stage: own for rank in ranks for stage, own in rank.held.items()}
-        live = require_runnable(schedule, held=held).peak
-        levels = zip(ranks, timeline.held(held), strict=True)
-        tables |= held_table(
-            [[(ms, r.base_bytes + level) for ms, level in row] for r, row in levels]
-        )
+        peaks = require_runnable(schedule, held=held).peak
+        levels = []
+        for rank, points in zip(ranks, timeline.held(held), strict=True):
+            levels.append([(ms, rank.base_bytes + level) for ms, level in points])
+        tables |= held_table(levels)
         series["rank_peak_bytes"] = [
             rank.base_bytes + peak + rank.within_bytes
-            for rank, peak in zip(ranks, live, strict=True)
+            for rank, peak in zip(ranks, peaks, strict=True)
         ]
         metrics["peak_bytes"] = Sample.exact(max(series["rank_peak_bytes"]), "bytes")
     asked = _asked(spec, ranks[0].parts, "modelled")

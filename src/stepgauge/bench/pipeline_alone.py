@@ -13,12 +13,11 @@ import torch.distributed as dist
 
 from stepgauge.bench.pipeline_bytes import between, in_step, travelling_bytes
 from stepgauge.bench.stage_calls import stage_calls
-from stepgauge.cost.pipeline.timeline import Durations
+from stepgauge.cost.pipeline.timeline import Durations, transfers_of
 from stepgauge.measure import devices
 from stepgauge.parallel.pipeline import Pipeline
 from stepgauge.parallel.pipeline.step import Batch
 from stepgauge.runtime.progress import tell
-from stepgauge.spec.plan.pipeline import Channel
 from stepgauge.spec.plan.pipeline.check import Held
 
 PROBED = 4  # micro-batches that a stage is timed over, one after another
@@ -85,20 +84,20 @@ class StagesAlone:
         base += devices.kept_by_graphs(self.device) if self.recorded else 0
         if base:  # where memory is counted
             base += travelling_bytes(pipeline, dist.get_rank())
-        found = {number: self._stage(number) for number in pipeline.modules}
-        held = {number: own.held for number, own in found.items()}
-        if not self.recorded:
-            held = {number: in_step(own, pipeline, number) for number, own in held.items()}
-        on_host = self.device.type == "cpu"  # there the host is the device
+        stages = {number: self._stage(number) for number in pipeline.modules}
+        actions: dict[tuple[int, str], float] = {}
+        held = {}
+        for number, alone in stages.items():
+            actions |= {(number, kind): ms for kind, ms in alone.ms.items()}
+            held[number] = alone.held if self.recorded else in_step(alone.held, pipeline, number)
+        issue_ms = statistics.fmean(alone.issue_ms for alone in stages.values())
         return Probed(
-            actions={
-                (number, kind): ms for number, own in found.items() for kind, ms in own.ms.items()
-            },
-            host_ms=0.0 if on_host else statistics.fmean(own.issue_ms for own in found.values()),
+            actions=actions,
+            host_ms=0.0 if self.device.type == "cpu" else issue_ms,  # there the host is the device
             held=held,
             parts=self.parts,
             base_bytes=base,
-            within_bytes=max(own.within_bytes for own in found.values()),
+            within_bytes=max(alone.within_bytes for alone in stages.values()),
             transfer_ms=self._transfer_ms(),
         )
 
@@ -221,10 +220,11 @@ class StagesAlone:
 
 def durations(ranks: list[Probed], num_stages: int) -> Durations:
     """What the simulator takes, from what the ranks have measured."""
-    transfer = max(rank.transfer_ms for rank in ranks)
-    edges = [(a, b) for a in range(num_stages) for b in (a - 1, a + 1)]
+    actions: dict[tuple[int, str], float] = {}
+    for rank in ranks:
+        actions |= rank.actions
     return Durations(
-        actions={key: ms for rank in ranks for key, ms in rank.actions.items()},
-        transfers={Channel(a, b): transfer for a, b in edges},
+        actions=actions,
+        transfers=transfers_of(num_stages, max(rank.transfer_ms for rank in ranks)),
         host_ms=max(rank.host_ms for rank in ranks),
     )

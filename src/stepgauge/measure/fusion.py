@@ -28,8 +28,7 @@ class Moved:
 
 def fused(phases: Mapping[str, Sequence[Moved]]) -> dict[str, list[Term]]:
     """The terms of each phase, in which neighbours that are no products are one."""
-    whole = [each for moved in phases.values() for each in moved]
-    last = {storage: place for place, each in enumerate(whole) for storage in each.reads}
+    last = _last_readers(phases)
     found, start = {}, 0
     for name, moved in phases.items():
         found[name] = list(_together(moved, start, last))
@@ -43,18 +42,26 @@ def fused_units(
     """The same where each block is compiled by itself, as runs of terms with the block's name: ""
     for what is outside of blocks, which is compiled too where `outside` says so.
     """
-    whole = [each for moved in phases.values() for each in moved]
-    last = {storage: place for place, each in enumerate(whole) for storage in each.reads}
+    last = _last_readers(phases)
     found: dict[str, list[tuple[str, list[Term]]]] = {}
     start = 0
     for name, moved in phases.items():
         found[name] = []
         for unit, group in itertools.groupby(moved, lambda each: each.unit):
             run = list(group)
-            terms = _together(run, start, last) if unit or outside else (m.term for m in run)
-            found[name].append((unit, list(terms)))
+            if unit or outside:
+                terms = list(_together(run, start, last))
+            else:
+                terms = [each.term for each in run]
+            found[name].append((unit, terms))
             start += len(run)
     return found
+
+
+def _last_readers(phases: Mapping[str, Sequence[Moved]]) -> dict[int, int]:
+    """Of each storage the place in the step of what reads it last."""
+    whole = itertools.chain.from_iterable(phases.values())
+    return {storage: place for place, each in enumerate(whole) for storage in each.reads}
 
 
 def _together(moved: Sequence[Moved], start: int, last: Mapping[int, int]) -> Iterator[Term]:

@@ -8,10 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.cost.operations.terms import Term
-from stepgauge.cost.pipeline.timeline import Durations
+from stepgauge.cost.pipeline.timeline import Durations, transfers_of
 from stepgauge.cost.rates.prices import Prices
 from stepgauge.cost.streams.program import Launching, Operations
-from stepgauge.spec.plan.pipeline import Channel
 from stepgauge.spec.plan.pipeline.action import FORWARD, INPUT, UNSHARD, WEIGHT
 from stepgauge.spec.plan.stages import PartTimes
 
@@ -48,11 +47,9 @@ def _durations(
         actions[number, FORWARD] = prices.total_us(forward) / 1e3
         actions[number, WEIGHT] = prices.total_us(t for t in backward if t.weights) / 1e3
         actions[number, INPUT] = prices.total_us(t for t in backward if not t.weights) / 1e3
-    transfer_ms = prices.transfer(nbytes).us / 1e3
-    edges = [(a, b) for a in range(len(stages)) for b in (a - 1, a + 1)]
     return Durations(
         actions=actions,
-        transfers={Channel(a, b): transfer_ms for a, b in edges},
+        transfers=transfers_of(len(stages), prices.transfer(nbytes).us / 1e3),
         host_ms=sum(launches) / len(launches) / 1e3,
     )
 

@@ -71,9 +71,7 @@ class Durations:
             for stage, factor in enumerate(factors)
             for kind, ms in kinds.items()
         }
-        edges = [(a, a + 1) for a in range(stages - 1)]
-        channels = [Channel(a, b) for edge in edges for a, b in (edge, edge[::-1])]
-        return cls(actions=actions, transfers=dict.fromkeys(channels, transfer), host_ms=host_ms)
+        return cls(actions=actions, transfers=transfers_of(stages, transfer), host_ms=host_ms)
 
     def of(self, action: Action) -> float:
         """Raises ValueError for a computation that has no duration."""
@@ -88,6 +86,12 @@ class Durations:
             if kind != BACKWARD:
                 raise ValueError(f"no duration for {kind} of stage {stage}") from None
         return self.of(Action(stage, INPUT)) + self.of(Action(stage, WEIGHT))
+
+
+def transfers_of(num_stages: int, ms: float) -> dict[Channel, float]:
+    """That long on every channel of as many stages: from each to the one before and the one after."""
+    stages = range(num_stages)
+    return {Channel(stage, other): ms for stage in stages for other in (stage - 1, stage + 1)}
 
 
 class Span(NamedTuple):

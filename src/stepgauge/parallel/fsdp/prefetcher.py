@@ -51,11 +51,16 @@ class Prefetcher:
         they have not called as many.
         """
         place = len(self._calls)
-        expected = self._expected[place : place + 1] == [unit]
-        if not (expected if unit else place == len(self._expected)):
-            self._order = self._order or CallOrder(self._sharding.group)
-            called = [each.name or "the module" for each in self._calls]
-            self._order.require_same(called, (unit.name or "the module") if unit else "nothing")
+        if unit is None:
+            is_expected = place == len(self._expected)
+        else:
+            is_expected = self._expected[place : place + 1] == [unit]
+        if is_expected:
+            return
+        self._order = self._order or CallOrder(self._sharding.group)
+        called = [each.name or "the module" for each in self._calls]
+        now = (unit.name or "the module") if unit else "nothing"
+        self._order.require_same(called, now)
 
     def unshard_for_forward(self, unit: ShardedUnit) -> UnshardedUnit:
         """The unit's whole weights, on their way already where they were prefetched."""

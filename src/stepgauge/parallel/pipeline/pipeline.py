@@ -337,13 +337,12 @@ def _transfers(
 
 def _messages(metas: Mapping[int, list[Meta]]) -> dict[Channel, list[Meta]]:
     """What travels on each channel, by the inputs of each stage."""
-    forward = {Channel(stage - 1, stage): metas[stage] for stage in metas if stage}
-    back = {
-        Channel(stage, stage - 1): [meta for meta in metas[stage] if meta.has_gradient]
-        for stage in metas
-        if stage
-    }
-    return forward | back
+    messages: dict[Channel, list[Meta]] = {}
+    for stage, inputs in metas.items():
+        if stage > 0:
+            messages[Channel(stage - 1, stage)] = inputs
+            messages[Channel(stage, stage - 1)] = [meta for meta in inputs if meta.has_gradient]
+    return messages
 
 
 def _split(batch: Batch, parts: int) -> list[Batch]:

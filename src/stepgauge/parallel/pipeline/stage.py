@@ -118,15 +118,9 @@ class Stage:
             written = zip(leaves, self._written, strict=True)
             outputs = self._call([x.clone() if own else x for x, own in written], targets)
         _require_alike(outputs, self._outputs)
-        self._kept[micro_batch] = Kept(
-            {place: leaf for place, leaf in enumerate(leaves) if leaf.requires_grad},
-            {
-                place: get_gradient_edge(output)
-                for place, output in enumerate(outputs)
-                if output.requires_grad
-            },
-            calls,
-        )
+        trained_leaves = {n: leaf for n, leaf in enumerate(leaves) if leaf.requires_grad}
+        edges = {n: get_gradient_edge(y) for n, y in enumerate(outputs) if y.requires_grad}
+        self._kept[micro_batch] = Kept(trained_leaves, edges, calls)
         return tuple(output.detach() for output in outputs)
 
     def evaluate(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:

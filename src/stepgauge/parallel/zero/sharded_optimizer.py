@@ -218,14 +218,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         assert self._inner is not None, "it is built"
         groups = zip(self.param_groups, by_group, strict=True)
         self._inner.param_groups = [{**group, "params": own} for group, own in groups]
-        for parameter in (p for own in by_group for p in own):
+        for parameter in itertools.chain.from_iterable(by_group):
             if isinstance(parameter.grad, Share):
                 parameter.grad = as_plain(parameter.grad)
         self._inner.step()
-        return [
-            {name: value for name, value in inner.items() if name != "params"}
-            for inner in self._inner.param_groups
-        ]
+        fields = [dict(group) for group in self._inner.param_groups]
+        for of_group in fields:
+            del of_group["params"]
+        return fields
 
     def broadcast_parameters(self) -> None:
         """Sends every parameter from its owner to all, as a step does."""
