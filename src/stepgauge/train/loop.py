@@ -5,7 +5,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,17 +82,14 @@ class Trainer:
         pending: list[tuple[int, Tensor]] = []
         path = self.curve_path if self.place.writes else Path(os.devnull)
         with path.open("a") as file, self.step.precision.matmul_mode():
-            for number in range(start, self.spec.steps):
-                pending.append((number + 1, self._train_step(number)))
-                done = number + 1
-                last = done == self.spec.steps
-                evaluates = last or done % self.spec.evaluate_every == 0
-                saves = last or done % self.spec.checkpoint_every == 0
-                if evaluates or saves or number == start or done % DRAIN_EVERY == 0:
+            for done in range(start + 1, self.spec.steps + 1):
+                pending.append((done, self._train_step(done - 1)))
+                is_last = done == self.spec.steps
+                evaluates = is_last or done % self.spec.evaluate_every == 0
+                saves = is_last or done % self.spec.checkpoint_every == 0
+                if evaluates or saves or done == start + 1 or done % DRAIN_EVERY == 0:
                     points = self._drain(pending, self._held_out() if evaluates else None)
-                    file.writelines(
-                        json.dumps(dataclasses.asdict(point)) + "\n" for point in points
-                    )
+                    file.writelines(map(_line, points))
                     file.flush()
                     curve += points
                     for point in points:
@@ -163,27 +160,34 @@ class Trainer:
         """
         known = len(read_curve(self.curve_path))
         for step, folder, about in self.checkpoints.newest():
-            wanted = self._about()
-            # what was not yet asked for then was as its default is
-            before = ModelSpec().architecture() | completed(self.spec.kind, about)
-            before = {name: before[name] for name in before.keys() & (about.keys() | wanted.keys())}
-            require_same({**before, "steps": self.spec.steps}, wanted, folder)
-            self._require_same_rates(step, before["steps"], folder)
-            if step > known:
-                warnings.warn(
-                    f"checkpoint {folder} is passed over: its curve ends at step {known}",
-                    stacklevel=2,
-                )
-                continue
-            parallel, checkpoints = self.step.parallel, self.checkpoints
-            read = checkpoints.open if parallel.loads_by_name else checkpoints.load
-            state = read(folder)
-            state["optimizer"].setdefault("state", {})  # empty parts are not stored
-            assert parallel.load is not None, "whatever can be trained with takes a state"
-            parallel.load(state)
-            self.step.scaler.load_state_dict(state.get("scaler", {}))
-            return step
+            self._require_same_run(step, about, folder)
+            if step <= known:
+                self._load(folder)
+                return step
+            warnings.warn(
+                f"checkpoint {folder} is passed over: its curve ends at step {known}",
+                stacklevel=2,
+            )
         return 0
+
+    def _load(self, folder: Path) -> None:
+        """Takes the state of a checkpoint."""
+        parallel = self.step.parallel
+        read = self.checkpoints.open if parallel.loads_by_name else self.checkpoints.load
+        state = read(folder)
+        state["optimizer"].setdefault("state", {})  # empty parts are not stored
+        assert parallel.load is not None, "whatever can be trained with takes a state"
+        parallel.load(state)
+        self.step.scaler.load_state_dict(state.get("scaler", {}))
+
+    def _require_same_run(self, done: int, about: Mapping[str, Any], folder: Path) -> None:
+        """Raises CheckpointError where the checkpoint is of another run than is asked for."""
+        wanted = self._about()
+        # what was not yet asked for then was as its default is
+        before = ModelSpec().architecture() | completed(self.spec.kind, about)
+        before = {name: before[name] for name in before.keys() & (about.keys() | wanted.keys())}
+        require_same({**before, "steps": self.spec.steps}, wanted, folder)
+        self._require_same_rates(done, before["steps"], folder)
 
     def _require_same_rates(self, done: int, steps: int, folder: Path) -> None:
         """Raises CheckpointError where a run of so many steps, of which `done` are done, cannot go
@@ -213,11 +217,16 @@ class Trainer:
         points = self._curve_until(step)
         partial = self.curve_path.with_suffix(".partial")
         with partial.open("w") as file:
-            file.writelines(json.dumps(dataclasses.asdict(point)) + "\n" for point in points)
+            file.writelines(map(_line, points))
             file.flush()
             os.fsync(file.fileno())
         partial.replace(self.curve_path)
         return points
+
+
+def _line(point: LossPoint) -> str:
+    """Of a curve file."""
+    return json.dumps(dataclasses.asdict(point)) + "\n"
 
 
 def read_curve(path: Path) -> list[LossPoint]:
