@@ -71,7 +71,7 @@ def test_what_one_node_cannot_run_is_started_by_torchrun(stepgauge):
 
 def test_what_no_calibration_has_of_the_host_is_said(stepgauge):
     asked = ("plan", *SMALL, "--precision", "bf16", "--top", "1", "--hardware")
-    said = "takes of the host: calibrate this machine again with --ranks"
+    said = "not measured and left out (calibrate --ranks measures it)"
     assert said in stepgauge(*asked, "dgx-h100")[1].split("\nAssumed\n")[1]
 
 
@@ -113,7 +113,7 @@ def test_the_best_that_can_be_run_here_are_run_beside_their_predictions(
     # more ranks than cores: the plan is shown, and why it cannot be run
     monkeypatch.setattr(runnable, "available_cores", lambda: 1)
     status, text, err = stepgauge(*asked, "--verify", "1", "--out", out)
-    assert status == 2 and "What hides" in text
+    assert status == 2 and "Communication beside computing" in text
     assert "has 2 ranks; this machine has 1 cores, one a rank" in err
 
 
@@ -121,7 +121,7 @@ def test_layouts_for_other_machines_are_not_run_here(stepgauge, monkeypatch):
     asked = (*SMALL, "--hardware", HARDWARE / "dgx-h100.json", "--verify", "1")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     status, out, err = stepgauge("plan", *asked)
-    assert status == 2 and "What hides" in out
+    assert status == 2 and "Communication beside computing" in out
     assert "nothing of the plan can be run here: --device 'cuda' is not there" in err
     spec = LayoutSpec(model=ModelSpec.preset("nano"), layout="none", device="cuda")
     gpu = types.SimpleNamespace(type="cuda", __str__=lambda self: "cuda")

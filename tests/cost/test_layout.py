@@ -289,7 +289,7 @@ def test_ranks_that_exchange_heads_attend_over_all_tokens_with_some():
 
 def test_a_pipelines_record_says_how_it_is_cut_and_what_is_not_known():
     cut = step("pp2 1f1b m2 dp2 bucketed", wired(), batch=4, balance="time").note
-    assert cut.startswith("stages of 16, 16 blocks, by predicted time; without what bucketed")
+    assert cut.startswith("stages of 16, 16 blocks, by predicted time; host cost of bucketed")
 
 
 def test_all_forwards_first_hold_no_gradients_at_the_peak():

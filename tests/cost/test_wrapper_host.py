@@ -115,7 +115,7 @@ def test_a_gpu_that_has_much_to_do_hides_the_hooks():
 
 
 def test_what_is_not_calibrated_is_said():
-    words = "without what bucketed takes of the host"
+    words = "host cost of bucketed not measured"
     assert predicted("bucketed", machine()).note.startswith(words)
     assert not predicted("bucketed", machine("bucketed")).note
     assert not predicted("none", machine()).note
@@ -178,8 +178,8 @@ def test_what_axes_take_of_the_host_is_missed():
     links = machine().hardware.links
     with_links = CalibratedMachine(dataclasses.replace(H200, links=[*H200.links, *links]))
     assert not note("tp2", with_links)
-    assert "without what tp2 overlap takes of the host" in note("tp2 overlap", with_links)
-    assert "without what zero2 cp2 takes of the host" in note("zero2 cp2", with_links)
+    assert "host cost of tp2 overlap not measured" in note("tp2 overlap", with_links)
+    assert "host cost of zero2 cp2 not measured" in note("zero2 cp2", with_links)
 
 
 def test_a_step_that_waits_for_its_host_may_be_off_by_more():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from stepgauge.bench import broadcast
 from stepgauge.bench.broadcast import job, record
 from stepgauge.bench.sweep import sweep
 from stepgauge.measure.transfer import Engine
@@ -79,6 +80,24 @@ def test_figures_of_a_row():
     assert row.median("of_host_link") == pytest.approx(0.8)
     assert row.median("bound_ms") == pytest.approx(20)
     assert row.median("of_bound") == pytest.approx(0.8)
+
+
+def test_a_bound_rests_on_the_best_that_the_links_gave_before_and_after(monkeypatch):
+    """Of a machine that was busy while the links were measured the first time."""
+    busy = Rates(host_link=1e3, host_links=1e3, peer_link=1e9, host_copy=1e3)
+    quiet = Rates(host_link=1e12, host_links=1e12, peer_link=1e3, host_copy=1e12)
+    found = iter([busy, quiet])
+    monkeypatch.setattr(broadcast, "rates", lambda *link: next(found))
+    row = broadcast.run(BroadcastSpec(schedule="naive", size_bytes=1000, repeats=1, warmup=0))
+    assert row.median("bound_ms") == pytest.approx(1000 * 2 / 1e12 * 1e3)
+    assert row.median("peer_link_gb_per_s") == pytest.approx(1) and not row.note
+
+
+def test_a_bound_that_was_beaten_is_called_none():
+    slow = Rates(host_link=6e9, host_links=6e9, peer_link=6e9, host_copy=6e9)
+    row = record(BroadcastSpec(schedule="naive", size_bytes=10**9), [120.0], slow)
+    assert row.note == broadcast.NO_BOUND
+    assert not record(BroadcastSpec(schedule="naive", size_bytes=10**9), [330.0], slow).note
 
 
 @pytest.mark.gpu

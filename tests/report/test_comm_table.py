@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from stepgauge.report.answers import answer
 from stepgauge.report.comm import comm_table, fit_table, links
 from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.record import Record, Sample
@@ -39,3 +40,20 @@ def test_no_cost_of_a_call_and_an_error_of_one_size_are_called_what_they_are():
     assert row["α µs"] == 0 and "α is not above zero" in row["remark"]
     (row, *_) = fitted({size: 1 + size / 2**20 for size in sizes[:4]}).rows
     assert row[-1] == "an error is of one size alone"
+
+
+def test_the_answer_names_the_rows_that_its_figures_are_of_and_leaves_disturbed_ones_out():
+    def row(algorithm, size, time, busbw):
+        spec = dataclasses.asdict(CommSpec(algorithm=algorithm, size_bytes=size))
+        metrics = {"time_ms": Sample.of(time, "ms"), "busbw_gb_per_s": Sample.exact(busbw, "GB/s")}
+        return Record(kind="comm", spec=spec, metrics=metrics)
+
+    disturbed = row("ring", 10 * 2**20, [1.0, 5.0, 9.0], 2.079)
+    rows = [row("library", 10 * 2**20, [8.8], 1.19), row("ring", 2**16, [0.3875], 0.17), disturbed]
+    assert answer(rows) == (
+        "Of the undisturbed rows all_reduce reaches 1.190 GB/s of bus bandwidth at most (10 MiB over "
+        "gloo, 2 ranks); the quickest row takes 387.5 µs (64 KiB over gloo (our ring), 2 ranks)."
+    )
+    assert answer([disturbed]) == (
+        "All rows of all_reduce were disturbed: none says what the links give."
+    )

@@ -133,7 +133,7 @@ def _headed(
     if has_formulas(spec):
         asked = LayoutSpec(**{**best.spec, "model": spec.model})
         hides = [each.sentence for each in overlaps(asked, machine)]
-        yield "What hides, by formula", [*hides, *_exposed(best)]
+        yield "Communication beside computing, by formula", [*hides, *_exposed(best)]
         yield "Orders of magnitude of a micro-batch", [magnitudes(scales(asked))]
         yield "What else fits", _answers(spec, found, machine)
     notes = dict.fromkeys(row.note for row in shown if row.note)

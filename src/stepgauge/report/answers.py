@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from stepgauge.report.comm import asked, moved_by
 from stepgauge.report.figure import short, short_bytes
 from stepgauge.report.findings import CHOICES, Pair, is_comparable, pairs
 from stepgauge.report.layout import layout_answer
@@ -120,17 +121,20 @@ def comm_answer(records: Sequence[Record]) -> str:
     own = [record for record in records if record.spec["op"] == op]
     own = [record for record in own if record.spec["device"] != "cpu"] or own
     timed = [record for record in own if record.median("busbw_gb_per_s")]
-    if not timed:
-        return ""
-    widest = max(timed, key=lambda record: record.median("busbw_gb_per_s") or 0.0)
-    soonest = min(timed, key=lambda record: record.median("time_ms") or 0.0)
-    over = f"{widest.spec['backend']}, {widest.spec['ranks']} ranks"
-    bandwidth = number(widest.median("busbw_gb_per_s"))
-    least_us = number(1e3 * (soonest.median("time_ms") or 0.0))
+    held, among = undisturbed(timed)
+    if not held:
+        return f"All rows of {op} were disturbed: none says what the links give." if timed else ""
+    widest = max(held, key=lambda record: record.median("busbw_gb_per_s") or 0.0)
+    soonest = min(held, key=lambda record: record.median("time_ms") or 0.0)
     return (
-        f"{op} over {over} reaches {bandwidth} GB/s of bus bandwidth at {_bytes(widest)}; the "
-        f"quickest row takes {least_us} µs at {_bytes(soonest)}."
+        f"{among}{op} reaches {number(widest.median('busbw_gb_per_s'))} GB/s of bus bandwidth at "
+        f"most ({_moved(widest)}); the quickest row takes "
+        f"{number(1e3 * (soonest.median('time_ms') or 0.0))} µs ({_moved(soonest)})."
     )
+
+
+def _moved(record: Record) -> str:
+    return f"{_bytes(record)} over {moved_by(asked(record))}, {record.spec['ranks']} ranks"
 
 
 def _bytes(record: Record) -> str:

@@ -60,13 +60,13 @@ def _us(ms: float | None) -> float | None:
 
 
 def _over(spec: CommSpec) -> str:
-    where = " (GPU tensors)" if spec.backend == "gloo" and spec.device != "cpu" else ""
-    over = f"{spec.backend}{where}"
+    by = ["our ring"] if spec.algorithm == "ring" else []
+    by += ["GPU tensors"] if spec.backend == "gloo" and spec.device != "cpu" else []
     nodes = f", {spec.nodes} nodes" if spec.nodes > 1 else ""
-    return (f"ring over {over}" if spec.algorithm == "ring" else over) + nodes
+    return spec.backend + (f" ({', '.join(by)})" if by else "") + nodes
 
 
-def _how(spec: CommSpec) -> str:
+def moved_by(spec: CommSpec) -> str:
     """What moves the bytes and, where it is not the usual clock, the clock."""
     return _over(spec) if spec.timing == "pipelined" else f"{_over(spec)}, {spec.timing}"
 
@@ -121,7 +121,7 @@ def fit_table(fitted: Sequence[Link]) -> Table:
             below, above = errors if index == 0 else (None, None)
             to = piece.to_bytes or found.range_bytes[1]
             rows.append({
-                "op": spec.op, "over": _how(spec), "ranks": spec.ranks, "from B": start, "to B": to,
+                "op": spec.op, "over": moved_by(spec), "ranks": spec.ranks, "from B": start, "to B": to,
                 "α µs": piece.alpha_ms * 1e3, "1/β GB/s": _rate(piece.bytes_per_s),
                 "held out < 1 MiB %": below and 100 * below,
                 "held out ≥ 1 MiB %": above and 100 * above,
@@ -165,7 +165,7 @@ def comm_blocks(records: Sequence[Record]) -> list[Block]:
     groups: dict[tuple[int, str], list[Record]] = {}
     for record in good:
         spec = asked(record)
-        groups.setdefault((spec.ranks, _how(spec)), []).append(record)
+        groups.setdefault((spec.ranks, moved_by(spec)), []).append(record)
     for (ranks, how), here in groups.items():
         for part in _portions(_by_operation(here, "busbw_gb_per_s")):
             svg = lines(
@@ -238,6 +238,6 @@ def _fit_plot(found: Link, records: Sequence[Record]) -> Plot:
     told = f" {of} from 1 MiB: {100 * errors:.2f} %." if errors is not None else ""
     return Plot(
         svg,
-        f"{spec.op} over {_how(spec)}, {spec.ranks} ranks: the fit through the measured "
+        f"{spec.op} over {moved_by(spec)}, {spec.ranks} ranks: the fit through the measured "
         f"sizes.{told}",
     )

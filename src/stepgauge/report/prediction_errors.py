@@ -166,7 +166,7 @@ def sentence(records: Sequence[Record]) -> str:
     if peaks:
         said += f" Of peak memory: mean {statistics.fmean(peaks):.2%}, at most {max(peaks):.2%}."
     if any(DISTURBED_FILE in each.row.prediction.note for each in found if each.row.prediction):
-        said += f" The hardware file {DISTURBED_FILE}: no error of these is the model's alone."
+        said += f" The hardware file {DISTURBED_FILE}: part of each error may be the calibration's."
     ranked = groups(found)
     if ranked:
         first = sum(group.rank == 1 for group in ranked)

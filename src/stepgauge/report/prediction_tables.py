@@ -74,10 +74,10 @@ def group_table(records: Sequence[Record]) -> Table:
         for group in groups(found)
     ]
     return Table(
-        ["fastest of its group", "rows", "predicted rank", "loss by the prediction's choice"],
+        ["fastest of its group", "rows", "predicted rank", "predicted best slower by"],
         rows,
         names=1,
-        formats={"loss by the prediction's choice": "+.1%"},
+        formats={"predicted best slower by": "+.1%"},
         caption="Rows that do the same step on as many ranks." if rows else "",
     )
 

@@ -170,6 +170,11 @@ class Rates:
     peer_link: float
     host_copy: float
 
+    def best(self, other: "Rates") -> "Rates":
+        """The larger of each."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return Rates(**{name: max(getattr(self, name), getattr(other, name)) for name in names})
+
     def bound_s(self, schedule: BroadcastPlan) -> float:
         """No run can be shorter: the busiest link needs as long for its bytes."""
         from_host: Counter[Place] = Counter()  # bytes by the GPU that they go to

@@ -68,7 +68,7 @@ def answer(records: Sequence[Record]) -> str:
         if stock and ours:
             told.append(
                 f"{size} takes {number(min(ours))} ms with our parts and {number(min(stock))} ms "
-                f"with the best of torch's: {min(ours) / min(stock):.3f} of it"
+                f"with the best of torch's: {min(stock) / min(ours):.3f} times as fast"
             )
     return f"{'; '.join(told)}." if told else ""
 

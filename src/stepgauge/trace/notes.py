@@ -96,6 +96,6 @@ def _of_steps(trace: Trace, works: Sequence[Work]) -> Iterator[str]:
         )
     if not trace.marked:
         yield (
-            "No step is marked (prof.step() of the profiler's schedule does): all of the trace is "
-            "taken as one step."
+            "The trace has no step marks, which the profiler's prof.step() writes: all of it is taken "
+            "as one step."
         )

@@ -54,7 +54,7 @@ def _has_hooks(work: WorkSpec, machine: CalibratedMachine, layout: Layout) -> bo
 
 
 def unknown_host(machine: CalibratedMachine, work: WorkSpec, layout: Layout) -> str:
-    """A sentence where a prediction is without what the layout takes of the host; or ""."""
+    """A sentence where the hardware file lacks what the layout takes of the host; or ""."""
     if work.device.startswith("cpu") or layout.ranks == 1 or _has_hooks(work, machine, layout):
         return ""
     cut, wrapper = layout.launched, layout.wrapper
@@ -65,7 +65,7 @@ def unknown_host(machine: CalibratedMachine, work: WorkSpec, layout: Layout) -> 
         missing = str(cut)
     if not missing:
         return ""
-    return f"without what {missing} takes of the host: calibrate this machine again with --ranks"
+    return f"host cost of {missing} not measured and left out (calibrate --ranks measures it)"
 
 
 def _fitted(rows: Sequence[Row]) -> Hooks:
