@@ -39,6 +39,10 @@ def test_tables_fit_80_columns_and_say_once_what_rows_share(monkeypatch, stepgau
     assert stepgauge("plan", *SMALL, *asked)[0] == 0
     assert "tokens a step in fp32 on 8 x NVIDIA H100" in tables[0].caption
     assert "accumulation 1" in tables[0].caption and "accumulation" in tables[0].hidden
+    ranked, parts = ([dict(zip(t.columns, row, strict=True)) for row in t.rows] for t in tables)
+    for row, held in zip(ranked, parts, strict=True):
+        assert held["peak"] == pytest.approx(row["peak GiB"])
+        assert held["peak"] + held["outside"] == pytest.approx(held["in all"])
     for table in tables:
         part = console._that_fits(table.for_eyes(), 80)
         assert list(part.columns[:2]) == ["#", "layout"]
@@ -72,7 +76,9 @@ def test_what_one_node_cannot_run_is_started_by_torchrun(stepgauge):
 def test_what_no_calibration_has_of_the_host_is_said(stepgauge):
     asked = ("plan", *SMALL, "--precision", "bf16", "--top", "1", "--hardware")
     said = "not measured and left out (calibrate --ranks measures it)"
-    assert said in stepgauge(*asked, "dgx-h100")[1].split("\nAssumed\n")[1]
+    text = stepgauge(*asked, "dgx-h100")[1]
+    assert said in text.split("\nAssumed\n")[1] and "± is what a step may be off by" in text
+    assert "values of a hidden state" in text
 
 
 def test_why_no_layout_that_fits_is_predicted_is_told(stepgauge):

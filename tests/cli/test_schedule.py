@@ -117,6 +117,9 @@ def test_check_says_what_is_held(stepgauge):
     status, out, _ = stepgauge("schedule", "check", "zb-h1", "--format", "json")
     assert status == 0
     assert [row["most held"] for row in json.loads(out)] == [4.0] * 4
+    _, out, _ = stepgauge("schedule", "check", "1f1b", "--bound", "4")
+    assert "It can run: each stage runs each micro-batch forward and backward once" in out
+    assert "A rank holds 4 micro-batches of a stage at most, within the bound of 4." in out
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,12 @@ def test_1024_gpus_are_planned_without_torch():
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    for words in ("Communication beside computing", "dp1024 zero3", "largest micro-batch", "stepgauge bench layout"):
+    for words in (
+        "Communication beside computing",
+        "dp1024 zero3",
+        "largest micro-batch",
+        "stepgauge bench layout",
+    ):
         assert words in done.stdout
 
 

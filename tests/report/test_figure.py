@@ -57,3 +57,15 @@ def test_short():
 def test_more_series_than_colours_are_refused():
     with pytest.raises(ValueError, match="7 series in one plot; it can show 6"):
         figure.lines({str(i): ([1], [1]) for i in range(7)}, x="x", y="y")
+
+
+def test_logarithmic_axes_say_so_and_have_ticks_at_1_2_and_5_of_each_power_of_ten():
+    ends = [30.5, 80.5]
+    svg = figure.lines(
+        {"same": (ends, ends)}, x="measured", y="predicted",
+        scales={"x": figure.short, "y": figure.short},
+    )  # fmt: skip
+    assert ">measured (log scale)<" in svg and ">predicted (log scale)<" in svg
+    assert svg.count(">50<") == 2 and ">32<" not in svg
+    sizes = figure.lines({"a": ([16, 32], [1, 2])}, x="x", y="y", scales={"x": figure.short})
+    assert ">16<" in sizes and ">32<" in sizes and "y (log" not in sizes

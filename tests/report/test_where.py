@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from stepgauge.report.facts import measured_where
+from stepgauge.report.facts import measured_where, page_facts
 
 MACHINE = {
     "device": "Test GPU", "device_bytes": 80 * 2**30, "cpu": "Test CPU", "cores": 8, "os": "Linux 6",
@@ -30,3 +30,11 @@ def test_what_is_not_known_is_left_out(record):
     assert measured_where(
         [dataclasses.replace(record(), environment={"device": "Test GPU"}), failed]
     ) == {"Device": "Test GPU"}
+
+
+def test_disturbed_rows_are_counted_among_those_that_were_measured(record):
+    rows = [record(step=[1.0, 9.0]), record(size="tiny", step=[1.0, 1.0])]
+    predicted = [dataclasses.replace(row, provenance="modelled") for row in rows]
+    assert page_facts([*rows, *predicted])["Spread"].startswith(
+        "1 of 2 measured rows are disturbed"
+    )

@@ -233,6 +233,13 @@ def test_published_rows_stand_beside_the_nearest_of_ours(tmp_path):
     assert alone["batch × context here"] == "not run here"
 
 
+def test_published_figures_that_nothing_here_is_like_stand_alone():
+    table = published.beside("step-time", [])
+    assert table.folded and table.caption.startswith("Published figures; nothing like them ran")
+    assert not any("here" in column for column in table.columns)
+    assert "published forward ms" in table.columns
+
+
 def test_published_figures_are_records_of_known_experiments_and_sources():
     rows = published._file()["rows"]
     assert {row["experiment"] for row in rows} <= set(NAMES)

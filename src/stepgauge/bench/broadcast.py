@@ -13,7 +13,9 @@ from stepgauge.spec.broadcast import BLOCKLESS, BroadcastSpec, Rates
 from stepgauge.spec.record import Record, Sample
 
 NOISE = 1.05  # of the time: a bound that is this much longer is none
-NO_BOUND = "the links were slower alone than in the schedule: other work slowed them, no bound holds"
+NO_BOUND = (
+    "the links were slower alone than in the schedule: other work slowed them, no bound holds"
+)
 
 
 def job(spec: BroadcastSpec) -> Job:

@@ -21,6 +21,7 @@ from stepgauge.cost.planning.planner import (
     longest_of_all,
     plan,
 )
+from stepgauge.cost.rates.estimate import SLOWER_HOST
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import Prices
 from stepgauge.cost.streams.program import DATA
@@ -148,7 +149,7 @@ def _started(command: str, spec: PlanSpec, machine: CalibratedMachine) -> str:
     nodes = next(n for n in range(fewest, spec.gpus + 1) if spec.gpus % n == 0)
     return (
         f"torchrun --nnodes {nodes} --nproc-per-node {spec.gpus // nodes} --node-rank N "
-        f"--master-addr HOST -m {command} (on each node: docs/multi-node.md)"
+        f"--master-addr HOST -m {command} (on each node; N is its number from 0, HOST the first one's address)"
     )
 
 
@@ -234,6 +235,10 @@ def _answers(spec: PlanSpec, found: Plan, machine: CalibratedMachine) -> Iterato
 
 def _assumptions(spec: PlanSpec, machine: CalibratedMachine) -> Iterator[str]:
     hardware = machine.hardware
+    yield (
+        "± is what a step may be off by: each of its terms by how it was found, and a host that takes "
+        f"{SLOWER_HOST:g} times as long, which is most of it where steps are short"
+    )
     if isinstance(spec.model, ModelSpec) and not has_formulas(spec):
         yield (
             "layouts were screened as those of a dense network with causal attention that computes as "

@@ -100,8 +100,20 @@ def check_(
     table = rank_table(simulate(found.schedule, durations), found)
     if format == "text":
         print_table(table)
+        print(f"{PROVEN} {_bounded(found, bound)}")
     else:
         print_in(format, table)
+
+
+PROVEN = (
+    "It can run: each stage runs each micro-batch forward and backward once, everything that is read "
+    "is sent before, and no action waits for itself."
+)
+
+
+def _bounded(found: Checked, bound: float | None) -> str:
+    most = f"A rank holds {max(found.peak):g} micro-batches of a stage at most"
+    return f"{most}." if bound is None else f"{most}, within the bound of {bound:g}."
 
 
 @app.command(name="simulate")

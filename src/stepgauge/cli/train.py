@@ -19,6 +19,7 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 from stepgauge.spec.train import BYTES, DEFAULT_CORPUS, TrainSpec
+from stepgauge.spec.units import NATS_PER_BIT
 from stepgauge.spec.user_model import UserModel
 
 if TYPE_CHECKING:
@@ -136,7 +137,9 @@ def _train(spec: TrainSpec, out: Path) -> str:
     from stepgauge.train.loop import LossPoint
 
     store = RunStore(out)
-    unit = "" if isinstance(spec.model, UserModel) else " bits/byte"
+    # of text both losses in nats a token, which is a byte; a user's model has a loss of its own
+    is_text = not isinstance(spec.model, UserModel)
+    unit, scale = (" nats a token", NATS_PER_BIT) if is_text else ("", 1.0)
     with store.held(), progress(spec.steps, "steps") as (bar, task):
         told = 0.0
 
@@ -144,10 +147,11 @@ def _train(spec: TrainSpec, out: Path) -> str:
             nonlocal told
             bar.update(task, completed=point.step, description=f"loss {point.loss:.3f}")
             is_quiet = time.monotonic() - told > QUIET_S and not error_console.is_terminal
-            evaluated = point.held_out is not None
-            if evaluated or not told or is_quiet:
-                of_text = f", held-out {point.held_out:.4f}{unit}" if evaluated else ""
-                tell(f"step {point.step} of {spec.steps}: loss {point.loss:.4f}{of_text}")
+            held_out = ""
+            if point.held_out is not None:
+                held_out = f", held out {scale * point.held_out:.4f}"
+            if held_out or not told or is_quiet:
+                tell(f"step {point.step} of {spec.steps}: loss {point.loss:.4f}{held_out}{unit}")
                 told = time.monotonic()
 
         def resumed(step: int) -> None:
@@ -194,8 +198,8 @@ def _told(spec: TrainSpec, record: Record, out: Path) -> str:
     else:
         vocabulary = record.environment["vocab_size"]
         losses = (
-            f"loss {first:.3f} -> {last:.3f} nats a token (vocabulary {vocabulary:,}), "
-            f"held out {held_out:.3f} bits a byte"
+            f"loss {first:.3f} -> {last:.3f} nats a token (vocabulary {vocabulary:,}), held out "
+            f"{NATS_PER_BIT * (held_out or 0.0):.3f} ({held_out:.3f} bits a byte)"
         )
     ranks = f", {spec.ranks} ranks" if spec.ranks > 1 else ""
     # A run that was at its end has no rate of today: another machine may have trained it.

@@ -15,6 +15,7 @@ from stepgauge.spec.fallbacks import fallbacks
 from stepgauge.spec.kernel import KERNELS, OURS
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import TRAINING_PHASES
+from stepgauge.spec.units import NATS_PER_BIT
 
 SAME = 0.05  # relative: a change below it is called none
 NOT_OURS = "Our kernels did not run on this machine: nothing here measures them."
@@ -233,9 +234,15 @@ def train_answer(records: Sequence[Record]) -> str:
     told = []
     for record in records:
         first, last, held_out = (record.median(n) for n in ("first_loss", "last_loss", "held_out"))
-        if first is not None and last is not None:
-            held = f"; held out {short(held_out)} bits a byte" if held_out else ""
-            told.append(f"The loss fell from {short(first)} to {short(last)} nats a token{held}.")
+        if first is None or last is None:
+            continue
+        fell = f"The loss fell from {short(first)} to {short(last)}"
+        if "corpus_bytes" in record.environment:
+            held = f", held out to {short(held_out * NATS_PER_BIT)}" if held_out else ""
+            bits = f" ({short(held_out)} bits a byte)" if held_out else ""
+            told.append(f"{fell}{held} nats a token{bits}.")
+        else:
+            told.append(f"{fell}{f', held out to {short(held_out)}' if held_out else ''}.")
     return " ".join(told[:2])
 
 

@@ -21,13 +21,14 @@ def page_facts(records: Sequence[Record]) -> dict[str, str]:
         facts["Dense peak"] = f"{rates} TFLOP/s ({known.source})"
     if any("tflop_per_s" in record.metrics for record in records):
         facts["FLOPs"] = FLOP_CONVENTION
-    disturbed = sum(map(is_disturbed, records))
-    if disturbed:
-        facts["Spread"] = (
-            f"{disturbed} of {len(records)} rows are disturbed ({CRITERION}). No finding rests on them."
-        )
     ok = [record for record in records if record.status == "ok"]
     measured = sum(record.provenance == "measured" for record in ok)
+    disturbed = sum(is_disturbed(r) for r in ok if r.provenance == "measured")
+    if disturbed:
+        facts["Spread"] = (
+            f"{disturbed} of {measured} measured rows are disturbed ({CRITERION}). No finding rests "
+            "on them."
+        )
     counts = {
         "measured": measured,
         "predicted": len(ok) - measured,

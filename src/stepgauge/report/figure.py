@@ -9,7 +9,7 @@ import contextlib
 import html
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from stepgauge.report.numbers import Doubtful
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 # Placeholder -> CSS variable. Any colours that nothing else draws with.
 INK, FAINT, GRID = "#010203", "#010204", "#010205"
@@ -212,10 +213,12 @@ def lines(
                     _note(axes, "†", (at, value), (3, 3), color=INK)
         if level:
             axes.axhline(level[1], color=FAINT, linestyle=DASHED, linewidth=1.2, label=level[0])
-        _logarithmic(axes, scales)
+        axes.set(xlabel=x, ylabel=y)
+        places = [value for xs, _ in curves.values() for value in xs]
+        _whole_ticks(axes, places)
+        _logarithmic(axes, scales, places)
         if ends:
             axes.set_ylim(*ends)
-        axes.set(xlabel=x, ylabel=y)
         axes.margins(x=0.02)
         _legend(axes)
     return described(output[0], _curves_in_words(curves, x, y))
@@ -271,28 +274,49 @@ def roofline(
         for name, (intensity, rate) in points.items():
             axes.plot([intensity], [rate], "o", markersize=7, label=name)
         axes.plot([ends[0], ridge, ends[1]], roof, color=FAINT, label="measured roof")
-        _logarithmic(axes, {"x": short, "y": short})
         axes.set(xlabel="FLOP a byte", ylabel="TFLOP/s")
+        _logarithmic(axes, {"x": short, "y": short}, intensities)
         _legend(axes)
     told = [f"{n}: {short(y)} TFLOP/s at {short(x)} FLOP a byte" for n, (x, y) in points.items()]
     limits = f"{short(peak_tflop_per_s)} TFLOP/s and {short(bandwidth_gb_per_s)} GB/s"
     return described(output[0], f"{'; '.join(told)}. The roof is {limits}.")
 
 
-def _logarithmic(axes: "Axes", scales: Scales) -> None:
-    """Scales whose ticks are written out: powers of two along x; 1, 2 and 5 along y."""
+def _whole_ticks(axes: "Axes", xs: Sequence[float]) -> None:
+    """Where x counts something, no tick lies between two counts."""
+    from matplotlib.ticker import MaxNLocator
+
+    if all(isinstance(value, int) for value in xs):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _logarithmic(axes: "Axes", scales: Scales, xs: Iterable[float]) -> None:
+    """Scales whose ticks are written out, and labels that say so: powers of two along whole numbers
+    of x; else 1, 2 and 5.
+    """
     if "x" in scales:
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda value, _: scales["x"](value))
-        axes.xaxis.set_minor_formatter("")
+        if all(float(value).is_integer() for value in xs):
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(lambda value, _: scales["x"](value))
+            axes.xaxis.set_minor_formatter("")
+        else:
+            axes.set_xscale("log")
+            _label_decades(axes.xaxis, scales["x"], axes.get_xlim())
+        axes.set_xlabel(f"{axes.get_xlabel()} (log scale)")
     if "y" in scales:
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(lambda value, _: scales["y"](value))
-        low, high = axes.get_ylim()
-        between = "25" if high < MOST_LABELLED_BETWEEN * low else ""
-        axes.yaxis.set_minor_formatter(
-            lambda value, _: scales["y"](value) if between and f"{value:e}"[0] in between else ""
-        )
+        _label_decades(axes.yaxis, scales["y"], axes.get_ylim())
+        axes.set_ylabel(f"{axes.get_ylabel()} (log scale)")
+
+
+def _label_decades(
+    axis: "Axis", written: Callable[[float], str], ends: tuple[float, float]
+) -> None:
+    between = "25" if ends[1] < MOST_LABELLED_BETWEEN * ends[0] else ""
+    axis.set_major_formatter(lambda value, _: written(value))
+    axis.set_minor_formatter(
+        lambda value, _: written(value) if between and f"{value:e}"[0] in between else ""
+    )
 
 
 def _require_few(series: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from stepgauge.spec.layout import Layout
 from stepgauge.spec.record import Record
 from stepgauge.spec.units import GIB
 
+OUTSIDE = "(outside)"
 SETTINGS = ("micro batch", "accumulation", "checkpointing")
 
 
@@ -60,19 +61,25 @@ def _percent(fraction: float | None) -> float | None:
 
 
 def parts_table(rows: Sequence[Record]) -> Table:
-    """The peak of each layout by part, in GiB, with what lies outside of torch's count."""
+    """The memory of each layout by part, in GiB: torch's peak, what lies outside of it, both."""
     parts = [_memory_parts(row) for row in rows]
     in_all: dict[str, float] = {}
     for each in parts:
         for name, nbytes in each.items():
             in_all[name] = in_all.get(name, 0.0) + nbytes
-    names = sorted(in_all, key=lambda name: -in_all[name])
+    names = sorted(in_all, key=lambda name: (name.endswith(OUTSIDE), -in_all[name]))
     shown = []
     for place, (row, each) in enumerate(zip(rows, parts, strict=True), start=1):
+        outside = sum(nbytes for name, nbytes in each.items() if name.endswith(OUTSIDE))
+        whole = sum(each.values())
         cells = [each[name] / GIB if name in each else None for name in names]
-        shown.append([place, row.spec["layout"], sum(each.values()) / GIB, *cells])
-    columns = ["#", "layout", "in all", *names]
-    return Table(columns, shown, names=2, caption="Memory of the fullest rank, GiB")
+        sums = [nbytes / GIB for nbytes in (whole - outside, outside, whole)]
+        shown.append([place, row.spec["layout"], *sums, *cells])
+    columns = ["#", "layout", "peak", "outside", "in all", *names]
+    caption = (
+        "Memory of the fullest rank, GiB: torch's peak, what the device holds outside of it, both"
+    )
+    return Table(columns, shown, names=2, caption=caption)
 
 
 def _memory_parts(row: Record) -> dict[str, float]:
@@ -81,5 +88,5 @@ def _memory_parts(row: Record) -> dict[str, float]:
 
 
 def magnitudes(scales: Mapping[str, float]) -> str:
-    """Orders of magnitude by name, in one line."""
-    return ", ".join(f"{name} {value:.1e}" for name, value in scales.items())
+    """Orders of magnitude, in one line; each name says what is counted."""
+    return ", ".join(f"{value:.1e} {name}" for name, value in scales.items())

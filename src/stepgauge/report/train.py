@@ -3,11 +3,12 @@
 import math
 from collections.abc import Sequence
 
-from stepgauge.report.figure import lines
+from stepgauge.report.figure import Curve, lines
 from stepgauge.report.numbers import number
 from stepgauge.report.page import Block, Plot, Text
 from stepgauge.report.views import record_table
 from stepgauge.spec.record import Record
+from stepgauge.spec.units import NATS_PER_BIT
 
 
 def train_blocks(records: Sequence[Record]) -> list[Block]:
@@ -17,19 +18,19 @@ def train_blocks(records: Sequence[Record]) -> list[Block]:
 
 
 def _curves(record: Record) -> list[Block]:
+    """The losses in one unit in one plot: of text in nats a token, which is a byte."""
     curve = record.series
     is_text = "corpus_bytes" in record.environment  # a user's model has a loss of its own
-    training = (curve["step"], curve["loss"])
-    trained = lines({"training loss": training}, x="step", y="nats a token" if is_text else "loss")
-    shown: list[Block] = [Text(_corpus(record))] if is_text else []
-    shown.append(Plot(trained, "Training loss, each step."))
-    series = "held_out_bits_per_byte" if is_text else "held_out_loss"
-    if series in curve:
-        held_out = {"held out": (curve["held_out_step"], curve[series])}
-        unit = "bits a byte" if is_text else "loss"
-        drawn = lines(held_out, x="step", y=unit, dots=("held out",), height=2.4)
-        shown.append(Plot(drawn, "Held-out loss."))
-    return shown
+    drawn: dict[str, Curve] = {"training loss": (curve["step"], curve["loss"])}
+    if is_text and "held_out_bits_per_byte" in curve:
+        nats = [bits * NATS_PER_BIT for bits in curve["held_out_bits_per_byte"]]
+        drawn["held-out loss"] = (curve["held_out_step"], nats)
+    elif "held_out_loss" in curve:
+        drawn["held-out loss"] = (curve["held_out_step"], curve["held_out_loss"])
+    unit = "nats a token" if is_text else "loss"
+    svg = lines(drawn, x="step", y=unit, dots=("held-out loss",))
+    caption = "Training loss, each step" + (", and held-out loss." if len(drawn) > 1 else ".")
+    return [*([Text(_corpus(record))] if is_text else []), Plot(svg, caption)]
 
 
 def _corpus(record: Record) -> str:

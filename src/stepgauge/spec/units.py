@@ -1,7 +1,10 @@
-"""Units of memory, in bytes, and whole numbers that are rounded up."""
+"""Units of memory, in bytes, and of losses; whole numbers that are rounded up."""
+
+import math
 
 MIB = 2**20
 GIB = 2**30
+NATS_PER_BIT = math.log(2)
 
 
 def ceil_div(whole: int, part: int) -> int:

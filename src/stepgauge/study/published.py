@@ -60,21 +60,26 @@ def beside(experiment: str, records: Sequence[Record], note: str = "Hardware dif
     """
     theirs = published(experiment)
     fields = [name for name in differing(theirs) if name not in LOAD]
+    pairs = [(their, nearest(records, their.spec)) for their in theirs]
+    is_beside = any(plotted(ours, name) for their, ours in pairs if ours for name in their.metrics)
     rows = []
-    for their in theirs:
-        ours = nearest(records, their.spec)
+    for their, ours in pairs:
         row: dict[str, Any] = {
             "row": " ".join(f"{n}={their.spec[n]}" for n in fields if n in their.spec)
         }
         for metric, sample in their.metrics.items():
             name, here = heading(metric, sample.unit), plotted(ours, metric) if ours else None
-            row |= {f"here {name}": scaled(here, sample.unit)}
+            row |= {f"here {name}": scaled(here, sample.unit)} if is_beside else {}
             row |= {f"published {name}": scaled(sample.median, sample.unit)}
-        at = {"batch × context here": _load(ours), "published batch × context": _load(their)}
-        rows.append(row | (at if set(LOAD) <= their.spec.keys() else {}) | {"source": their.source})
-    caption = f"Beside published figures. {legend([row['source'] for row in rows])}. {note}."
-    measured = any(row[name] for row in rows for name in row if name.startswith("here"))
-    return Table.from_rows(rows, caption=caption, names=1, folded=not measured)
+        if set(LOAD) <= their.spec.keys():
+            row |= {"batch × context here": _load(ours)} if is_beside else {}
+            row |= {"published batch × context": _load(their)}
+        rows.append(row | {"source": their.source})
+    head = (
+        "Beside published figures" if is_beside else "Published figures; nothing like them ran here"
+    )
+    caption = f"{head}. {legend([row['source'] for row in rows])}. {note}."
+    return Table.from_rows(rows, caption=caption, names=1, folded=not is_beside)
 
 
 def _load(record: Record | None) -> str:

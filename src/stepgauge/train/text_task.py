@@ -1,13 +1,13 @@
 """A language model on a corpus as the task of a training run."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from stepgauge.spec.train import BYTES, TrainSpec
+from stepgauge.spec.units import NATS_PER_BIT
 from stepgauge.train.build import build_step
 from stepgauge.train.data import Corpus, read_text
 from stepgauge.train.rank_share import SINGLE_PROCESS, RankShare
@@ -77,4 +77,4 @@ def bits_per_byte(
         total += loss.double().cpu() * len(micro[0])
     if place.ranks > 1:
         total = place.mean(total.to(step.device))
-    return total.item() / len(tokens) / math.log(2)
+    return total.item() / len(tokens) / NATS_PER_BIT

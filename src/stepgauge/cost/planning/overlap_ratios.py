@@ -118,10 +118,10 @@ def typical_scales(
     """
     weights = blocks * block_weights + 2 * vocabulary * width
     return {
-        "hidden state": tokens * width,
+        "values of a hidden state": tokens * width,
         "weights of a block": block_weights,
         "weights of embedding and head": 2 * vocabulary * width,
-        "weights": weights,
+        "weights in all": weights,
         "forward FLOPs": FORWARD_FLOPS * tokens * (weights - vocabulary * width),
         "backward FLOPs": BACKWARD_FLOPS * tokens * (weights - vocabulary * width),
     }
