@@ -1,4 +1,4 @@
-"""Every command that README and the guides show is one that there is."""
+"""Every command that README and the guides show is one that there is, and every link leads somewhere."""
 
 import re
 import shlex
@@ -11,6 +11,8 @@ from stepgauge.cli import rows
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+CODE = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)
 
 
 def commands(text):
@@ -34,3 +36,15 @@ def test_commands_take_the_options_that_are_shown(path, monkeypatch):
 def test_commands_are_found():
     found = [each for path in DOCUMENTS for each in commands(path.read_text("utf-8"))]
     assert len(found) > 40 and ["study"] in found
+
+
+def test_links_within_the_repository_lead_to_files():
+    linked = [
+        (path, link)
+        for path in [*DOCUMENTS, *(ROOT / "docs" / "log").glob("*.md")]
+        for link in re.findall(r"\]\(([^)#\s]+)", CODE.sub("", path.read_text("utf-8")))
+        if not re.match(r"[a-z]+:", link)
+    ]
+    assert len(linked) > 100
+    dead = [f"{path.name}: {link}" for path, link in linked if not (path.parent / link).exists()]
+    assert not dead

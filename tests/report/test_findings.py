@@ -164,9 +164,15 @@ def test_a_choice_is_answered_by_ratio_and_phase(record):
 
     rows = [row(80.0, 20.0), row(40.0, 20.2, precision="bf16")]
     said = choice_answer(rows, "precision")
-    assert "precision=bf16 is 1.66 times as fast as precision=fp32" in said
+    speeds = "precision=bf16 is 1.66 times as fast as precision=fp32"
+    assert said.startswith(f"{speeds} (measured apart, not in turns). With precision=bf16 at ")
     assert "forward 2.0 × faster, optimizer gains nothing" in said
     assert len(pairs(rows, {"precision": "fp32"})) == 1
+    fp16 = row(90.0, 20.0, precision="fp16")
+    turned = [of_turns([each] * 3, "2026-11-23T10:00:00+00:00") for each in rows]
+    assert choice_answer([*turned, fp16], "precision").startswith(
+        f"{speeds}. precision=fp16 is 0.91 times as fast as precision=fp32 (measured apart, not in"
+    )
     assert "forward 80 %, optimizer 20 %" in answer(rows)
     assert answer([]) == "No row was measured: the table says why."
 

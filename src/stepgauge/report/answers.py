@@ -17,6 +17,7 @@ from stepgauge.spec.record import Record
 from stepgauge.spec.step import TRAINING_PHASES
 from stepgauge.spec.units import NATS_PER_BIT
 
+MOST_CHANGES = 4  # of a sentence
 SAME = 0.05  # relative: a change below it is called none
 NOT_OURS = "Our kernels did not run on this machine: nothing here measures them."
 
@@ -63,22 +64,32 @@ def _step(record: Record) -> float:
 def choice_answer(records: Sequence[Record], field: str) -> str:
     """What each value of a choice makes of the step, and which phases of the longest it changes."""
     choice = next(choice for choice in CHOICES if field in choice)
-    by_change: dict[str, list[Pair]] = {}
-    for pair in pairs(records, choice):
-        by_change.setdefault(pair.change, []).append(pair)
-    if not by_change:
+    every = pairs(records, choice)
+    if not every:
         return "No two undisturbed rows differ in this alone: nothing to compare here."
-    told = []
-    for change, found in by_change.items():
-        speeds = sorted(1 / pair.ratio for pair in found)
-        reach = f"{speeds[0]:.2f}" + (f" to {speeds[-1]:.2f}" if len(speeds) > 1 else "")
-        told.append((-speeds[-1], f"{change} is {reach} times as fast as {found[0].instead_of}"))
-    best = min((pair for found in by_change.values() for pair in found), key=lambda p: p.ratio)
-    sentences = [f"{'; '.join(text for _, text in sorted(told)[:4])}."]
+    confirmed = [pair for pair in every if pair.is_confirmed]
+    apart = [pair for pair in every if not pair.is_confirmed]
+    sentences = [f"{_speeds(confirmed)}."] if confirmed else []
+    if apart:
+        sentences.append(f"{_speeds(apart)} (measured apart, not in turns).")
+    best = min(confirmed or apart, key=lambda pair: pair.ratio)
     phases = ", ".join(_gain(best, phase) for phase in TRAINING_PHASES if _gain(best, phase))
     if phases:
         sentences.append(f"With {best.change} at {_size(best.after)}: {phases}.")
     return " ".join(sentences)
+
+
+def _speeds(found: Sequence[Pair]) -> str:
+    """How many times as fast each change makes the step, the largest first."""
+    by_change: dict[str, list[Pair]] = {}
+    for pair in found:
+        by_change.setdefault(pair.change, []).append(pair)
+    told = []
+    for change, own in by_change.items():
+        speeds = sorted(1 / pair.ratio for pair in own)
+        reach = f"{speeds[0]:.2f}" + (f" to {speeds[-1]:.2f}" if len(speeds) > 1 else "")
+        told.append((-speeds[-1], f"{change} is {reach} times as fast as {own[0].instead_of}"))
+    return "; ".join(text for _, text in sorted(told)[:MOST_CHANGES])
 
 
 def _gain(pair: Pair, phase: str) -> str:
