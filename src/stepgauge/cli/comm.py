@@ -59,11 +59,11 @@ def _rank_table(explained: Explained) -> Table:
 
 def _step_table(explained: Explained) -> Table:
     """Each rank's chunks after each step of a ring."""
-    rows = [
-        [step.name if rank == 0 else "", f"rank {rank}", step.sends[rank], *chunks]
-        for step in explained.steps
-        for rank, chunks in enumerate(step.chunks)
-    ]
+    rows = []
+    for step in explained.steps:
+        for rank, chunks in enumerate(step.chunks):
+            name = step.name if rank == 0 else ""
+            rows.append([name, f"rank {rank}", step.sends[rank], *chunks])
     columns = ["step", "", "sends", *(f"chunk {c}" for c in range(len(explained.ranks)))]
     return Table(columns, rows, caption="Chunks after each step.")
 

@@ -268,11 +268,12 @@ def _assumptions(spec: PlanSpec, machine: CalibratedMachine) -> Iterator[str]:
 
 def command_of(row: Record, values: Values) -> str:
     """The command that measures the layout of a row."""
-    known = options_of(LayoutSpec, ModelSpec)
     network = next((name for name in ("model", "hf_config") if name in values), "size")
-    chosen = [network, *(n for n in values if n in options_of(ModelSpec) and n != "hf_config")]
+    of_shape = [name for name in values if name in options_of(ModelSpec) and name != "hf_config"]
     fields = ["layout", "accumulation", "precision", "compile", "optimizer", "device"]
     if network != "model":  # which brings its batch
         fields += ["batch", "checkpointing"]
-    told = [(known[name], values[name][0]) for name in chosen]
-    return command_line("bench layout", [*told, *((known[n], row.spec[n]) for n in fields)])
+    chosen = {name: values[name][0] for name in (network, *of_shape)}
+    chosen |= {name: row.spec[name] for name in fields}
+    known = options_of(LayoutSpec, ModelSpec)
+    return command_line("bench layout", [(known[name], value) for name, value in chosen.items()])

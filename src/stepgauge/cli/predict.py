@@ -113,15 +113,18 @@ def specs_of(layout: Layout, values: Values) -> list[Any]:
         kind = PipelineSpec
         values = {name: value for name, value in values.items() if name != "phases"}
     known = {field.name for each in (kind, ModelSpec) for field in fields(each)}
-    if foreign := [n for n in values if n not in known and n not in ("size", "hf_config")]:
-        raise ValueError(f"{foreign[0]} is no option of a row of {COMMANDS[kind]}")
-    if kind is PipelineSpec:
-        of_layout = {"ranks": layout.pipeline, "schedule": layout.schedule,
-                     "micro_batches": layout.microbatches, "per_rank": layout.per_rank or USUAL_PER_RANK}  # fmt: skip
-        values = {**values, **{name: (value,) for name, value in of_layout.items()}}
-    else:
-        values = under(layout, kind, values)
-    return expand(kind, values, network=Networks)
+    for name in values:
+        if name not in known and name not in ("size", "hf_config"):
+            raise ValueError(f"{name} is no option of a row of {COMMANDS[kind]}")
+    if kind is not PipelineSpec:
+        return expand(kind, under(layout, kind, values), network=Networks)
+    of_layout: Values = {
+        "ranks": (layout.pipeline,),
+        "schedule": (layout.schedule,),
+        "micro_batches": (layout.microbatches,),
+        "per_rank": (layout.per_rank or USUAL_PER_RANK,),
+    }
+    return expand(kind, {**values, **of_layout}, network=Networks)
 
 
 COMMANDS = {

@@ -85,12 +85,14 @@ class ModelSpec(NetworkFields):
 
     def _parameters_outside(self) -> int:
         """Of embeddings, last norm and head."""
-        embedding = self.vocab_size * self.d_model
-        head = 0 if self.tied_head else embedding
-        learned = self.positions == "learned"
-        positions = (self.num_positions or self.context_length) * self.d_model if learned else 0
-        norm = 0 if self.block == "post-norm" else NORM_PARAMETERS[NORMS[self.norm]] * self.d_model
-        return embedding + head + positions + norm
+        vectors = self.vocab_size
+        if not self.tied_head:
+            vectors += self.vocab_size
+        if self.positions == "learned":
+            vectors += self.num_positions or self.context_length
+        if self.block != "post-norm":
+            vectors += NORM_PARAMETERS[NORMS[self.norm]]
+        return vectors * self.d_model
 
     def forward_flops(self, *, batch: int, sequence: int, causal_half: bool = True) -> int:
         """Model FLOPs of one forward pass (FLOP_CONVENTION).
@@ -101,12 +103,11 @@ class ModelSpec(NetworkFields):
         """
         weights = self.num_layers * self.active_block_matrix_parameters
         weights += self.vocab_size * self.d_model
-        pairs_twice = sum(
-            _pairs_twice(sequence, self.window_of(layer))
-            if causal_half and self.mask == "causal"
-            else 2 * sequence**2
-            for layer in range(self.num_layers)
-        )
+        if causal_half and self.mask == "causal":
+            windows = map(self.window_of, range(self.num_layers))
+            pairs_twice = sum(_pairs_twice(sequence, window) for window in windows)
+        else:
+            pairs_twice = self.num_layers * 2 * sequence**2
         attention = 2 * batch * self.num_heads * self.head_width * pairs_twice
         return 2 * batch * sequence * weights + attention
 

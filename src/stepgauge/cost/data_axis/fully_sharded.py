@@ -33,9 +33,12 @@ class FullySharded(DataParallelCost):
             self.prices.machine, sending.wrapper, step.operations.spec, self.prices.layout
         )
         self.num_gradients = num_gradients(step)
-        names = {p: [g.name for g in step.groups(p)] for p in ("forward", "backward")}
-        self._first = {phase: found[0] for phase, found in names.items()}
-        self._order = {p: [n for n in found if n in self._elements] for p, found in names.items()}
+        self._first: dict[str, str] = {}  # of each phase, the group that begins it
+        self._order: dict[str, list[str]] = {}  # and its units as they compute
+        for phase in ("forward", "backward"):
+            names = [group.name for group in step.groups(phase)]
+            self._first[phase] = names[0]
+            self._order[phase] = [name for name in names if name in self._elements]
         self._begun = {"forward": 0, "backward": 0}  # how many units of a phase have
         self._gathers: dict[tuple[str, int], int] = {}
         self._reductions: list[tuple[int, int]] = []  # with the elements of each
@@ -46,11 +49,11 @@ class FullySharded(DataParallelCost):
         """
         units = [*self._elements.values(), self._ends]
         sent = [numel * self.how.weight for numel in units if numel]
-        gather, reduce = (
-            sum(self.prices.collective(operation, nbytes, "data").us for nbytes in sent)
-            for operation in ("all_gather", "reduce_scatter")
-        )
-        return gather, reduce
+
+        def total_us(operation: str) -> float:
+            return sum(self.prices.collective(operation, nbytes, "data").us for nbytes in sent)
+
+        return total_us("all_gather"), total_us("reduce_scatter")
 
     def begin(self) -> None:
         self._gathers, self._begun = {}, {"forward": 0, "backward": 0}

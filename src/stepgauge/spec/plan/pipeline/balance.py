@@ -38,12 +38,16 @@ def equal_borders(parts: int, stages: int) -> tuple[int, ...]:
 def _cost(
     borders: Sequence[int], sums: Sequence[float], owners: Sequence[int]
 ) -> tuple[float, ...]:
+    """What to make small: the longest rank, then the squares of ranks, then those of stages."""
     stages = [sums[after] - sums[before] for before, after in itertools.pairwise(borders)]
     ranks = [0.0] * (max(owners) + 1)
     for owner, stage in zip(owners, stages, strict=True):
         ranks[owner] += stage
-    squares = [round(sum(load * load for load in loads), 9) for loads in (ranks, stages)]
-    return (round(max(ranks), 9), *squares)
+    return (round(max(ranks), 9), _squares(ranks), _squares(stages))
+
+
+def _squares(loads: Sequence[float]) -> float:
+    return round(sum(load * load for load in loads), 9)
 
 
 def moves(borders: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

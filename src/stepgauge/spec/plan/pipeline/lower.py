@@ -91,21 +91,26 @@ def place_receives(
 ) -> list[Action]:
     """The row with receives `ahead` computations before their readers, and in order on each channel."""
     places = [place for place, action in enumerate(row) if action.is_compute]
-    wanted = {
-        needed[row[place]]: places[max(0, number - ahead)]
-        for number, place in enumerate(places)
-        if row[place] in needed
-    }
+    wanted: dict[Action, int] = {}  # the place before which each receive is posted
+    for number, place in enumerate(places):
+        reader = row[place]
+        if reader in needed:
+            wanted[needed[reader]] = places[max(0, number - ahead)]
     for channel in {receive.channel for receive in needed.values()}:
         earliest = len(row)
         for receive in reversed(order.get(channel, [])):
             earliest = min(earliest, wanted.get(receive, earliest))
             wanted[receive] = earliest
+    numbers: dict[Action, int] = {}
+    for sent in order.values():
+        numbers |= {receive: number for number, receive in enumerate(sent)}
     posted: list[list[Action]] = [[] for _ in range(len(row) + 1)]
-    numbers = {receive: n for sent in order.values() for n, receive in enumerate(sent)}
-    for receive in sorted(wanted, key=lambda r: numbers.get(r, -1)):
+    for receive in sorted(wanted, key=lambda receive: numbers.get(receive, -1)):
         posted[wanted[receive]].append(receive)
-    return [action for place, own in enumerate(row) for action in (*posted[place], own)]
+    placed: list[Action] = []
+    for receives, own in zip(posted, row, strict=False):
+        placed += [*receives, own]
+    return placed
 
 
 def with_stage_work(row: Sequence[Action], sharded: Collection[int]) -> list[Action]:
