@@ -35,6 +35,7 @@ from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.user_model import UserModel
 from stepgauge.validate.predicted import predicted
@@ -268,6 +269,20 @@ def test_the_peak_of_traced_stages_is_that_of_formulas():
         inside = sum(size for name, size in parts.items() if not name.endswith("(outside)"))
         assert inside == pytest.approx(peaks[layout], abs=1)
     assert peaks["pp2 1f1b m4"] < peaks["pp2 gpipe m4"]
+
+
+def test_the_peak_of_a_pipeline_alone_is_near_that_measured():
+    """Without an optimizer's state. On two H200s it was 1.167 and 1.170 GiB
+    (benchmarks/results/2026-11-23-h200-pipeline-stages.jsonl).
+    """
+    spec = PipelineSpec(
+        model=BertSpec.preset("bert-base", context_length=128), size="bert-base", schedule="1f1b",
+        ranks=2, micro_batches=4, batch=64, precision="bf16-pure", device="cuda",
+    )  # fmt: skip
+    row = predicted(spec, HardwareFile.read(HARDWARE / "dgx-h200.json"))
+    assert row.median("peak_bytes") / 2**30 == pytest.approx(1.168, rel=0.065)
+    parts = {name: size for name, size, _ in row.tables["memory"][1:]}
+    assert "optimizer state" not in parts and parts["activations in flight"] > parts["gradients"]
 
 
 def test_a_compiled_presets_operators_are_passes_between_products(presets):

@@ -31,7 +31,7 @@ from stepgauge.runtime.load_file import user_line
 from stepgauge.runtime.workers import run_isolated
 from stepgauge.spec.layout_rules import schedule_of
 from stepgauge.spec.layout_step import LayoutSpec
-from stepgauge.spec.memory import MemorySpec
+from stepgauge.spec.memory import STATE, MemorySpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.plan.stages import parts_of
@@ -283,13 +283,13 @@ def _narrow(layers: int, ranks: int) -> ModelSpec:
 
 
 def _tracked(stage: Stage, architecture: str, weights: torch.dtype | None) -> dict[str, Any]:
-    """What a TracedNetwork has of memory; nothing of a step without its optimizer, whose memory is
-    not tracked.
+    """What a TracedNetwork has of memory; nothing of forward alone, whose memory is not tracked.
+    That of forward and backward is a step's before its optimizer has made a state.
     """
-    if stage.work.phases != "step":
+    if stage.work.phases == "forward":
         return {}
     inputs: list[Any] = []
-    asked = MemorySpec(**{**vars(stage.work), "predict": architecture})
+    asked = MemorySpec(**{**vars(stage.work), "predict": architecture, "phases": "step"})
     with other_ranks(stage.layout) as groups:
 
         def make(spec: WorkSpec, device: torch.device, **_: Any) -> Built:
@@ -300,8 +300,12 @@ def _tracked(stage: Stage, architecture: str, weights: torch.dtype | None) -> di
         step = predict_memory(asked, make=make).step
     hidden = [x for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()]
     given = sum(x.nbytes for x in hidden) if stage.is_of_pipeline else 0
+    left_out = () if stage.work.phases == "step" else (STATE,)
     return {
-        "moments": [moment.held for moment in step.thinned()],
+        "moments": [
+            {name: size for name, size in moment.held.items() if name not in left_out}
+            for moment in step.thinned()
+        ],
         "kept_bytes": given + sum(step.bytes_of[a] for a in step.saved_for_backward()),
         "most_bytes": given + step.most_of(ACTIVATIONS, TEMPORARIES),
     }

@@ -3,13 +3,14 @@
 import dataclasses
 from collections.abc import Sequence
 
+from stepgauge.cost.memory.peak import Memory
 from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.cost.pipeline.cuts import stages_of
 from stepgauge.cost.pipeline.fill import fill_bubbles
 from stepgauge.cost.pipeline.stages import Halves, durations
 from stepgauge.cost.pipeline.timeline import Durations, Timeline, simulate
-from stepgauge.cost.rank import host_of, operations_of
+from stepgauge.cost.rank import host_of, operations_of, peak_of_stages
 from stepgauge.cost.rates.estimate import ASSUMED
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import Computing, InTurn, Prices
@@ -32,9 +33,8 @@ def predict_pipeline(
     backend = "nccl" if spec.device.startswith(("cuda", "auto")) else "gloo"
     schedule = lower(spec.plan(), ahead=spec.ahead)
     prices = Prices(machine, spec.parsed_layout, backend)
-    whole, prices, parts, taken = (
-        _of_stages(spec, prices, traced) if traced else _of_halves(spec, prices)
-    )
+    cut = _of_stages(spec, prices, traced) if traced else _of_halves(spec, prices)
+    whole, prices, parts, taken = cut.whole, cut.prices, cut.parts, cut.taken
     if spec.fill:
         schedule = lower(fill_bubbles(spec.plan(), taken), ahead=spec.ahead)
     timeline = simulate(schedule, taken)
@@ -42,17 +42,26 @@ def predict_pipeline(
     metrics |= throughput([timeline.step_ms], tokens=spec.batch * spec.model.context_length)
     rows = term_rows({"forward": whole.forward(), "backward": whole.backward()}, prices)
     rows.append(bubble_row(timeline))
-    record = modelled(spec, machine, metrics, rows, None)
+    record = modelled(spec, machine, metrics, rows, cut.memory)
     tables = {**record.tables, "spans": span_rows(timeline)}
     note = spec.describe_stages(parts, "predicted")
     return dataclasses.replace(record, tables=tables, note=note)
 
 
-Cut = tuple[Computing, Prices, list[range], Durations]
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """All that is computed, at its prices; the parts of each stage, and how long they take; the peak
+    where it is known.
+    """
+
+    whole: Computing
+    prices: Prices
+    parts: list[range]
+    taken: Durations
+    memory: Memory | None = None
 
 
 def _of_stages(spec: PipelineSpec, prices: Prices, traced: Sequence[TracedNetwork]) -> Cut:
-    """All that is computed, at its prices; the parts of each stage, and how long it takes."""
     work = work_of(spec)
     share = NetworkPart(batch=work.batch, passes=spec.micro_batches)
     stages = [operations_of(work, share, stage) for stage in traced]
@@ -60,11 +69,15 @@ def _of_stages(spec: PipelineSpec, prices: Prices, traced: Sequence[TracedNetwor
     prices = prices.paced_by(whole)
     host = host_of(stages[0], prices.machine, Layout(), replayed=spec.cuda_graphs)
     taken = durations(stages, prices, host, [0.0] * len(stages))
-    return whole, prices, stages_of(spec), taken
+    memory = None
+    if not spec.cuda_graphs:  # which keep memory of their own
+        # without an optimizer gradients stay from step to step
+        memory = peak_of_stages(stages, spec.parsed_layout, spec.plan(), accumulates=True)
+    return Cut(whole, prices, stages_of(spec), taken, memory)
 
 
 def _of_halves(spec: PipelineSpec, prices: Prices) -> Cut:
-    """The same of the Transformer, whose halves of blocks are known."""
+    """Of the Transformer, whose halves of blocks are known."""
     work = work_of(spec)
     whole = StepOperations(work, NetworkPart(batch=work.batch, passes=spec.micro_batches))
     prices, halves = prices.paced_by(whole), Halves.of(whole)
@@ -72,7 +85,7 @@ def _of_halves(spec: PipelineSpec, prices: Prices) -> Cut:
     host = host_of(whole, prices.machine, Layout(), replayed=spec.cuda_graphs)
     nbytes = whole.stream_bytes
     taken = halves.durations(parts, prices, nbytes=nbytes, host=host)
-    return whole, prices, parts, taken
+    return Cut(whole, prices, parts, taken)
 
 
 def simulated_metrics(timeline: Timeline, taken: Durations, *, batch: int) -> dict[str, Sample]:
