@@ -47,3 +47,12 @@ def test_a_batch_that_data_ranks_cannot_share_is_refused():
     layout = Layout.parse("dp2")
     with pytest.raises(ValueError, match="batch is 5; 2 data ranks cannot share it"):
         under(layout, kind_for(layout), {"batch": (4, 5)})
+
+
+def test_options_of_bench_layout_alone_make_any_step_one_of_its_rows():
+    assert {kind_for(Layout.parse(text), ["batch"]) for text in ("none", "dp2")} == {
+        StepSpec, DataParallelSpec,
+    }  # fmt: skip
+    for option in ("accumulation", "balance"):
+        assert {kind_for(Layout.parse(text), [option]) for text in ("none", "dp2")} == {LayoutSpec}
+    assert kind_for(Layout.parse("dp2"), ["bucket_mb"]) is DataParallelSpec

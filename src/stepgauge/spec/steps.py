@@ -29,12 +29,16 @@ def as_layout_step(spec: AnyStep) -> LayoutSpec:
 
 
 def kind_for(layout: Layout, options: Collection[str] = ()) -> type[AnyStep]:
-    """Which of them has the columns of a layout; of whatever layout, where gradients of several
-    batches add up, LayoutSpec.
+    """Which of them has the columns of a layout; of whatever layout, with options that `bench layout`
+    alone has, LayoutSpec.
     """
-    if not set(layout.sizes) <= {"data"} or "accumulation" in options:
+    if not set(layout.sizes) <= {"data"}:
         return LayoutSpec
-    return DataParallelSpec if layout.ranks > 1 else StepSpec
+    usual: type[AnyStep] = DataParallelSpec if layout.ranks > 1 else StepSpec
+    own, of_layouts = (
+        {field.name for field in dataclasses.fields(kind)} for kind in (usual, LayoutSpec)
+    )
+    return LayoutSpec if set(options) & (of_layouts - own) else usual
 
 
 def under(layout: Layout, kind: type[AnyStep], values: Values) -> Values:
