@@ -271,6 +271,26 @@ def test_the_peak_of_traced_stages_is_that_of_formulas():
     assert peaks["pp2 1f1b m4"] < peaks["pp2 gpipe m4"]
 
 
+FROZEN = """
+import torch
+from torch import nn
+def network():
+    layers = [nn.Linear(8, 8) for _ in range(4)]
+    for layer in layers[:2]:
+        layer.requires_grad_(False)
+    return nn.Sequential(*layers), torch.ones(4, 8)
+"""
+
+
+@pytest.mark.parametrize("layout", ["pp2 1f1b m2 dp2 zero1", "pp2 zb-h1 m2"])
+def test_a_stage_without_trained_weights_updates_nothing(layout, tmp_path):
+    (tmp_path / "mine.py").write_text(FROZEN)
+    model = UserModel.read(f"{tmp_path / 'mine.py'}:network")
+    spec = LayoutSpec(model=model, layout=layout, device="cuda")
+    found = predicted(spec, HardwareFile.read(HARDWARE / "dgx-h200.json"))
+    assert found.median("step_ms") > 0 and found.median("peak_bytes") > 0
+
+
 def test_the_peak_of_a_pipeline_alone_is_near_that_measured():
     """Without an optimizer's state. On two H200s it was 1.167 and 1.170 GiB
     (benchmarks/results/2026-11-23-h200-pipeline-stages.jsonl).

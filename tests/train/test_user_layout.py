@@ -190,6 +190,10 @@ def test_stages_have_about_equal_flops_and_shared_targets_keep_their_form():
             (nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.ones(4, 4)), "pp2 zbv m2",
             "has 4 stages; the nn.Sequential has 2 modules",
         ),
+        (
+            (nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), torch.ones(4, 4)),
+            "pp2 1f1b m3", "shape (4, 4), whose first dim m3 of 'pp2 1f1b m3' does not divide",
+        ),
         ((nn.Sequential(nn.Linear(4, 4)), {"x": 1}), "pp2 1f1b", "batch has int; a pipeline splits"),
         ((nn.Sequential(nn.Linear(4, 4)), torch.ones(4, 4)), "tp2", "factory returns as 'table'"),
         (
@@ -199,6 +203,6 @@ def test_stages_have_about_equal_flops_and_shared_targets_keep_their_form():
     ],
 )  # fmt: skip
 def test_what_cannot_be_cut_is_said(parts, layout, said):
-    with pytest.raises(ValueError, match=said) as error:
+    with pytest.raises(ValueError) as error:
         UserCut.of(UserParts.of(parts, "here"), Layout.parse(layout), CPU)
-    assert "\n" not in str(error.value)
+    assert said in str(error.value) and "\n" not in str(error.value)

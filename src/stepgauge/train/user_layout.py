@@ -121,6 +121,12 @@ class UserCut:
             return cls(table, (), parts.loss, None)
         batch, has_loss = parts.batches(0), parts.loss is not None
         inputs, targets = tensors_of(batch, has_loss=has_loss)
+        for tensor in (*inputs, *targets):
+            if tensor.ndim == 0 or len(tensor) % layout.microbatches:
+                raise ValueError(
+                    f"the batch has a tensor of shape {tuple(tensor.shape)}, whose first dim "
+                    f"m{layout.microbatches} of {str(layout)!r} does not divide"
+                )
         micro_batch = [tensor.chunk(layout.microbatches)[0].to(device) for tensor in inputs]
         stages = cut_sequential(moved(parts.module, device), schedule_of(layout), micro_batch)
         like = with_leaves(inputs_and_targets(batch)[1], [None] * len(targets)) if has_loss else ()

@@ -117,7 +117,7 @@ def _temporaries(stage: TracedOperations) -> float:
     """Beside what a micro-batch keeps. Where its backward ends that has gone, and a gradient stands
     beside those of earlier micro-batches that it is added to.
     """
-    added = max(stage.traced.parameters) * stage.how.weight
+    added = max(stage.traced.parameters, default=0) * stage.how.weight
     return max(stage.traced.most_bytes, added) - stage.traced.kept_bytes
 
 
@@ -130,7 +130,7 @@ def _stage_share(stage: TracedOperations, layout: Layout, part: str) -> float:
     ZeRO 3 are shared in the type that they were traced in.
     """
     wrapper, ranks = WRAPPERS[layout.wrapper], layout.num_replicas
-    if ranks == 1 or not wrapper.shards(part):
+    if ranks == 1 or not wrapper.shards(part) or not stage.num_parameters:
         return 1.0
     if wrapper.shards("weights"):
         return 1 / ranks

@@ -100,7 +100,10 @@ class TracedOperations:
 
     def optimizer(self, numel: float) -> Term:
         """Of so many of the parameters."""
-        update, part = self.traced.update, numel / self.num_parameters
+        update, part = (
+            self.traced.update,
+            numel / max(1, self.num_parameters),
+        )  # a frozen stage's: 0
         (size,) = update.sizes
         return dataclasses.replace(update, sizes=(size * part,), nbytes=update.nbytes * part)
 
