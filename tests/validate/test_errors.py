@@ -1,6 +1,10 @@
 """Errors by term, and how predictions rank layouts."""
 
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +24,7 @@ from stepgauge.spec.predictions import BEFORE
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec
 
+ROWS = Path(__file__).parents[2] / "benchmarks/results/2026-11-23-h200-validation-first.jsonl"
 NANO = ModelSpec.preset("nano")
 STEP = StepSpec(model=NANO, size="nano", batch=4)
 
@@ -149,3 +154,22 @@ def test_what_is_to_be_known_of_the_file_is_said_once():
     remark = list(table.columns).index("remark")
     assert [row[remark] for row in table.rows] == ["prediction: by its rules"] * 2
     assert table.caption.count(DISTURBED_FILE) == 1
+
+
+def test_a_table_is_the_same_to_the_last_digit_in_every_process():
+    """Terms are added up in the order of the step, not in that of a set."""
+    code = (
+        "import sys\n"
+        "from stepgauge.report.prediction_tables import error_table\n"
+        "from stepgauge.spec.record import Record\n"
+        "print(error_table([Record.from_json(line) for line in open(sys.argv[1])]).to('json'))"
+    )
+    tables = [
+        subprocess.run(
+            [sys.executable, "-c", code, str(ROWS)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True, text=True, timeout=60, check=True,
+        ).stdout
+        for seed in ("0", "1")
+    ]  # fmt: skip
+    assert tables[0] == tables[1] and "backward" in tables[0]

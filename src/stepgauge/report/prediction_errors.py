@@ -56,9 +56,10 @@ def _terms(row: Row, step: float) -> dict[str, float]:
         phase for phase, term, *_ in row.prediction.tables.get("terms", []) if term == "host"
     }
     found: dict[str, float] = {}
-    for name in predicted.keys() & measured.keys():
-        term = "host" if name in bound_by_host else name
-        found[term] = found.get(term, 0.0) + (predicted[name] - measured[name]) / whole
+    for name in predicted:
+        if name in measured:
+            term = "host" if name in bound_by_host else name
+            found[term] = found.get(term, 0.0) + (predicted[name] - measured[name]) / whole
     rest = step - sum(found.values())
     return {name: found[name] for name in TERMS if name in found} | {"unexplained": rest}
 
