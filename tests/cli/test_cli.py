@@ -84,7 +84,7 @@ def test_a_sweep_measures_each_row_and_goes_on(stepgauge, tmp_path):
 def test_compile_alone_means_on(stepgauge, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr("stepgauge.cli.rows.checked_jobs", lambda specs, out: asked.extend(specs))
-    monkeypatch.setattr("stepgauge.cli.rows.run_jobs", lambda jobs, out, fresh: [])
+    monkeypatch.setattr("stepgauge.cli.rows.run_jobs", lambda jobs, out, fresh, turns: [])
     stepgauge("bench", "step", *QUICK, "--compile", "--out", tmp_path)
     stepgauge("bench", "step", *QUICK, "--compile", "off", "blocks", "--out", tmp_path)
     assert [spec.compile for spec in asked] == ["on", "off", "blocks"]
@@ -235,7 +235,8 @@ def test_train_tells_how_the_loss_went_and_goes_on_from_its_end(stepgauge, tmp_p
     assert "attention triton ran in plain PyTorch: no CUDA GPU" in err
     assert out.startswith("loss 5.")
     assert "parameters on" in out and "tokens/s; run in" in out
-    assert err.count("bits/byte") == 2 and "step 1 of 12: loss 5." in err
+    assert err.count(", held out 5.") == 2 and "step 1 of 12: loss 5." in err
+    assert err.count("nats a token") == 3 and "(vocabulary 256), held out 5." in out
     (record,) = rows(tmp_path)
     assert record.series["step"] == list(range(1, 13))
     # a run at its end is not recorded twice, and its checkpoint is of no other model

@@ -160,6 +160,11 @@ def test_rows_that_findings_rest_on_are_measured_in_turns_and_no_others(tmp_path
     pair = [record for record in records if record.key in {job.asked.key for job in again}]
     turned = [of_turns([record] * 3, "2026-01-01") for record in pair]
     assert unconfirmed(jobs, turned) == []
+    bf16 = dataclasses.replace(eager, spec=dataclasses.replace(eager.spec, precision="bf16"))
+    apart = [*turned, measured(bf16, 1.0, CPU)]  # beside a row that has had its turns
+    assert {job.spec for job in unconfirmed([*jobs, bf16], apart)} == (
+        {eager.spec, compiled.spec, bf16.spec}
+    )
 
 
 def test_a_section_that_cannot_be_drawn_says_why_and_its_traceback_is_kept(tmp_path, monkeypatch):

@@ -44,7 +44,11 @@ def plan(machine: StudyMachine, folder: Path, experiments: Sequence[Experiment])
 
 
 def unconfirmed(jobs: Sequence[Job], records: Sequence[Record]) -> list[Job]:
-    """The jobs of the rows on which findings rest that were not measured in turns."""
-    found = [finding for finding in findings(records) if not finding.is_confirmed]
+    """The jobs of all rows on which findings rest, where any of these was not measured in turns: those
+    that were share rows with it, and would be apart from these.
+    """
+    found = [finding for finding in findings(records) if finding.rows]
+    if all(finding.is_confirmed for finding in found):
+        return []
     keys = {row.key for finding in found for row in finding.rows}
     return [job for job in jobs if job.asked.key in keys and job.provenance == "measured"]
