@@ -294,13 +294,13 @@ def test_an_interrupt_while_the_server_of_processes_starts_is_told_once(tmp_path
 
 
 def test_a_killed_parent_leaves_no_process_behind(tmp_path):
-    """The measuring process names itself, then would run for a minute."""
+    """The measuring process names itself, then would run for longer than the test waits."""
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import isolated_sleep\n"
         "from stepgauge.runtime.workers import run_isolated\n"
         "if __name__ == '__main__': run_isolated(isolated_sleep.sleep, sys.argv[2])"
     )
-    sleeper = "def sleep(path):\n    pathlib.Path(path).write_text(str(os.getpid()))\n    time.sleep(60)\n"
+    sleeper = "def sleep(path):\n    pathlib.Path(path).write_text(str(os.getpid()))\n    time.sleep(600)\n"
     (tmp_path / "isolated_sleep.py").write_text(f"import os, pathlib, time\n\n{sleeper}")
     (tmp_path / "main.py").write_text(code)
     process = tmp_path / "process"

@@ -236,7 +236,7 @@ def sleep(folder):
     draft = pathlib.Path(folder, f"draft{dist.get_rank()}")
     draft.write_text(str(os.getpid()))
     draft.rename(pathlib.Path(folder, f"pid{dist.get_rank()}"))
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
