@@ -1,11 +1,12 @@
 """`tune`: a small search on this machine, and the file that it leaves."""
 
+import dataclasses
 import shlex
 from pathlib import Path
 
 from tests.cpu_machine import wired
 
-from stepgauge.cli.tune import _predicted
+from stepgauge.cli.tune import _Measured, _predicted
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
@@ -34,6 +35,22 @@ def test_the_winner_is_told_and_its_file_asks_for_the_same_row(stepgauge, tmp_pa
     assert "1 of 1 rows were already in" in err
     status, _, err = stepgauge(*shlex.split(command)[1:], "--out", out)
     assert status == 0 and "1 of 1 rows were already in" in err
+
+
+def test_the_usual_step_and_the_winner_are_measured_again_in_turns(tmp_path, monkeypatch):
+    asked = {}
+
+    def run_jobs(jobs, out, **settings):
+        asked.update(settings)
+        return [dataclasses.replace(job.asked, note="again") for job in jobs]
+
+    monkeypatch.setattr("stepgauge.cli.tune.run_jobs", run_jobs)
+    measured = _Measured(tmp_path, None, fresh=True)
+    specs = [StepSpec(model=ModelSpec.preset("nano"), size="nano", batch=batch) for batch in (1, 2)]
+    found = measured.in_turns(specs)
+    assert asked == {"fresh": False, "turns": 3}
+    assert [record.spec["batch"] for record in found] == [1, 2]
+    assert measured(specs) == found, "they take the place of those before"
 
 
 NET = """

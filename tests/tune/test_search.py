@@ -7,6 +7,7 @@ import pytest
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec
+from stepgauge.spec.turns import BEGAN, STEP_MS
 from stepgauge.tune import search
 from stepgauge.tune.choices import ON_GPUS, Space, space
 from stepgauge.tune.output import gain_table, sentence
@@ -45,7 +46,7 @@ class Machine:
 
 def test_without_predictions_one_choice_after_the_other_is_measured():
     machine, candidates = Machine(), Space(StepSpec, NANO)
-    tuned = tune(candidates, machine.measure, lambda spec: None)
+    tuned = tune(candidates, machine.measure, lambda spec: None, in_turns=machine.measure)
     won = tuned.winner.spec
     assert [won[n] for n in ("precision", "compile", "batch", "checkpointing")] == [
         "bf16",
@@ -64,7 +65,10 @@ def test_without_predictions_one_choice_after_the_other_is_measured():
 
 def test_with_predictions_the_best_few_are_measured_and_what_they_miss_is_found_out():
     machine, candidates = Machine(), Space(StepSpec, {**NANO, "precision": ("fp32",)})
-    tuned = tune(candidates, machine.measure, lambda spec: made(spec, "modelled"), best=3)
+    tuned = tune(
+        candidates, machine.measure, lambda spec: made(spec, "modelled"),
+        in_turns=machine.measure, best=3,
+    )  # fmt: skip
     # the two that were predicted to be fastest did not fit
     assert tuned.winner.spec["batch"] == 8 and tuned.winner.spec["compile"] == "on"
     assert tuned.predicted == tuned.candidates == 12
@@ -72,11 +76,49 @@ def test_with_predictions_the_best_few_are_measured_and_what_they_miss_is_found_
     assert {gain.choice for gain in tuned.gains} == {"compile", "batch"}
 
 
+def test_a_winner_that_is_slower_in_turns_than_the_usual_step_is_none():
+    machine, candidates = Machine(), Space(StepSpec, NANO)
+    asked = []
+
+    def in_turns(specs):  # where bf16 is slow: the machine was busy when fp32 was measured
+        asked.extend(specs)
+        speeds = {"fp32": 1000.0, "bf16": 900.0}
+        return [
+            dataclasses.replace(
+                made(spec),
+                metrics={"tokens_per_s": Sample.exact(speeds[spec.precision], "tokens/s")},
+                series={STEP_MS: [1.0, 1.0, 1.0]}, environment={BEGAN: "now"},
+            )
+            for spec in specs
+        ]  # fmt: skip
+
+    tuned = tune(candidates, machine.measure, lambda spec: None, in_turns=in_turns)
+    assert [(spec.precision, spec.compile) for spec in asked] == [("fp32", "off"), ("bf16", "on")]
+    assert tuned.winner == tuned.usual and tuned.speedup == 1 and not tuned.gains
+    assert "1,000 tokens/s, 1.00 times the usual step's, in 3 turns" in sentence(tuned)
+
+
+def test_the_gain_of_a_single_choice_is_that_of_the_turns():
+    candidates = Space(StepSpec, {**NANO, "precision": ("fp32",), "batch": (4,)})
+
+    def in_turns(specs):
+        speeds = {"off": 1000.0, "on": 1250.0}
+        samples = [Sample.exact(speeds[spec.compile], "tokens/s") for spec in specs]
+        return [
+            dataclasses.replace(made(spec), metrics={"tokens_per_s": sample})
+            for spec, sample in zip(specs, samples, strict=True)
+        ]
+
+    tuned = tune(candidates, Machine().measure, lambda spec: None, in_turns=in_turns)
+    assert tuned.speedup == 1.25 and [gain.ratio for gain in tuned.gains] == [1.25]
+
+
 def test_what_no_prediction_covers_is_measured_on_the_fastest():
     machine, candidates = Machine(), Space(StepSpec, NANO)
     tuned = tune(
         candidates, machine.measure,
-        lambda spec: made(spec, "modelled") if spec.compile == "off" else None, best=1,
+        lambda spec: made(spec, "modelled") if spec.compile == "off" else None,
+        in_turns=machine.measure, best=1,
     )  # fmt: skip
     assert tuned.predicted == 12 and tuned.winner.spec["compile"] == "on"
     assert tuned.speedup == pytest.approx(4.0 * 1.5 * 1.2)
@@ -93,7 +135,7 @@ def test_of_very_many_the_best_for_each_value_of_the_longest_choice_are_predicte
         asked.append(spec)
         return made(spec, "modelled")
 
-    tuned = tune(candidates, machine.measure, predict, best=2)
+    tuned = tune(candidates, machine.measure, predict, in_turns=machine.measure, best=2)
     assert tuned.winner.spec["batch"] == 16 and tuned.winner.spec["precision"] == "bf16"
     assert tuned.predicted == 3  # one a batch
     assert len({(s.batch, s.precision, s.compile, s.checkpointing) for s in asked}) < 24
@@ -103,8 +145,12 @@ def test_nothing_that_runs_is_an_error():
     candidates = Space(StepSpec, NANO)
     usual = made(candidates.require(candidates.usual))
     broken = dataclasses.replace(usual, status="failed", note="no")
+
+    def fails(specs):
+        return [broken] * len(specs)
+
     with pytest.raises(ValueError, match="no candidate ran: no"):
-        tune(candidates, lambda specs: [broken] * len(specs), lambda spec: None)
+        tune(candidates, fails, lambda spec: None, in_turns=fails)
 
 
 def test_what_is_given_counts_more_than_the_devices_candidates():

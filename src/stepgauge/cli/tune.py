@@ -14,6 +14,7 @@ from stepgauge.cli.predictions import Hardware, hardware_of, predict_rows, print
 from stepgauge.cli.rows import Device, Fresh, Out, checked_jobs, resolve_devices, run_jobs
 from stepgauge.cost.planning.planner import device_bytes
 from stepgauge.cost.traced.asked import has_formulas
+from stepgauge.spec import turns
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
@@ -53,8 +54,9 @@ def tune(
     batch that of all ranks; with --wrapper, and of a network of your own, wrappers of a data axis
     with the batch of a rank. Candidates are predicted first, and the best few measured; what no
     prediction covers (a compiled network of your own) is measured on the fastest. Without a hardware
-    file one choice after the other is measured. Prints what each choice gains, the winner's
-    command, and writes it as a file for --config.
+    file one choice after the other is measured. The winner and the usual step are measured once
+    more, in turns. Prints what each choice gains, the winner's command, and writes it as a file for
+    --config.
     """
     if best < 1 or ranks < 1:
         raise ValueError(f"best is {best} and ranks is {ranks}; both must be at least 1")
@@ -70,7 +72,8 @@ def tune(
     path = hardware or hardware_of(str(resolve(device)))
     known = HardwareFile.read(path) if path else None
     measure = _Measured(out, path, fresh)
-    tuned = search.tune(candidates, measure, functools.partial(_predicted, known), best=best)
+    predict = functools.partial(_predicted, known)
+    tuned = search.tune(candidates, measure, predict, in_turns=measure.in_turns, best=best)
     _tell_of(tuned, candidates, measure, out)
 
 
@@ -103,6 +106,14 @@ class _Measured:
             predict_rows(specs, self._out, self._hardware, fresh=self._fresh)
             found = run_jobs(new, self._out, fresh=self._fresh)
             self.records.update((record.key, record) for record in found)
+        return [self.records[job.asked.key] for job in jobs]
+
+    def in_turns(self, specs: Sequence[Any]) -> list[Record]:
+        """The specs measured once more, in turns: their records take the place of those before."""
+        jobs = checked_jobs(specs, self._out)
+        tell("the usual step and the fastest are measured once more, in turns")
+        found = run_jobs(jobs, self._out, fresh=False, turns=turns.USUAL)
+        self.records.update((record.key, record) for record in found)
         return [self.records[job.asked.key] for job in jobs]
 
 

@@ -12,18 +12,20 @@ from stepgauge.report.table import Table
 from stepgauge.spec import options
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.options import SHAPE, Field, flag_of, options_of, written
+from stepgauge.spec.turns import turns_together
 from stepgauge.tune.choices import Space
 from stepgauge.tune.search import Tuned, rate
 
 
 def gain_table(tuned: Tuned) -> Table:
     """Each choice that is not usual, and how many times as fast it makes the winner."""
+    apart = ", measured apart" if len(tuned.gains) > 1 else ""
     rows = [[gain.choice, gain.value, gain.usual, gain.ratio] for gain in tuned.gains]
     return Table(
         ["choice", "value", "instead of", "times as fast"],
         rows,
         numeric=frozenset(["times as fast"]),
-        caption="What each choice gains: the winner beside itself without it.",
+        caption=f"What each choice gains: the winner beside itself without it{apart}.",
         formats={"times as fast": ".2f"},
     )
 
@@ -31,7 +33,9 @@ def gain_table(tuned: Tuned) -> Table:
 def sentence(tuned: Tuned) -> str:
     """The winner beside the usual step, and how it was found."""
     unit = "tokens/s" if "tokens_per_s" in tuned.winner.metrics else "steps/s"
-    times = f", {tuned.speedup:.2f} times the usual step's" if tuned.speedup else ""
+    turns = turns_together([tuned.usual, tuned.winner])
+    how_sure = f", in {turns} turns" if turns > 1 else ""
+    times = f", {tuned.speedup:.2f} times the usual step's{how_sure}" if tuned.speedup else ""
     also = ", ".join(f"{name} {value}" for name, value in tuned.measured_only)
     how = (
         f"{tuned.predicted} of {tuned.candidates} candidates were predicted, and the best measured"

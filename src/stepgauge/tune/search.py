@@ -3,7 +3,9 @@
 Where steps can be predicted, all candidates are, or of very many those on the way down from each
 value of the longest choice, and the best few are measured; values that no prediction covers are
 then measured on the fastest. Where no step can be predicted, one choice after the other is measured:
-each of its values with the best of the choices before it.
+each of its values with the best of the choices before it. At the end the fastest and the usual step
+are measured once more, in turns: all before was measured one after the other, on a machine whose
+speed may have changed on the way.
 """
 
 import dataclasses
@@ -62,8 +64,11 @@ def rate(record: Record) -> float:
     return record.median("tokens_per_s") or (1e3 / step if step else 0.0)
 
 
-def tune(space: Space, measure: Measure, predict: Predict, *, best: int = 4) -> Tuned:
-    """Measures the usual step and the `best` by prediction, or one choice at a time.
+def tune(
+    space: Space, measure: Measure, predict: Predict, *, in_turns: Measure, best: int = 4
+) -> Tuned:
+    """Measures the usual step and the `best` by prediction, or one choice at a time; then the
+    fastest and the usual one `in_turns`, where the usual one may turn out to be the faster.
 
     Raises ValueError where no candidate ran.
     """
@@ -82,6 +87,12 @@ def tune(space: Space, measure: Measure, predict: Predict, *, best: int = 4) -> 
     if not rate(fastest):
         raise ValueError(f"no candidate ran: {fastest.note}")
     gains = _gains(space, winner, measure)
+    if gains and rate(usual):
+        usual, fastest = in_turns([space.spec(chosen) for chosen in (space.usual, winner)])
+        if rate(usual) >= rate(fastest):
+            fastest, gains = usual, []
+        elif len(gains) == 1:  # without it the winner is the usual step
+            gains = [dataclasses.replace(gains[0], ratio=rate(fastest) / rate(usual))]
     return Tuned(usual, fastest, gains, len(predicted), space.size, unpredicted)
 
 
