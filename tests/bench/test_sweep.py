@@ -263,16 +263,17 @@ def test_an_interrupt_during_a_row_ends_it_and_keeps_the_others(tmp_path, sent, 
     assert len(RunStore(tmp_path).read().records) == 1
 
 
-def test_an_interrupt_while_the_server_of_processes_starts_is_told_once(tmp_path):
+@pytest.mark.parametrize("call", ["workers.run_isolated(int)", "launch.launch(int, ranks=2)"])
+def test_an_interrupt_while_the_server_of_processes_starts_is_told_once(tmp_path, call):
     (tmp_path / "slow_server.py").write_text(
         "import pathlib, sys, time\npathlib.Path('begun').touch()\ntime.sleep(1)"
     )
     code = (
-        "from stepgauge.runtime import launch, workers\n"
-        "launch.preload('slow_server')\n"
+        "from stepgauge.runtime import fork_server, launch, workers\n"
+        "fork_server.preload('slow_server')\n"
         "if __name__ == '__main__':\n"
         "    try:\n"
-        "        workers.run_isolated(int)\n"
+        f"        {call}\n"
         "    except KeyboardInterrupt:\n"
         "        print('interrupted')\n"
     )

@@ -92,12 +92,18 @@ def test_every_bad_input_is_one_sentence_that_names_the_option_and_status_2(step
     [
         (("topo", "--report", "{folder}"), 1, "cannot use {folder}: Is a directory"),
         (("comm", "explain", "scatter", "--ranks", "9"), 2, "--ranks is 9"),
-        (("show", "{folder}/none"), 1, "no run at {folder}/none"),
-        (("show", "{folder}/bad.toml"), 1, "{folder}/bad.toml is a file; name the folder of a run"),
+        (("show", "{folder}/none"), 2, "no run at {folder}/none"),
+        (("report", "{folder}/none"), 2, "no run at {folder}/none"),
+        (("show", "{folder}/bad.toml"), 2, "{folder}/bad.toml is a file; name the folder of a run"),
         (("bench", "step", "--config"), 2, "--config needs a value"),
         (("predict", "--size", "nano"), 2, "predict needs a value for --hardware"),
         (("schedule", "check"), 2, "schedule check needs a value for WHICH"),
         (("bench", "step", "--config", "{folder}/none.toml"), 2, "there is no such file"),
+        (
+            ("bench", "step", "--config", "{folder}/cut.toml"),
+            2,
+            "--config {folder}/cut.toml, which",
+        ),
         (("bench", "step", "--config", "{folder}/bad.toml"), 2, "--batch is -2"),
         (("--config", "{folder}/bad.toml", "bench", "step"), 2, "--batch is -2"),
         (("bench", "step", "--config", "{folder}/odd.toml"), 2, "Did you mean batch?"),
@@ -114,11 +120,28 @@ def test_every_bad_input_is_one_sentence_that_names_the_option_and_status_2(step
         (("schedule", "simulate", "1f1b", "--forward", "x"), 2, "--forward is 'x'; it must be a"),
         (("bench", "layout", "--layout", "dp2 zer3"), 2, "stepgauge: --layout has 'zer3'; choose"),
         (("bench", "comm", "-b", "4M", "-e", "1M"), 2, "and --end must not be less"),
+        (
+            ("bench", "layout", "--seconds", "0.2"),
+            2,
+            "bench layout has no --seconds: all its ranks",
+        ),
+        (("bench", "step", "--seconds"), 2, "--seconds needs a value"),
+        (("calibrate", "--only", "links", "--device", "cpu"), 2, "it needs --ranks 2"),
+        (
+            ("calibrate", "--only", "cast", "dance", "--device", "cpu"),
+            2,
+            "--only is 'dance'; there",
+        ),
+        (("predict", "--hardware", "h100"), 2, "did you mean dgx-h100 or h100-sxm?"),
+        (("model", "--size", "bert-huge"), 2, "--size is 'bert-huge'; choose one of"),
+        (("validate", "{folder}/rows.toml"), 2, "row 1 of {folder}/rows.toml: no network is named: give"),
         (("completion", "cmd"), 2, 'Choose from: "bash"'),
     ],
 )
 def test_what_ended_badly_before(stepgauge, tmp_path, arguments, status, said):
     (tmp_path / "bad.toml").write_text("[bench.step]\nbatch = [4, -2]\n")
+    (tmp_path / "cut.toml").write_text("[bench.step")
+    (tmp_path / "rows.toml").write_text("[[rows]]\nbatch = 4\n")
     (tmp_path / "odd.toml").write_text("[bench.step]\nbacth = 4\n")
     given = [text.replace("{folder}", str(tmp_path)) for text in arguments]
     found, out, err = stepgauge(*given)
@@ -130,7 +153,10 @@ def test_a_file_that_is_no_trace_is_one_line(stepgauge, tmp_path):
     (tmp_path / "my.json").write_text("# mine")
     status, out, err = stepgauge("profile", "trace", tmp_path / "my.json")
     assert (status, out) == (2, "")
-    assert err == f"stepgauge: {tmp_path}/my.json is no Chrome trace: '#' stands where {{ should\n"
+    assert (
+        err
+        == f"stepgauge: {tmp_path}/my.json is no Chrome trace: it begins with '#', a trace with {{ or [\n"
+    )
 
 
 @pytest.mark.parametrize("command", [("bench", "step"), ("train",), ("profile", "memory")])
@@ -190,7 +216,7 @@ def test_a_wrong_value_loads_neither_torch_nor_matplotlib():
         "'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.stdout == f"{[2] * len(wrong)} False False 1 False\n", done.stderr
+    assert done.stdout == f"{[2] * len(wrong)} False False 2 False\n", done.stderr
 
 
 def test_a_wrong_value_loads_its_own_command_alone_and_a_group_s_help_all_of_them():

@@ -20,6 +20,7 @@ from stepgauge.cli import console
 from stepgauge.cli import rows as command_rows
 from stepgauge.measure.environment import environment
 from stepgauge.runtime.host import thread_settings
+from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Sample
 from stepgauge.spec.store import RunStore
@@ -157,7 +158,7 @@ def test_show_names_damaged_lines_and_shows_the_rest(stepgauge, run_folder):
 
 def test_show_says_what_is_not_there(stepgauge, tmp_path, run_folder):
     status, _, err = stepgauge("show", tmp_path / "none")
-    assert status == 1
+    assert status == 2
     assert "no run at" in one_sentence(err)
     status, _, err = stepgauge("show", run_folder, "--statistics", "mode")
     assert status == 2
@@ -348,6 +349,20 @@ def test_help_shows_values_as_they_are_typed(stepgauge):
     assert "--check -c true|false..." in sweeps
     assert "--tied-head [true|false] " in single and "--steps INT " in single
     assert "..." not in single
+
+
+def test_berts_are_sizes_of_steps_whose_parameters_are_told(stepgauge):
+    status, out, _ = stepgauge("model", "--size", "bert-tiny", "nano", "--format", "json")
+    assert status == 0
+    assert [row["parameters"] for row in json.loads(out)] == [
+        ModelSpec.preset("nano").num_parameters
+        if name == "nano"
+        else BertSpec.preset(name).num_parameters
+        for name in ("bert-tiny", "nano")
+    ]
+    assert "bert-base" in stepgauge("bench", "step", "--help")[1]
+    told = " ".join(stepgauge("model", "--help")[1].split())
+    assert "('nano'" not in told and "[all but BERT's]" in told
 
 
 def test_help_fits_80_columns_and_needs_no_torch():

@@ -82,6 +82,17 @@ def test_traces_of_one_name_keep_their_own_folders(stepgauge, tmp_path, gpu_trac
     assert "give each trace once" in one_sentence(err)
 
 
+def test_a_trace_and_its_packed_copy_are_two_and_the_report_is_offered(
+    stepgauge, tmp_path, gpu_trace_text
+):
+    plain, packed = tmp_path / "trace.json", tmp_path / "trace.json.gz"
+    plain.write_text(gpu_trace_text)
+    packed.write_bytes(gzip.compress(gpu_trace_text.encode()))
+    status, _, err = stepgauge("profile", "trace", plain, packed)
+    assert status == 0, err
+    assert "--out FOLDER writes the report" in err
+
+
 def test_files_are_there_whatever_becomes_of_the_reader(
     stepgauge, tmp_path, gpu_trace_text, closed_pipe
 ):

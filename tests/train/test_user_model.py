@@ -125,6 +125,30 @@ def test_what_must_be_a_function_is_named_by_its_type(name, value, said):
 
 
 @pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (
+            {"module": nn.Linear(4, 3), "bach": 1},
+            "returned a dict with 'bach'; it may have module, ",
+        ),
+        ({"module": nn.Linear(4, 3)}, "returned a dict without a 'batch' or 'batches'"),
+        ({"batch": 1}, "returned module of type NoneType; it must be an nn.Module"),
+        ((1, 2), "returned module of type int; it must be an nn.Module"),
+    ],
+)
+def test_a_wrong_and_a_missing_part_are_named(made, said):
+    with pytest.raises(ValueError, match=said):
+        UserParts.of(made, "here")
+
+
+def test_a_shape_that_does_not_fit_names_the_module():
+    network = nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.ReLU(), nn.Linear(5, 2)))
+    built = step_of_parts(UserParts.of((network, torch.ones(2, 4)), "here"), CPU, lr=0.1)
+    with pytest.raises(RuntimeError, match=r"^in module 1\.1 \(Linear\): mat1 and mat2"):
+        built.step.forward(*built.arguments(0))
+
+
+@pytest.mark.parametrize(
     ("where", "said"),
     [
         ("{file}:nothing", "has no function 'nothing'; it has Named, pair, tensor"),

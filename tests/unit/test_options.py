@@ -50,6 +50,26 @@ def test_a_value_outside_its_limits_is_an_error(field, value, words):
     assert words in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"siez": ("nano",)}, "no field 'siez': did you mean 'size'?"),
+        ({"size": "nano", "zzz": 1}, "no field 'zzz': there are model, size, batch"),
+        ({"batch": (4,)}, r"no network is named: give 'size' \(nano, "),
+        ({}, "no network is named"),
+    ],
+)
+def test_a_field_that_there_is_not_and_a_missing_network_are_named(values, said):
+    with pytest.raises(ValueError, match=said):
+        expand(StepSpec, values)
+
+
+def test_one_value_needs_no_tuple():
+    (spec,) = expand(StepSpec, {"size": "nano", "batch": 2})
+    assert (spec.size, spec.batch) == ("nano", 2)
+    assert [s.size for s in expand(StepSpec, {"size": ["nano", "tiny"]})] == ["nano", "tiny"]
+
+
 def test_learning_rate_warms_up_and_ends_at_its_fraction():
     (spec,) = expand(
         TrainSpec,

@@ -95,7 +95,7 @@ def test_networks_of_two_kinds_differ_in_what_both_have(record):
     assert sizes == ["nano", "small", "my.py:make"]
     assert "rope base" not in table.columns
     assert "file" in varying(own)
-    assert describe(own[0]).startswith("step size=my.py:make")
+    assert describe(own[0]).startswith("step model=my.py:make")
 
 
 def _of_user(record, file):
@@ -129,7 +129,7 @@ def test_options_of_the_network_name_the_row(record):
     custom.spec["size"] = "custom"
     assert (
         describe(custom)
-        == "step size=custom batch=4 context=512 precision=fp32 d_model=64 d_ff=256 num_layers=2 num_heads=2"
+        == "step batch=4 context=512 precision=fp32 d_model=64 d_ff=256 num_layers=2 num_heads=2"
     )
 
 

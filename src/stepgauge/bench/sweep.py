@@ -16,8 +16,9 @@ import torch
 from stepgauge import bench
 from stepgauge.bench.ranks import OnRanks, run_here, with_launchers
 from stepgauge.measure.environment import environment
+from stepgauge.runtime.fork_server import preload
 from stepgauge.runtime.host import thread_settings
-from stepgauge.runtime.launch import RankError, preload
+from stepgauge.runtime.launch import RankError
 from stepgauge.runtime.load_file import user_line
 from stepgauge.runtime.progress import Hear
 from stepgauge.runtime.torchrun import is_first_process

@@ -28,7 +28,7 @@ def jobs(device: torch.device, ranks: Sequence[int], only: Sequence[str] = ()) -
     a CPU the operations while so many ranks share it; on GPUs for the most ranks what wrappers and
     other ways to spread a network take of the host. Of these the kinds and names with a word of `only`.
 
-    Raises ValueError where none has it, and for more ranks than there are GPUs.
+    Raises ValueError for a word that none has, and for more ranks than there are GPUs.
     """
     gpus = torch.cuda.device_count()
     for number in ranks:
@@ -40,11 +40,19 @@ def jobs(device: torch.device, ranks: Sequence[int], only: Sequence[str] = ()) -
     if ranks and device.type == "cuda":
         for name in (*wrappers.names(), *host.names_on(max(ranks))):
             found.append((name, run.job(_operation(name, device, max(ranks)))))
-    asked = [job for name, job in found if not only or any(word in name for word in only)]
-    if not asked:
-        names = dict.fromkeys(name for name, _ in found)
-        raise ValueError(f"only is {' '.join(only)!r}; there are {', '.join(names)}")
-    return asked
+    names = [name for name, _ in found]
+    for word in only:
+        _require_in(names, word, device)
+    return [job for name, job in found if not only or any(word in name for word in only)]
+
+
+def _require_in(names: Sequence[str], word: str, device: torch.device) -> None:
+    """Raises ValueError for a word that stands in none of the names."""
+    if any(word in name for name in names):
+        return
+    if any(word in name for name, _ in _jobs_on_ranks(device, 2)):
+        raise ValueError(f"only is {word!r}, which is timed between ranks: it needs --ranks 2")
+    raise ValueError(f"only is {word!r}; there are {', '.join(dict.fromkeys(names))}")
 
 
 def _jobs_on_ranks(device: torch.device, ranks: int) -> list[tuple[str, Job]]:

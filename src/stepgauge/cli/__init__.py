@@ -51,7 +51,9 @@ NUMBERS: Mapping[type | None, str] = {int: "a whole number", float: "a number"}
 
 
 def shown_default(value: object) -> str | None:
-    """A default as the help shows it; nothing of one that stands for "not given"."""
+    """A default as it is typed, for the help; nothing of one that stands for "not given"."""
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or None
     return str(value) if value or isinstance(value, float) else None
 
 
@@ -60,7 +62,7 @@ app = App(
     help="""Measure a Transformer training step, explain it, make it faster, and train with it.
 
     --config FILE.toml gives any command's options by their names, [bench.step] those of bench step;
-    what the command line says counts more. A table shows the columns that fit the terminal; --format
+    the command line's own options override them. A table shows the columns that fit the terminal; --format
     csv or json has all.
     """,
     version=stepgauge.__version__,
@@ -92,7 +94,7 @@ def run(arguments: Sequence[str]) -> int:
     """The command's exit status. A user's mistake is one sentence on standard error, never a
     traceback.
     """
-    from stepgauge.spec.store import StoreError
+    from stepgauge.spec.store import NoRunError, StoreError
 
     try:
         given, app.config = _config_of(arguments)
@@ -106,7 +108,7 @@ def run(arguments: Sequence[str]) -> int:
     except StoreError as error:
         for unsaved in error.args[1:]:
             print(unsaved)  # the record that found no place on disk is not lost with it
-        return complain(error.args[0], 1)
+        return complain(error.args[0], 2 if isinstance(error, NoRunError) else 1)
     except RunFailedError as error:
         return complain(str(error), 1)
     except ValueError as error:
@@ -150,7 +152,11 @@ def _config_of(arguments: Sequence[str]) -> tuple[list[str], tuple[Toml, ...]]:
     del given[place : place + 2]
     if not Path(file).is_file():
         raise ValueError(f"--config is {file!r}; there is no such file")
-    for name in tomllib.loads(Path(file).read_text(encoding="utf-8")):
+    try:
+        tables = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"cannot read --config {file}, which is no TOML: {error}") from None
+    for name in tables:
         if name not in COMMANDS:  # it would be left out without a word
             raise ValueError(
                 f"--config {file} has {name!r}, which is no command; options stand in the table of "
@@ -183,6 +189,11 @@ def _sentence(error: CycloptsError) -> str:
         near = difflib.get_close_matches(asked, known, 1)
         hint = f" Did you mean {near[0][2:]}?" if near else ""
         return f"Unknown option: {asked[2:]!r} from {error.token.source}.{hint}"
+    if isinstance(error, UnknownOptionError) and error.token.keyword == "--seconds":
+        command = " ".join(error.command_chain or ())
+        known = [name for option in error.argument_collection for name in option.names]
+        if command.startswith("bench ") and "--steps" in known:
+            return f"{command} has no --seconds: all its ranks time equally many --steps"
     if isinstance(error, UnusedCliTokensError):
         command = " ".join(error.command_chain or ())
         first, *_ = error.unused_tokens or [""]

@@ -5,7 +5,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from stepgauge.cli.console import Format, print_table
-from stepgauge.cli.options import Values, expand, spec_options
+from stepgauge.cli.options import Networks, Values, expand, spec_options
 from stepgauge.report.table import Table
 from stepgauge.spec.hf_config import HfConfig
 from stepgauge.spec.model import FLOP_CONVENTION, SIZES, ModelSpec
@@ -22,13 +22,20 @@ OF_PRESETS = (
 def model(
     *,
     values: Values,
-    size: Annotated[tuple[str, ...], Parameter(help="Presets. [all]")] = tuple(SIZES),
+    size: Annotated[
+        tuple[str, ...],
+        Parameter(
+            help=f"Presets ({', '.join(Networks.preset_names())}). [all but BERT's]",
+            show_default=False,
+        ),
+    ] = tuple(SIZES),
     batch: Annotated[int, Parameter(help="Sequences in a batch.")] = 4,
     format: Annotated[Format, Parameter(help="What to print.")] = "table",
 ) -> None:
     """Print parameters, FLOPs and residual-stream bytes of a network. Needs no torch and no GPU."""
     rows = []
-    for spec in expand(StepSpec, {"size": size, "batch": (batch,), **values}):
+    asked = {"size": size, "batch": (batch,), **values}
+    for spec in expand(StepSpec, asked, network=Networks):
         network, sequence = spec.model, spec.model.context_length
         forward = network.forward_flops(batch=batch, sequence=sequence)
         step = network.step_flops(batch=batch, sequence=sequence)

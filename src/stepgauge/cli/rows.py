@@ -279,9 +279,7 @@ class _Rows:
         self.name = ""
         self.tried: collections.Counter[str] = collections.Counter()
         if not self.is_alone and not self.has_bar:
-            tell(
-                f"{len(names)} rows; each is told here when it is there, the table comes at the end"
-            )
+            tell(f"{len(names)} rows: a line for each when it is done, then the table")
 
     def begins(self, job: "Job") -> None:
         """A row is measured, for the first time or again."""

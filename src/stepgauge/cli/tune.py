@@ -49,8 +49,8 @@ def tune(
     """Find the fastest step: precision, compile, kernels, batch, checkpointing, and over ranks the
     layout.
 
-    What is given is fixed, or with several values a choice whose first is the usual one; the rest
-    is chosen from what this device can take. Layouts are data, tensor and pipeline axes, and their
+    An option with one value is fixed. One with several is a choice, and its first value is the
+    baseline. Everything else is chosen from what this device can run. Layouts are data, tensor and pipeline axes, and their
     batch that of all ranks; with --wrapper, and of a network of your own, wrappers of a data axis
     with the batch of a rank. Candidates are predicted first, and the best few measured; what no
     prediction covers (a compiled network of your own) is measured on the fastest. Without a hardware

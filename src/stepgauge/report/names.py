@@ -88,14 +88,19 @@ def declared_fields(record: Record) -> list[Any]:
 def pair(record: Record, field: str) -> str:
     """`key=value`, the key as the command line spells it."""
     known = {each.name: each for each in declared_fields(record)}
-    value = flatten(record.spec).get(field)
+    spec = flatten(record.spec)
+    value = spec.get(field)
+    if field == "size" and spec.get("network") == UserModel.network:
+        return f"model={value}"
     if field not in known or value is None:
         return f"{field}={value}"
     return f"{known[field].metadata.get('flag') or field}={written(known[field], value)}"
 
 
 def naming(record: Record) -> tuple[list[str], list[str]]:
-    """The fields that name the record, and those that would but are at their default."""
+    """The fields that name the record, and those that would but are at their default. A custom
+    network is named by its shape.
+    """
     spec = flatten(record.spec)
     implied = SHAPE if spec.get("size") != "custom" else ()  # by a preset
     first = declarations(record.kind, record.spec)[:1]
@@ -107,6 +112,7 @@ def naming(record: Record) -> tuple[list[str], list[str]]:
             continue
         value = spec[field.name]
         is_hidden = field.metadata.get("label") == "changed" and value == field.default
+        is_hidden |= (field.name, value) == ("size", "custom")
         has_no_bytes = field.name.endswith("_bytes") and value == 0  # such as a barrier
         if is_hidden or has_no_bytes:
             default += names

@@ -47,13 +47,15 @@ def read(record: Record, run: Path) -> Analysis | None:
 
 
 def trace_names(files: Sequence[Path]) -> list[str]:
-    """Each file's name without its endings, after as many of its folders as it takes to tell all
+    """Each file's name without its endings, where these tell none apart, after as many of its folders as it takes to tell all
     apart.
 
     Raises ValueError for a file that is given twice.
     """
     full = [(file.parent.resolve() / file.name).parts[1:] for file in files]
     paths = [(*folders, name.removesuffix(".gz").removesuffix(".json")) for *folders, name in full]
+    if len(set(paths)) < len(paths):
+        paths = full  # trace.json and trace.json.gz are two files
     for depth in range(1, max(map(len, paths)) + 1):
         shown = ["/".join(path[-depth:]) for path in paths]
         if len(set(shown)) == len(shown):

@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from stepgauge.runtime.early_exit import returned, running, watched
+from stepgauge.runtime.fork_server import preload, start_server
 from stepgauge.runtime.host import threads_of_a_rank
 from stepgauge.runtime.parent import end_with_parent
 from stepgauge.runtime.world import (
@@ -43,15 +44,6 @@ CONSEQUENCE_S = 3.0
 # multiprocessing hands each process at most 256 descriptors, torch's launcher two a rank.
 MOST_STARTED = 100
 _LOOPBACK = ("lo", "lo0")
-_PRELOADED: list[str] = []
-
-
-def preload(*modules: str) -> None:
-    """Names modules that the server imports before it forks ranks, each of which would take seconds
-    to; only before the first rank.
-    """
-    _PRELOADED.extend(modules)
-    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
 
 
 preload(__name__, "torch.distributed.fsdp", "torch.distributed.nn.functional")
@@ -163,6 +155,7 @@ class Ranks:
 
     def __enter__(self) -> Self:
         self._before = set(multiprocessing.active_children())
+        start_server()  # here: the launcher's thread cannot keep Ctrl-C from it
         self._launcher.start()
         return self
 

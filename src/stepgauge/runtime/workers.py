@@ -1,7 +1,7 @@
 """Functions called in other processes: in a fresh one, or on the ranks of a process group.
 
 A crash, an exhausted memory or a warm cache stays in the process that had it. Single processes fork
-in milliseconds from a server that has imported what `preload` named and touched no device.
+in milliseconds from a server (runtime.fork_server) that touched no device.
 """
 
 import contextlib
@@ -12,12 +12,12 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, Protocol, Self
 
 import torch.distributed as dist
 
+from stepgauge.runtime.fork_server import start_server
 from stepgauge.runtime.launch import RankError, Ranks
 from stepgauge.runtime.parent import end_with_parent
 from stepgauge.runtime.progress import Hear, heard_by
@@ -127,8 +127,8 @@ class _Process:
         context = multiprocessing.get_context("forkserver")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_answer, args=(theirs,), daemon=False)
-        with _interrupts_held():
-            self._process.start()
+        start_server()
+        self._process.start()
         theirs.close()
 
     def call(self, hear: Hear, function: Function, *arguments: Any) -> Any:
@@ -166,18 +166,6 @@ def _died(exit_code: int) -> RankError:
     return RankError(
         f"the measuring process was ended by {ended_by.name}", rank=0, ended_by=ended_by
     )
-
-
-@contextlib.contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C while the server starts would kill it half-way; it is delivered afterwards."""
-    # The server starts this one else, and it lets interrupts through in the end.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _answer(pipe: Connection) -> None:

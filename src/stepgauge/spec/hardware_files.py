@@ -42,11 +42,22 @@ def file_named(text: str) -> Path:
         for known in every:
             if path.name in (known.stem, known.name):
                 return known
-    names = ", ".join(dict.fromkeys(known.stem for known in every))
+    names = dict.fromkeys(known.stem for known in every if _has_times(known))
+    near = [name for name in names if path.name and path.name in name]
     raise ValueError(
-        f"no hardware file at {text}: stepgauge calibrate FILE makes one of this machine; by name "
-        f"there are {names}"
+        f"no hardware file at {text}: "
+        + (f"did you mean {' or '.join(near)}? " if near else "")
+        + f"stepgauge calibrate FILE makes one of this machine; by name there are {', '.join(names)}"
     )
+
+
+def _has_times(path: Path) -> bool:
+    """Whether steps can be predicted from the file: from its own operations or another's."""
+    try:
+        hardware = HardwareFile.read(path)
+    except ValueError:
+        return False
+    return bool(hardware.operations or hardware.base)
 
 
 def file_of(device: str, threads: int) -> Path | None:

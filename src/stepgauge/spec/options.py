@@ -3,6 +3,7 @@ specs.
 """
 
 import dataclasses
+import difflib
 import itertools
 import re
 import shlex
@@ -105,28 +106,48 @@ def format_bytes(size: int) -> str:
     return f"{size // factor}{unit}"
 
 
-def expand(
-    spec: type, values: Mapping[str, tuple[Any, ...]], *, network: Network = ModelSpec
-) -> list[Any]:
+def expand(spec: type, values: Mapping[str, Any], *, network: Network = ModelSpec) -> list[Any]:
     """The product of the values as specs; of a spec with a model, made from the preset `size`, or
-    the file `hf_config`, and the fields given.
+    the file `hf_config`, and the fields given. Several values stand in a tuple or a list.
 
-    The first option varies slowest. Raises ValueError for a combination that is no model.
+    The first option varies slowest. Raises ValueError for a field that there is not, and for a
+    combination that is no model.
     """
+    has_model = any(field.name == "model" for field in dataclasses.fields(spec))
+    _require_fields(values, spec, *([network, UserModelOption, HfConfig] if has_model else []))
+    several = {
+        name: tuple(value) if isinstance(value, list | tuple) else (value,)
+        for name, value in values.items()
+    }
     whole_network = ("hf_config",) if "hf_config" in values else ("size",)
     names = [name for name in whole_network if name in values]
     names += [name for name in values if name not in ("size", "hf_config")]
-    combinations = itertools.product(*(values[name] for name in names))
+    combinations = itertools.product(*(several[name] for name in names))
     chosen = [dict(zip(names, combination, strict=True)) for combination in combinations]
-    if any(field.name == "model" for field in dataclasses.fields(spec)):
+    if has_model:
         return [_with_model(spec, each, network) for each in chosen]
     return [spec(**each) for each in chosen]
+
+
+def _require_fields(names: Iterable[str], *specs: type) -> None:
+    """Raises ValueError for a name that is no field of any of these."""
+    known = dict.fromkeys(field.name for spec in specs for field in dataclasses.fields(spec))
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise ValueError(f"no field {name!r}: {hint}")
 
 
 def _with_model(spec: type, chosen: dict[str, Any], network: Network) -> Any:
     """The spec of a user's model where one is chosen, else of the preset, or of a config.json, with
     its shape changed.
     """
+    if not chosen.keys() & {"size", "hf_config", "model"}:
+        raise ValueError(
+            f"no network is named: give 'size' ({', '.join(network.preset_names())}), 'hf_config' "
+            f"or 'model'"
+        )
     size = chosen.pop("size", "")
     file = chosen.pop("hf_config", "")
     users = chosen.pop("model", "")

@@ -23,6 +23,10 @@ class StoreError(Exception):
     """A run that cannot be read or written; the message is one sentence for the user."""
 
 
+class NoRunError(StoreError):
+    """A folder that is no run's."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Contents:
     records: list[Record]
@@ -130,13 +134,13 @@ class RunStore:
             raise
 
     def read(self) -> Contents:
-        """All good records, a sentence a bad line. Raises StoreError if there is no run."""
+        """All good records, a sentence a bad line. Raises NoRunError if there is none."""
         try:
             lines = self.path.read_bytes().split(b"\n")
         except FileNotFoundError:
-            raise StoreError(f"no run at {self.folder}") from None
+            raise NoRunError(f"no run at {self.folder}") from None
         except NotADirectoryError:
-            raise StoreError(f"{self.folder} is a file; name the folder of a run") from None
+            raise NoRunError(f"{self.folder} is a file; name the folder of a run") from None
         except OSError as error:
             raise StoreError(f"cannot read {self.path}: {error.strerror}") from None
         records, problems = [], []

@@ -162,6 +162,8 @@ def _parts(window: _Window) -> Iterator[tuple[str, Any]]:
     if first == "[":
         yield from _events(window, may_end=True)
         return
+    if first != "{":
+        raise TraceError(f"is no Chrome trace: it begins with {first!r}, a trace with {{ or [")
     window.take("{")
     found, separator = False, window.peek()
     while separator != "}":

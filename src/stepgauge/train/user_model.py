@@ -33,6 +33,7 @@ from stepgauge.parallel.training import Groups, Parallelise, single_process
 from stepgauge.runtime.load_file import load_file, own_names
 from stepgauge.spec.plan.tensor import Rule, Table
 from stepgauge.spec.user_model import UserModel
+from stepgauge.train.failing_module import named_module
 from stepgauge.train.precision import Precision, precision_on
 from stepgauge.train.step import TrainingStep
 
@@ -60,16 +61,23 @@ class UserParts:
         """Raises ValueError for something else than the parts."""
         if isinstance(made, tuple) and 2 <= len(made) <= 3:
             made = dict(zip(PARTS, made, strict=False))
-        given = dict(made) if isinstance(made, Mapping) else {}
-        if not isinstance(given.get("module"), nn.Module) or not {"batch", "batches"} & {*given}:
+        if not isinstance(made, Mapping):
             raise ValueError(
                 f"{where} returned {type(made).__name__}; it must return (module, batch), "
                 f"(module, batch, loss) or a dict of {', '.join(PARTS)}"
             )
+        given = dict(made)
         if unknown := [name for name in given if name not in PARTS]:
             raise ValueError(
                 f"{where} returned a dict with {unknown[0]!r}; it may have {', '.join(PARTS)}"
             )
+        if not isinstance(given.get("module"), nn.Module):
+            raise ValueError(
+                f"{where} returned module of type {type(given.get('module')).__name__}; it must be "
+                f"an nn.Module"
+            )
+        if not given.keys() & {"batch", "batches"}:
+            raise ValueError(f"{where} returned a dict without a 'batch' or 'batches'")
         batch = given.pop("batch", None)
         given.setdefault("batches", lambda number: batch)
         for name in ("batches", "loss", "optimizer"):
@@ -329,9 +337,10 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
 
 
 def _called(module: Callable[..., Any], inputs: Any) -> Any:
-    if isinstance(inputs, Mapping):
-        return module(**inputs)
-    return module(*inputs) if isinstance(inputs, tuple | list) else module(inputs)
+    with named_module(module):
+        if isinstance(inputs, Mapping):
+            return module(**inputs)
+        return module(*inputs) if isinstance(inputs, tuple | list) else module(inputs)
 
 
 def tensors_of(batch: Any, *, has_loss: bool) -> tuple[list[Tensor], list[Tensor]]:

@@ -82,9 +82,8 @@ def _by_field(table: Mapping[str, Any]) -> dict[str, Any]:
     for name in table:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            hint = (
-                f"did you mean {near[0]!r}?" if near else "bench layout --help has what it may have"
-            )
+            every = ", ".join([*BESIDE, *map(flag_of, OPTIONS.values())])
+            hint = f"did you mean {near[0]!r}?" if near else f"it may have {every}"
             raise ValueError(f"a row has no {name!r}; {hint}")
     return {known[name]: value for name, value in table.items()}
 

@@ -62,6 +62,7 @@ step = _command(
     the same command again goes on where it stopped. A size that does not fit gives a row that says
     OOM. Where this device was calibrated, each row shows what was predicted before it was run.
     """,
+    network=Networks,
 )
 data_parallel = _command(
     DataParallelSpec,

@@ -43,6 +43,8 @@ def trace(
             write(analysis, out / name)
         tell(f"report: {write_trace_report(dict(zip(names, found, strict=True)), out, shared)}")
     _print(found, shared, format)
+    if not out:
+        tell("--out FOLDER writes the report with the flame graph, and the analyses, too")
 
 
 def _print(found: "Sequence[Analysis]", shared: object, format: Format) -> None:
