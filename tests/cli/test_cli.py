@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -91,10 +92,12 @@ def test_compile_alone_means_on(stepgauge, tmp_path, monkeypatch):
     assert [spec.compile for spec in asked] == ["on", "off", "blocks"]
 
 
-def test_a_model_too_large_is_a_row_and_no_failure(stepgauge, tmp_path):
-    status, out, err = stepgauge(
-        "bench", "step", *QUICK, "--num-layers", "10000", "--d-ff", "4000000", "--out", tmp_path
-    )
+def test_a_model_too_large_is_a_row_and_no_failure_beside_one_that_fits(stepgauge, tmp_path):
+    widths = ("bench", "step", *QUICK, "--out", tmp_path, "--d-model")
+    status, _, err = stepgauge(*widths, "1000000")
+    assert status == 1
+    assert "no row has a figure: needs at least" in one_sentence(err)
+    status, out, err = stepgauge(*widths, "64", "1000000", "--fresh")
     assert status == 0
     assert rows(tmp_path)[-1].status == "oom"
     assert "OOM: needs at least" in out
@@ -154,6 +157,14 @@ def test_show_names_damaged_lines_and_shows_the_rest(stepgauge, run_folder):
     assert "line 3 is damaged" in one_sentence(err)
     assert "small" in out
     assert "medium" in out
+
+
+def test_a_run_without_a_good_record_has_no_page(stepgauge, run_folder):
+    (run_folder / "records.jsonl").write_text('{"schema": 1, "kind": "st\n')
+    for command in ("report", "show"):
+        status, out, err = stepgauge(command, run_folder)
+        assert (status, out) == (2, "") and "holds no records" in err
+    assert not (run_folder / "report.html").exists()
 
 
 def test_show_says_what_is_not_there(stepgauge, tmp_path, run_folder):
@@ -303,6 +314,18 @@ cli.main(["show"])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (143, "cleaned up\n")
     assert done.stderr == "stepgauge: terminated\n"
+
+
+def test_an_interrupt_while_the_command_line_is_imported_is_a_sentence(monkeypatch, capsys):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    half_imported = types.ModuleType("stepgauge.cli")
+    half_imported.__getattr__ = interrupted
+    monkeypatch.setitem(sys.modules, "stepgauge.cli", half_imported)
+    with pytest.raises(SystemExit) as done:
+        importlib.import_module("stepgauge.__main__").main()
+    assert (done.value.code, capsys.readouterr().err) == (130, "stepgauge: interrupted\n")
 
 
 TORCHRUN = {

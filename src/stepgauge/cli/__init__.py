@@ -47,6 +47,7 @@ COMMANDS = {
     "report": "records:report",
     "completion": "completion:completion",
 }
+INTERRUPTED, TERMINATED = 130, 143
 NUMBERS: Mapping[type | None, str] = {int: "a whole number", float: "a number"}
 
 
@@ -87,7 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):  # in place of it stands another
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+    status = run(sys.argv[1:] if arguments is None else arguments)
+    if status in (INTERRUPTED, TERMINATED):  # a second Ctrl-C does not cut the cleaning up short
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(status)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -120,7 +124,8 @@ def run(arguments: Sequence[str]) -> int:
         return complain(_of_file(error), 1)
     except KeyboardInterrupt as error:
         is_terminated = isinstance(error, TerminatedError)
-        word, status = ("terminated", 143) if is_terminated else ("interrupted", 130)
+        word = "terminated" if is_terminated else "interrupted"
+        status = TERMINATED if is_terminated else INTERRUPTED
         return complain(": ".join([word, *map(str, error.args)]), status)
 
 

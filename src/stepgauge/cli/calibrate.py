@@ -7,7 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from stepgauge.cli.console import tell
-from stepgauge.cli.rows import Device, Fresh, Out, run_jobs
+from stepgauge.cli.rows import Device, Fresh, Out, require_success, run_jobs
 from stepgauge.spec.hardware import HardwareFile, draft_of
 from stepgauge.spec.hardware_files import default_path
 from stepgauge.spec.record import Record
@@ -60,6 +60,8 @@ def calibrate(
     machine.require_same_machine(before, name, threads)
     draft_of(path).unlink()  # a path that cannot be written is told before anything is measured
     records = run_jobs(asked, out, fresh=fresh)
+    if not any(record.status == "ok" for record in records):
+        require_success(records)
     _write(machine.hardware_file(records, before), path, records)
 
 

@@ -118,7 +118,8 @@ def report(
     A study's page has a section an experiment, any other run's a section a kind of record.
     """
     records = read(run)
-
+    if not records:
+        raise ValueError(f"the run at {run} holds no records")
     print(_write_page(run, records, out or run / "report.html"))
 
 

@@ -344,7 +344,9 @@ def tell_of_all(records: Sequence["Record"], folder: Path, reused: int) -> None:
 
 
 def require_success(records: Sequence["Record"]) -> None:
-    """Raises RunFailedError, whose sentence says what failed, if any did."""
+    """Raises RunFailedError, whose sentence says what failed, if any did, or that no row has a figure:
+    out of memory is a result beside rows that fit.
+    """
     from stepgauge.report.names import describe
 
     failed = [record for record in records if record.status == "failed"]
@@ -352,3 +354,5 @@ def require_success(records: Sequence["Record"]) -> None:
         raise RunFailedError(f"{describe(failed[0])} failed: {failed[0].note}")
     if failed:
         raise RunFailedError(f"{len(failed)} of {len(records)} rows failed: {failed[0].note}")
+    if records and not any(record.metrics for record in records):
+        raise RunFailedError(f"no row has a figure: {records[0].note}")

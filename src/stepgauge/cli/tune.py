@@ -50,13 +50,13 @@ def tune(
     layout.
 
     An option with one value is fixed. One with several is a choice, and its first value is the
-    baseline. Everything else is chosen from what this device can run. Layouts are data, tensor and pipeline axes, and their
-    batch that of all ranks; with --wrapper, and of a network of your own, wrappers of a data axis
-    with the batch of a rank. Candidates are predicted first, and the best few measured; what no
-    prediction covers (a compiled network of your own) is measured on the fastest. Without a hardware
-    file one choice after the other is measured. The winner and the usual step are measured once
-    more, in turns. Prints what each choice gains, the winner's command, and writes it as a file for
-    --config.
+    baseline. Everything else is chosen from what this device can run. Layouts are data, tensor and
+    pipeline axes, and their batch that of all ranks; with --wrapper, and of a network of your own,
+    wrappers of a data axis with the batch of a rank. Candidates are predicted first, and the best
+    few measured; what no prediction covers (a compiled network of your own) is measured on the
+    fastest. Without a hardware file one choice after the other is measured. The winner and the
+    usual step are measured once more, in turns. Prints what each choice gains, the winner's
+    command, and writes it as a file for --config.
     """
     if best < 1 or ranks < 1:
         raise ValueError(f"best is {best} and ranks is {ranks}; both must be at least 1")

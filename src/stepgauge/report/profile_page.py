@@ -47,8 +47,8 @@ def read(record: Record, run: Path) -> Analysis | None:
 
 
 def trace_names(files: Sequence[Path]) -> list[str]:
-    """Each file's name without its endings, where these tell none apart, after as many of its folders as it takes to tell all
-    apart.
+    """Each file's name after as many of its folders as it takes to tell all apart, without its
+    endings where these tell none apart.
 
     Raises ValueError for a file that is given twice.
     """

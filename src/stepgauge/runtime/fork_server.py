@@ -2,6 +2,7 @@
 
 import contextlib
 import multiprocessing
+import os
 import signal
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
@@ -21,6 +22,16 @@ def start_server() -> None:
     """
     with _interrupts_held():
         forkserver.ensure_running()
+
+
+def stop_server() -> None:
+    """Ends it, and with it whatever waits for a process that it was to fork; the next one that is
+    asked for starts another.
+    """
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if server is not None:  # None: it was never started
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server, signal.SIGKILL)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from stepgauge.runtime.early_exit import returned, running, watched
-from stepgauge.runtime.fork_server import preload, start_server
+from stepgauge.runtime.fork_server import preload, start_server, stop_server
 from stepgauge.runtime.host import threads_of_a_rank
 from stepgauge.runtime.parent import end_with_parent
 from stepgauge.runtime.world import (
@@ -41,6 +41,7 @@ from stepgauge.runtime.world import (
 # A rank that fails because another has died waits this long, so that the launcher sees the other's
 # end first.
 CONSEQUENCE_S = 3.0
+STARTED_S = 0.5  # that ranks take which the server can fork at once
 # multiprocessing hands each process at most 256 descriptors, torch's launcher two a rank.
 MOST_STARTED = 100
 _LOOPBACK = ("lo", "lo0")
@@ -160,10 +161,18 @@ class Ranks:
         return self
 
     def __exit__(self, type: object, *_: object) -> None:
+        if type is not None:
+            self._end()
+        self._ended.wait()
+
+    def _end(self) -> None:
+        """Ends the ranks; more than once, for some may not have been started yet."""
+        late = time.monotonic() + STARTED_S
         while not self._ended.wait(0.1):
-            if type is not None:  # more than once: some may not have been started yet
-                for process in set(multiprocessing.active_children()) - self._before:
-                    process.kill()
+            for process in set(multiprocessing.active_children()) - self._before:
+                process.kill()
+            if time.monotonic() > late:  # the launcher waits for a server that still imports
+                stop_server()
 
     @property
     def running(self) -> bool:

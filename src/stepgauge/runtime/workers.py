@@ -11,7 +11,7 @@ import multiprocessing.connection
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, Protocol, Self
 
