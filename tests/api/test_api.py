@@ -54,7 +54,7 @@ def test_a_module_is_timed_and_left_as_it_was():
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
     assert result["step_ms"] == result.metrics["step_ms"] > 0
     assert result.record.spec["size"] == "Sequential" and result.record.metrics["step_ms"].n == 2
-    assert "<td" in result._repr_html_() and "size=Sequential" in repr(result)
+    assert "<td" in result._repr_html_() and "model=Sequential" in repr(result)
     with pytest.raises(ValueError, match="choose one of fp32"):
         sg.time_step(module, batch(), precision="fp7", **QUICK)
     with pytest.raises(ValueError, match="optimizer's function returned NoneType"):

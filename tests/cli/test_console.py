@@ -44,31 +44,56 @@ def test_columns_that_fit_are_shown_whole(terminal, width, shown):
     assert rows[0][0] == "row0" and rows[1] == list(table().rows[1][: 1 + shown])
 
 
-def test_a_narrow_terminal_shows_what_fits_with_the_remark_and_names_the_rest(terminal):
+def remarked(*remarks):
+    whole = table(rows=len(remarks))
+    rows = [[*row, remark] for row, remark in zip(whole.rows, remarks, strict=True)]
+    return Table([*whole.columns, "remark"], rows, frozenset(FIGURES))
+
+
+def test_in_a_narrow_terminal_the_remark_gives_way_to_figures_and_stands_below(terminal):
     printed = terminal(80)
-    remarked = table()
-    rows = [[*row, "out of memory"] for row in remarked.rows]
-    console.print_table(Table([*remarked.columns, "remark"], rows, frozenset(FIGURES)))
-    text = "\n".join(printed())
-    assert max(map(len, text.splitlines())) <= 80 and text.count("row0") == 1
-    assert text.count("out of memory") == 2 and "1,000.5" in text
-    assert text.endswith("--format csv or json has more: figure 6 ms, figure 7 ms")
+    console.print_table(remarked("out of memory", "", "disturbed", "disturbed"))
+    lines = printed()
+    assert max(map(len, lines)) <= 80 and lines[2].split() == list(table().rows[0])
+    assert lines[6:] == ["row0: out of memory", "row2, row3: disturbed"]
+    console.print_table(remarked("out of memory", "disturbed"))
+    assert printed()[-1] == "row1: disturbed"
 
 
-@pytest.mark.parametrize("columns", ["40", "400"])
-def test_in_a_file_a_table_is_as_wide_as_a_page(monkeypatch, capsys, columns):
+def test_what_the_remarks_of_all_rows_say_is_said_once(terminal, capsys):
+    shared = remarked("disturbed; slow machine", "slow machine", "slow machine; short")
+    printed = terminal(200)
+    console.print_table(shared)
+    lines = printed()
+    assert lines[-1] == "slow machine" and "\n".join(lines).count("slow machine") == 1
+    assert lines[2].endswith("disturbed") and lines[4].endswith("short")
+    assert shared.to("markdown").endswith("| short |\n\nslow machine\n")
+    assert shared.to("csv").count("slow machine") == 3
+    console.print_table(remarked("slow machine"))
+    assert "remark" not in "\n".join(printed())
+
+
+@pytest.mark.parametrize(
+    ("columns", "least", "most"), [("", 80, 100), ("40", 30, 40), ("400", 140, 400)]
+)
+def test_in_a_file_a_table_is_as_wide_as_a_page_or_as_columns_says(
+    monkeypatch, capsys, columns, least, most
+):
     monkeypatch.setenv("COLUMNS", columns)
     cells = [["row0", *(f"{10**i:,}" for i in range(12))]]
     wide = [f"a figure {i}" for i in range(12)]
     console.print_table(Table(["name", *wide], cells, frozenset(wide)))
     lines = capsys.readouterr().out.splitlines()
-    assert 80 < max(map(len, lines[:3])) <= console.PAGE_WIDTH
-    assert "".join(lines[3:]).endswith("a figure 10, a figure 11")
+    assert least < max(map(len, lines[:3])) <= most
+    assert "".join(lines[3:]).endswith("a figure 10, a figure 11" if most < 400 else "")
 
 
 def test_in_a_file_remarks_and_names_wrap_in_a_page(capsys):
-    row = ["n" * 30 + " " + "m" * 30, "1.5", "device memory ran out " * 10]
-    console.print_table(Table(["name", "step ms", "remark"], [row], frozenset(["step ms"])))
+    rows = [
+        ["n" * 30 + " " + "m" * 30, "1.5", "device memory ran out " * 10],
+        ["a name", "2.5", "disturbed"],
+    ]
+    console.print_table(Table(["name", "step ms", "remark"], rows, frozenset(["step ms"])))
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert max(map(len, lines)) <= console.PAGE_WIDTH
     assert "1.5" in lines[2] and " ".join(lines).count("ran out") == 10
@@ -88,13 +113,13 @@ def test_a_remark_wraps_and_figures_do_not(terminal):
     printed = terminal(60)
     remarked = Table(
         ["name", "step ms", "remark"],
-        [["row0", "1.5", "device memory ran out " * 4]],
+        [["row0", "1.5", "device memory ran out " * 4], ["row1", "2.5", ""]],
         frozenset(["step ms"]),
     )
     console.print_table(remarked)
     lines = printed()
     assert max(map(len, lines)) <= 60
-    assert lines[-2].startswith("row0   1.5") and lines[-1].startswith("            device")
+    assert lines[-3].startswith("row0   1.5") and lines[-2].startswith("            device")
 
 
 def test_long_names_fold_to_half_of_the_width_and_nothing_is_cut(terminal):
@@ -136,10 +161,23 @@ def test_cells_are_no_markup(terminal):
     assert printed()[-1] == "a[/b] [red]c"
 
 
-def test_names_wider_than_the_terminal_leave_the_table_whole(terminal):
+def test_names_wider_than_the_terminal_fold_and_figures_that_do_not_fit_are_left_out(terminal):
     printed = terminal(30)
     console.print_table(Table(["name", *FIGURES], [["n" * 40, *["1.5"] * 8]], frozenset(FIGURES)))
-    assert printed()[-1].split() == ["n" * 40, *["1.5"] * 8]
+    lines = printed()
+    assert (
+        max(map(len, lines)) <= 30 and "".join(line.split()[0] for line in lines[2:5]) == "n" * 40
+    )
+    assert lines[2].endswith("1.5") and "--format csv or json has more: figure" in " ".join(lines)
+
+
+def test_no_name_is_cut_in_a_word_that_has_room(terminal):
+    printed = terminal(80)
+    head, row = ["size", "layout", "precision"], ["net.py:make", "dp2 zero3 pp2 1f1b m8", "fp32"]
+    figures = [f"figure {i} ms" for i in range(5)]
+    console.print_table(Table([*head, *figures], [[*row, *["1,234.5"] * 5]], frozenset(figures)))
+    lines = printed()
+    assert max(map(len, lines)) <= 80 and "net.py:make" in lines[2].split()
 
 
 @pytest.mark.parametrize(("width", "names"), [(60, 4), (120, 8)])

@@ -186,6 +186,7 @@ PRIVATE_MEMBERS = {
 }
 # Private members of others: the standard library's, and FlashAttention-4's own functions.
 NOT_OF_TORCH = {"_exit", "_getframe", "_replace", "_flash_attn_fwd", "_flash_attn_bwd"}
+NOT_OF_TORCH |= {"_forkserver", "_forkserver_pid"}  # multiprocessing's; runtime/fork_server.py
 
 
 def sources(*endings):

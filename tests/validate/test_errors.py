@@ -139,6 +139,17 @@ def test_rows_of_a_machine_that_was_not_idle_are_told_apart():
     assert "disturbed: p90 is over" in error_table(records).rows[-1][-1]
 
 
+def test_a_row_that_was_not_predicted_stands_beside_the_others_where_that_is_asked():
+    measured = row(STEP, forward=30.0, step=100.0)
+    modelled = row(STEP, "modelled", forward=33.0, step=103.0)
+    alone = row(two_ranks("zero1"), step=50.0)
+    table = error_table([modelled, measured, alone], unpredicted=True)
+    assert table.rows[1][1:4] == [None, 50.0, None] and table.rows[1][-1] == "not predicted"
+    shown = table.for_eyes()
+    assert shown.rows[1][1:4] == ["-", "50.00", "-"]
+    assert len(error_table([modelled, measured, alone]).rows) == 1
+
+
 def test_what_is_to_be_known_of_the_file_is_said_once():
     """Beside each row it left no room for the errors."""
     rows = []

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -22,20 +21,18 @@ from rich.progress import (
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from stepgauge.cli.fitting import column_widths, lines_of, remarks_below, that_fit
 from stepgauge.cli.option_names import in_options
 from stepgauge.report.numbers import heading, number
-from stepgauge.report.table import Table, objects
+from stepgauge.report.table import REMARK, Table, objects
 
 if TYPE_CHECKING:
     from stepgauge.spec.record import Record
 
 SUMMED_UP = ("tokens_per_s", "first_loss", "last_loss", "busbw_gb_per_s", "gb_per_s", "wrong")
 MEMORY = ("peak_bytes", "saved_for_backward_bytes")  # where nothing was timed
-GAP = 2  # between columns
-REMARK_WIDTH = 32  # at least, where the terminal has as much
-WRAPPED = 12  # of a name, at least, where names wrap
 NO_BOUND = 10_000
-PAGE_WIDTH = 100  # where no terminal says another
+PAGE_WIDTH = 100  # where neither a terminal nor COLUMNS says another
 Format = Literal["table", "csv", "markdown", "latex", "json"]
 
 
@@ -97,113 +94,63 @@ def print_points(head: str, points: Iterable[str]) -> None:
 
 def print_table(table: Table) -> None:
     """A table for the eyes: of one that is wider than the terminal, or a page where there is none,
-    the columns that fit, the first ones and the remark, and a line on the rest.
+    the columns that fit, what has no column below it, and a line on the rest.
     """
     console = Output(highlight=False)
+    whole = not console.is_terminal  # another program reads a sentence as one line
     if table.caption:  # not the table's title, which would wrap at the width of a narrow one
-        whole = not console.is_terminal  # another program reads it as one line
         console.print(table.caption, style="table.title", markup=False, soft_wrap=whole)
     if not table.rows:
         return
     every = table.for_eyes()
-    width = console.width if console.is_terminal else PAGE_WIDTH
-    shown = _that_fits(every, width)
-    if shown and not console.is_terminal:
-        _draw(shown, NO_BOUND, _whole_words(shown, width))
-    else:
-        _draw(shown or every, width if shown else NO_BOUND)
+    width = console.width if console.is_terminal else _page_width()
+    shown = that_fit(every, width)
+    if shown is None:
+        _draw_down(every)
+    elif shown.columns:
+        _draw(shown, column_widths(shown, width, may_fold=console.is_terminal))
     rest = [name for name in every.columns if shown and name not in shown.columns]
-    if rest:
-        left_out = f"--format csv or json has more: {', '.join(rest)}"
-        console.print(left_out, style="dim", markup=False)
+    below = [*(remarks_below(every) if REMARK in rest else ()), *every.notes]
+    for sentence in below:
+        console.print(sentence, markup=False, soft_wrap=whole)
+    if more := [name for name in rest if name != REMARK]:
+        left_out = f"--format csv or json has more: {', '.join(more)}"
+        console.print(left_out, style="dim", markup=False, soft_wrap=whole)
 
 
-def _that_fits(table: Table, width: int) -> Table | None:
-    """The columns that name the rows and as many others as fit. Names over half of the width wrap;
-    where they have no room to, the last ones are left out.
-
-    None where a name, or half of the width and the next column, do not fit: the terminal then wraps whole
-    lines.
-    """
-    widths = [_width(table, place) + GAP for place in range(len(table.columns))]
-    first = table.naming().stop
-    if max(widths[:first], default=0) > width:
-        return None
-    names = _names_with_room(widths[:first], width)
-    named = min(sum(widths[:names]), width // 2)
-    others = sorted(range(first, len(widths)), key=lambda n: table.columns[n] != "remark")
-    if others and named + widths[others[0]] - GAP > width:
-        return None
-    chosen, taken = list(range(names)), named - GAP
-    for place in others:
-        taken += widths[place]
-        if taken > width:
-            break
-        chosen.append(place)
-    return table.of(sorted(chosen))
+def _page_width() -> int:
+    """Of what is no terminal."""
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdigit() and int(columns) else PAGE_WIDTH
 
 
-def _names_with_room(widths: Sequence[int], width: int) -> int:
-    """How many of the naming columns fit: as they are, or wrapped in half of the width."""
-    names = len(widths)
-    while names > 1 and sum(widths[:names]) > width:
-        if sum(min(each, WRAPPED + GAP) for each in widths[:names]) <= width // 2:
-            break
-        names -= 1
-    return names
-
-
-def _width(table: Table, place: int) -> int:
-    column = table.columns[place]
-    widest = max(
-        map(cell_len, (*_head(table, column).split("\n"), *(row[place] for row in table.rows)))
-    )
-    return min(widest, REMARK_WIDTH) if column == "remark" else widest
-
-
-def _whole_words(table: Table, width: int) -> list[int]:
-    """Of each column, so many that all fit in the width; none fewer than its longest word has."""
-    taken, least = [], []
-    for column, *cells in zip(table.columns, *table.rows, strict=True):
-        texts = [*_head(table, column).split("\n"), *cells]
-        pieces = texts if table.is_numeric(column) else " ".join(texts).split()
-        taken.append(max(map(cell_len, texts)))
-        least.append(max(map(cell_len, pieces), default=0))
-    excess = sum(taken) + GAP * (len(taken) - 1) - width
-    for place in sorted(
-        range(len(taken)), key=lambda n: least[n] - taken[n]
-    ):  # by what they can give
-        given = max(0, min(excess, taken[place] - least[place]))
-        taken[place] -= given
-        excess -= given
-    return taken
-
-
-def _head(table: Table, column: str) -> str:
-    return (
-        column.replace(" ", "\n", 1 if "p10" not in column else 2)
-        if table.is_numeric(column)
-        else column
-    )
-
-
-def _draw(table: Table, width: int, columns: Sequence[int] = ()) -> None:
-    """In so many columns of text; `columns` are those of each of the table's."""
+def _draw(table: Table, widths: Sequence[int]) -> None:
+    """In columns of these widths."""
     drawn = RichTable(box=None, pad_edge=False, header_style="bold")
-    for place, column in enumerate(table.columns):
+    for column, width in zip(table.columns, widths, strict=True):
         numeric = table.is_numeric(column)
         drawn.add_column(
-            Text(_head(table, column)),
+            Text("\n".join(lines_of(table, column))),
             justify="right" if numeric else "left",
             no_wrap=numeric,
             overflow="fold",
-            width=columns[place] if columns else None,
+            width=width,
         )
     for row in table.rows:
         drawn.add_row(*map(Text, row))
     console = Output(highlight=False, width=NO_BOUND)
-    console.width = min(width, console.measure(drawn).maximum)
+    console.width = console.measure(drawn).maximum
     console.print(drawn)
+
+
+def _draw_down(table: Table) -> None:
+    """A line a cell: where not even two columns fit beside each other."""
+    names = table.naming()
+    for row in table.rows:
+        print(" ".join(row[place] for place in names))
+        for place in range(names.stop, len(row)):
+            if row[place]:
+                print(f"  {table.columns[place]}: {row[place]}")
 
 
 def print_records(

@@ -155,7 +155,7 @@ def compare(
     records = [*predictions, *measured]
     if predictions:
         tell_of_other_devices(predictions, measured)
-    print_tables(format, [error_table(records), group_table(records)])
+    print_tables(format, [error_table(records, unpredicted=True), group_table(records)])
     write_page(out)
     require_success(measured)
 

@@ -197,7 +197,8 @@ def html_table(table: Table) -> str:
 
     shown = table.for_eyes()
     body = "".join(row("td", cells) for cells in shown.rows)
-    return f"<table><thead>{row('th', shown.columns)}</thead><tbody>{body}</tbody></table>"
+    notes = "".join(f"<p>{html.escape(note)}</p>" for note in shown.notes)
+    return f"<table><thead>{row('th', shown.columns)}</thead><tbody>{body}</tbody></table>{notes}"
 
 
 def _table(table: Table) -> str:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from stepgauge.report.figure import Curve, lines, short
 from stepgauge.report.names import labels
@@ -16,9 +15,9 @@ from stepgauge.report.prediction_errors import (
     ranks_of,
     sentence,
 )
-from stepgauge.report.table import Table
-from stepgauge.report.views import remark_beside
-from stepgauge.spec.predictions import STEP
+from stepgauge.report.table import REMARK, SEPARATOR, Table
+from stepgauge.report.views import remark, remark_beside
+from stepgauge.spec.predictions import STEP, steps_beside
 from stepgauge.spec.record import Record
 
 QUESTION = "How far is what was predicted from what was measured?"
@@ -31,29 +30,45 @@ METHOD = (
 )
 
 
-def error_table(records: Sequence[Record]) -> Table:
-    """A row for each step that was predicted and measured, with the signed errors of its terms."""
+def error_table(records: Sequence[Record], *, unpredicted: bool = False) -> Table:
+    """A row for each step that was predicted and measured, with the signed errors of its terms; with
+    `unpredicted` also for each that was measured alone.
+    """
     found = errors(records)
+    alone = _measured_alone(records) if unpredicted else []
     terms = [term for term in TERMS if any(abs(each.terms.get(term, 0)) > 5e-4 for each in found)]
-    columns = ["row", "predicted ms", "measured ms", "error", *terms]
-    rows: list[list[Any]] = []
-    for name, each in zip(_names(found), found, strict=True):
-        rows.append([name, *_times(each), each.step, *map(each.terms.get, terms)])
-    if any(each.peak for each in found):
-        columns.append("peak error")
-        rows = [[*row, each.peak] for row, each in zip(rows, found, strict=True)]
-    remarks = [_own_remark(each) for each in found]
-    if any(remarks):
-        columns.append("remark")
-        rows = [[*row, remark] for row, remark in zip(rows, remarks, strict=True)]
-    percent = dict.fromkeys(("error", *terms), "+.1%") | {"peak error": "+.2%"}
-    return Table(columns, rows, names=1, formats=percent, caption=sentence(records))
+    rows = [
+        [*_times(each), each.step, *map(each.terms.get, terms), each.peak, _own_remark(each)]
+        for each in found
+    ]
+    for record in alone:
+        said = SEPARATOR.join(filter(None, ["not predicted", remark(record)]))
+        rows.append([None, record.median(STEP), *[None] * (len(terms) + 2), said])
+    names = labels([*(each.row.record for each in found), *alone])
+    columns = ["row", "predicted ms", "measured ms", "error", *terms, "peak error", REMARK]
+    every = [[name, *row] for name, row in zip(names, rows, strict=True)]
+    kept = [n for n in range(len(columns)) if n < 4 + len(terms) or any(row[n] for row in every)]
+    return Table(
+        [columns[n] for n in kept],
+        [[row[n] for n in kept] for row in every],
+        names=1,
+        formats=dict.fromkeys(("error", *terms), "+.1%") | {"peak error": "+.2%"},
+        caption=sentence(records),
+        absent="-",
+    )
+
+
+def _measured_alone(records: Sequence[Record]) -> list[Record]:
+    """Steps that were measured and not predicted."""
+    rows = [row for row in steps_beside(records) if row.prediction is None]
+    measured = [row.record for row in rows if row.record.provenance == "measured"]
+    return [record for record in measured if record.status == "ok" and STEP in record.metrics]
 
 
 def _own_remark(each: Errors) -> str:
     """Without what is to be known of the hardware file, which the caption has for all rows."""
-    parts = remark_beside(each.row).split("; ")
-    return "; ".join(part for part in parts if DISTURBED_FILE not in part)
+    parts = remark_beside(each.row).split(SEPARATOR)
+    return SEPARATOR.join(part for part in parts if DISTURBED_FILE not in part)
 
 
 def _names(found: Sequence[Errors]) -> list[str]:

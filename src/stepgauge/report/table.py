@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from stepgauge.report.numbers import Doubtful, number
 
+REMARK = "remark"  # the column of what is to be known of rows
+SEPARATOR = "; "  # of what a remark says
 _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 
 
@@ -33,6 +35,8 @@ class Table:
              CSV and JSON
     names    how many of the first columns name the rows; None: those before the first figure
     folded   shown in the report only when opened
+    absent   what people see where there is nothing
+    notes    sentences below the table; for_eyes adds the remarks that all rows share
     """
 
     columns: Sequence[str]
@@ -43,6 +47,8 @@ class Table:
     hidden: frozenset[str] = frozenset()
     names: int | None = None
     formats: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    absent: str = ""
+    notes: Sequence[str] = ()
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, Any]], **fields: Any) -> "Table":
@@ -66,23 +72,43 @@ class Table:
         return range(next(figures, len(self.columns)) if self.names is None else self.names)
 
     def for_eyes(self) -> "Table":
-        """The table as people read it: every cell a text, without columns that are hidden or empty."""
-        numeric = frozenset(filter(self.is_numeric, self.columns))
+        """The table as people read it: every cell a text, without columns that are hidden or empty;
+        what all remarks say stands below it.
+        """
+        table = self._without_shared_remarks()
+        numeric = frozenset(filter(table.is_numeric, table.columns))
         texts = [
             [
                 _text(cell, self.formats.get(column, ""), grouped=column in numeric)
-                for cell, column in zip(row, self.columns, strict=True)
+                if cell is not None
+                else (self.absent if column in numeric else "")
+                for cell, column in zip(row, table.columns, strict=True)
             ]
-            for row in self.rows
+            for row in table.rows
         ]
         empty = {
             name
-            for place, name in enumerate(self.columns)
-            if self.rows and all(row[place] is None for row in self.rows)
+            for place, name in enumerate(table.columns)
+            if table.rows and all(row[place] is None for row in table.rows)
         }
         left_out = self.hidden | empty
-        shown = [place for place, name in enumerate(self.columns) if name not in left_out]
-        return dataclasses.replace(self, rows=texts, numeric=numeric).of(shown)
+        shown = [place for place, name in enumerate(table.columns) if name not in left_out]
+        return dataclasses.replace(table, rows=texts, numeric=numeric).of(shown)
+
+    def _without_shared_remarks(self) -> "Table":
+        """With what the remarks of all rows say as a note."""
+        if REMARK not in self.columns or not self.rows:
+            return self
+        place = list(self.columns).index(REMARK)
+        said = [str(row[place] or "").split(SEPARATOR) for row in self.rows]
+        shared = [part for part in said[0] if part and all(part in parts for parts in said)]
+        own = [SEPARATOR.join(part for part in parts if part not in shared) for parts in said]
+        rows = [
+            [*row[:place], remark or None, *row[place + 1 :]]
+            for row, remark in zip(self.rows, own, strict=True)
+        ]
+        notes = [*self.notes, *filter(None, [SEPARATOR.join(shared)])]
+        return dataclasses.replace(self, rows=rows, notes=notes)
 
     def of(self, places: Sequence[int]) -> "Table":
         """Some of the columns."""
@@ -160,7 +186,9 @@ def _markdown(table: Table) -> str:
     table = table.for_eyes()
     rule = ["---:" if table.is_numeric(column) else "---" for column in table.columns]
     above = [table.caption, ""] if table.caption else []
-    return "\n".join([*above, line(table.columns), line(rule), *map(line, table.rows)]) + "\n"
+    drawn = [line(table.columns), line(rule), *map(line, table.rows)] if table.columns else []
+    below = [text for note in table.notes for text in ("", note)]
+    return "\n".join([*above, *drawn, *below]) + "\n"
 
 
 _LATEX_ESCAPES = str.maketrans(
@@ -178,7 +206,8 @@ def _latex(table: Table) -> str:
     body = [line(table.columns), r"\midrule", *map(line, table.rows)]
     lines = [rf"\begin{{tabular}}{{{align}}}", r"\toprule", *body, r"\bottomrule", r"\end{tabular}"]
     comment = f"% {table.caption}\n" if table.caption else ""
-    return comment + "\n".join(lines) + "\n"
+    notes = "".join(f"% {note}\n" for note in table.notes)
+    return comment + "\n".join(lines) + "\n" + notes
 
 
 FORMATS: Mapping[str, Callable[[Table], str]] = {
