@@ -2,6 +2,7 @@
 themselves.
 """
 
+import json
 import subprocess
 import sys
 
@@ -35,6 +36,37 @@ def test_importing_loads_no_torch_and_names_what_there_is():
         assert all(getattr(module, name) for name in dir(module))
     with pytest.raises(AttributeError, match="has no attribute 'dance'"):
         _ = sg.dance
+
+
+def test_steps_are_predicted_and_planned_as_by_the_commands_without_torch(stepgauge):
+    code = """
+import sys, stepgauge as sg
+specs = sg.expand(sg.StepSpec, {"size": "nano", "batch": 4, "precision": ["fp32", "bf16"]})
+run = sg.predict(specs, hardware="h100-sxm")
+(asked,) = sg.expand(sg.PlanSpec, {"size": "nano", "gpus": 2, "global_batch": 8})
+rows = sg.plan(asked, hardware="dgx-h100", top=2)
+assert "torch" not in sys.modules and len(rows) == 2
+for record in [*run, *rows]:
+    print(record.to_json())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    nano = ("--size", "nano", "--format", "json", "--hardware")
+    _, steps, _ = stepgauge("predict", *nano, "h100-sxm", "--batch", 4, "--precision", "fp32", "bf16")
+    _, layouts, _ = stepgauge("plan", *nano, "dgx-h100", "--gpus", 2, "--global-batch", 8, "--top", 2)
+    assert found == [*json.loads(steps), *json.loads(layouts)]
+
+
+def test_what_cannot_be_predicted_is_said():
+    (spec,) = sg.expand(sg.StepSpec, {"size": "nano"})
+    with pytest.raises(ValueError, match="no hardware file at h100: did you mean dgx-h100 or"):
+        sg.predict(spec, hardware="h100")
+    with pytest.raises(ValueError, match="has links alone"):
+        sg.predict(spec, hardware="h200-nvlink")
+    (run,) = sg.expand(sg.PlanSpec, {"size": "nano"})
+    with pytest.raises(ValueError, match="top is 0"):
+        sg.plan(run, hardware="dgx-h100", top=0)
 
 
 def test_a_module_is_timed_and_left_as_it_was():
