@@ -53,8 +53,12 @@ for record in [*run, *rows]:
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     nano = ("--size", "nano", "--format", "json", "--hardware")
-    _, steps, _ = stepgauge("predict", *nano, "h100-sxm", "--batch", 4, "--precision", "fp32", "bf16")
-    _, layouts, _ = stepgauge("plan", *nano, "dgx-h100", "--gpus", 2, "--global-batch", 8, "--top", 2)
+    _, steps, _ = stepgauge(
+        "predict", *nano, "h100-sxm", "--batch", 4, "--precision", "fp32", "bf16"
+    )
+    _, layouts, _ = stepgauge(
+        "plan", *nano, "dgx-h100", "--gpus", 2, "--global-batch", 8, "--top", 2
+    )
     assert found == [*json.loads(steps), *json.loads(layouts)]
 
 

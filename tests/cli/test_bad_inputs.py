@@ -134,7 +134,11 @@ def test_every_bad_input_is_one_sentence_that_names_the_option_and_status_2(step
         ),
         (("predict", "--hardware", "h100"), 2, "did you mean dgx-h100 or h100-sxm?"),
         (("model", "--size", "bert-huge"), 2, "--size is 'bert-huge'; choose one of"),
-        (("validate", "{folder}/rows.toml"), 2, "row 1 of {folder}/rows.toml: no network is named: give"),
+        (
+            ("validate", "{folder}/rows.toml"),
+            2,
+            "row 1 of {folder}/rows.toml: no network is named: give",
+        ),
         (("completion", "cmd"), 2, 'Choose from: "bash"'),
     ],
 )

@@ -57,7 +57,10 @@ def test_a_value_that_is_a_list_is_a_row_for_each(tmp_path):
         ("[[rows]]\nsize='nano'\n[[rows]]\nsize='nano'\nbatch=[]", "batch has no value"),
         ("[[rows]]\nsize='nano'\n[[rows]]\nsize='nano'\nlayout=[]", "layout has no value"),
         ("[[rows]]\nsize='nano'\nsise=3", "row 1 of .*: a row has no 'sise'; did you mean 'size'"),
-        ("[[rows]]\nsize='nano'\n[[rows]]\nzzz=3", "row 2 of .*: a row has no 'zzz'; it may have layout, .* context, d-model"),
+        (
+            "[[rows]]\nsize='nano'\n[[rows]]\nzzz=3",
+            "row 2 of .*: a row has no 'zzz'; it may have layout, .* context, d-model",
+        ),
         ("[[rows]]\nsize='nano'\n'--context'=3", "no '--context'; did you mean 'context'"),
         ("[[rows]]\nbatch=3", "row 1 of .*: no network is named: give 'size' "),
         ("[[rows]]\nsize='nano'\nbatch='x'", "batch is 'x'; it must be a whole number"),

@@ -19,15 +19,12 @@ from stepgauge.cost.planning.planner import (
     largest_micro_batch,
     longest_context,
     longest_of_all,
-    plan,
 )
 from stepgauge.cost.rates.estimate import SLOWER_HOST
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import Prices
 from stepgauge.cost.streams.program import DATA
 from stepgauge.cost.traced.asked import has_formulas
-from stepgauge.cost.traced.network import TracedNetwork
-from stepgauge.cost.traced.plan import plan_traced
 from stepgauge.report.numbers import number
 from stepgauge.report.plan import magnitudes, parts_table, plan_table
 from stepgauge.spec.hardware import HardwareFile
@@ -38,7 +35,7 @@ from stepgauge.spec.planning import PlanSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.units import GIB, ceil_div
 from stepgauge.spec.user_model import UserModel
-from stepgauge.validate.predicted import traced_on
+from stepgauge.validate.planned import planned
 from stepgauge.validate.rows import Asked
 
 
@@ -74,9 +71,8 @@ def command(
             raise ValueError(f"{name} is {value}; it must be at least {least}")
     file = HardwareFile.read(hardware)
     (spec,) = expand(PlanSpec, {"device": (file.device_kind,), **values})
-    file.require_kind(spec.device)
+    found = planned(spec, file, top=max(top, verify), tracing=_tell_of_trace)
     machine = CalibratedMachine(file.on_ranks(spec.gpus))
-    found = _planned(spec, file, machine, top=max(top, verify))
     if not (verify and format == "json"):  # one document
         _show(spec, found, machine, values, top=top, format=format)
     if verify:
@@ -85,16 +81,8 @@ def command(
         compare([Asked(row) for row in asked], hardware, out=out, fresh=fresh, format=format)
 
 
-def _planned(spec: PlanSpec, file: HardwareFile, machine: CalibratedMachine, *, top: int) -> Plan:
-    """Of a network without formulas from its traced operators, for which torch is imported."""
-
-    def trace(asked: LayoutSpec) -> list[TracedNetwork]:
-        tell(f"traces {asked.layout}, batch {asked.batch}, checkpointing {asked.checkpointing}")
-        return traced_on(asked, file)
-
-    if isinstance(spec.model, UserModel):
-        return plan_traced(spec, trace, machine)
-    return plan(spec, machine, top=top, trace=None if has_formulas(spec) else trace)
+def _tell_of_trace(asked: LayoutSpec) -> None:
+    tell(f"traces {asked.layout}, batch {asked.batch}, checkpointing {asked.checkpointing}")
 
 
 def _show(
