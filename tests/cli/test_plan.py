@@ -9,7 +9,7 @@ import pytest
 from tests.cpu_machine import wired
 
 from stepgauge.bench import operators
-from stepgauge.cli import console
+from stepgauge.cli.fitting import GAP, column_widths, that_fit
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.store import RunStore
@@ -44,10 +44,10 @@ def test_tables_fit_80_columns_and_say_once_what_rows_share(monkeypatch, stepgau
         assert held["peak"] == pytest.approx(row["peak GiB"])
         assert held["peak"] + held["outside"] == pytest.approx(held["in all"])
     for table in tables:
-        part = console._that_fits(table.for_eyes(), 80)
+        part = that_fit(table.for_eyes(), 80)
         assert list(part.columns[:2]) == ["#", "layout"]
-        every = range(len(part.columns))
-        assert sum(console._width(part, n) + console.GAP for n in every) - console.GAP <= 80
+        widths = column_widths(part, 80, may_fold=False)
+        assert sum(widths) + GAP * (len(widths) - 1) <= 80
 
 
 @pytest.mark.parametrize(
