@@ -41,9 +41,13 @@ def record():
 
 
 @pytest.fixture
-def stepgauge(capfd):
-    """Runs the command line in this process: stepgauge("show", path) -> (status, stdout, stderr)."""
+def stepgauge(capfd, monkeypatch):
+    """Runs the command line in this process: stepgauge("show", path) -> (status, stdout, stderr).
+    Tables are as wide as a page: pytest's workers have a COLUMNS of their own.
+    """
     from stepgauge import cli
+
+    monkeypatch.delenv("COLUMNS", raising=False)
 
     def run(*arguments):
         capfd.readouterr()
