@@ -384,7 +384,7 @@ def test_products_are_counted_however_they_are_called(nets):
     """In place, summed over a batch, and in inference_mode, which hands on whole layers."""
     [found] = traced(StepSpec(model=nets("in_place")), "cpu")
     products = [t.sizes for t in found.terms("forward") if t.operation.startswith("matmul")]
-    assert products == [(32, 16, 16), (32, 8, 16), (32, 8, 8), (8, 8, 8)]
+    assert products == [(32, 16, 16), (4, 8, 8, 16), (4, 8, 8, 8), (8, 8, 8)]
     [found] = traced(StepSpec(model=nets("inference")), "cpu")
     products = [(t.operation, t.sizes) for t in found.terms("forward") if t.operation != "traffic"]
     linear = ("matmul nt fp32", (32, 16, 16))

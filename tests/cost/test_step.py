@@ -314,6 +314,27 @@ def test_attention_without_a_mask_is_twice_the_causal_one_until_it_is_timed_itse
     assert us({**tables, "attention sdpa-full forward bf16 asked": own}) == 3100
 
 
+def test_a_batch_of_products_takes_its_bytes_until_it_is_timed_itself():
+    """As one product with the rows of all it would reuse what each pair reads and writes by itself."""
+    sizes = (128, 1024, 1024, 64)
+    tables = {
+        "matmul nn bf16": OperationTable(("m", "n", "k"), ((128 * 1024, 1024, 64, 30.0),)),
+        "traffic": OperationTable(("bytes",), ((1e6, 1.0), (1e9, 1e3))),
+    }
+
+    def us(tables):
+        made = CalibratedMachine(HardwareFile(name="made", operations=tables))
+        found = made.time("matmul batched nn bf16", *sizes).us
+        assert ("matmul batched nn bf16", sizes) in made.asked
+        return found
+
+    assert us(tables) == pytest.approx(2 * 128 * (2 * 1024 * 64 + 1024 * 1024) / 1e6, rel=0.01)
+    own = OperationTable(("b", "m", "n", "k"), ((*sizes, 150.0),))
+    assert us({**tables, "matmul batched nn bf16": own}) == 150
+    slow = OperationTable(("m", "n", "k"), ((128 * 1024, 1024, 64, 900.0),))
+    assert us({**tables, "matmul nn bf16": slow}) == 900
+
+
 def test_a_captured_backward_is_the_gpu_s_at_any_size():
     """Of older files short backward times are left out: they may be the host's."""
     name = "rmsnorm backward bf16"

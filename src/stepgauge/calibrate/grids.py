@@ -17,6 +17,7 @@ class Grid:
     largest       multiply-adds of a product, by that type
     largest_weight  elements of a product's weight
     most_uneven   width of a layer over its other width
+    batched       heads times batch, lengths and head widths of attention that is written out
     heads         times batch, of attention; `most_positions` limits heads times length
     losses_most   logits
     slow_attentions   that take long to be built, or are seldom asked for: in bf16, over few shapes
@@ -33,6 +34,7 @@ class Grid:
     largest: Mapping[str, int]
     largest_weight: int
     most_uneven: int
+    batched: tuple[Shape, Shape, Shape]
     heads: Shape
     lengths: Shape
     head_widths: Shape
@@ -63,6 +65,14 @@ class Grid:
             ),
             key=lambda shape: shape[0] * shape[1] * shape[2],
         )
+
+    def batched_products(self) -> list[Shape]:
+        """(heads times batch, M, N, K) of attention that is written out."""
+        return [
+            shape
+            for h, t, d in itertools.product(*self.batched)
+            for shape in ((h, t, t, d), (h, t, d, t), (h, d, t, t))
+        ]
 
     def attention_shapes(self, name: str, dtype: str) -> list[Shape]:
         """(heads times batch, length, width of a head)."""
@@ -98,6 +108,7 @@ GPU = Grid(
     largest={"bf16": 2**40, "tf32": 2**40, "fp32": 2**35},
     largest_weight=2**26,
     most_uneven=8,
+    batched=((32, 128), (512, 1024, 2048), (64, 128)),
     heads=(8, 32, 128),
     lengths=(128, 256, 512, 1024, 2048, 4096, 8192),
     head_widths=(64, 80, 128),
@@ -125,6 +136,7 @@ CPU = Grid(
     largest=dict.fromkeys(("fp32", "bf16"), 2**31),
     largest_weight=2**31,
     most_uneven=160,
+    batched=((4, 16), (64, 256), (32, 64)),
     heads=(4, 16, 64),
     lengths=(64, 128, 256, 512, 1024),
     head_widths=(32, 64),

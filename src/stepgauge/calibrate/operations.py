@@ -22,7 +22,7 @@ from stepgauge.calibrate.grids import Grid
 from stepgauge.calibrate.timing import OtherWork, loop
 from stepgauge.models.parts import ATTENTIONS, OPTIMIZERS
 from stepgauge.runtime.recording import Call, on_its_stream
-from stepgauge.spec.calibration import ALONE, FULL_MASK
+from stepgauge.spec.calibration import ALONE, BATCHED, FULL_MASK
 
 PRODUCTS, PASSES = "products", "passes"  # what an operation takes turns with
 EMBEDDING_ROWS = 1000
@@ -54,14 +54,28 @@ def rotating(make: Callable[[], tuple[Tensor, ...]], call: Callable[..., object]
     return lambda: call(*next(in_turn))
 
 
-def _matmul(layout: str, dtype: torch.dtype, m: int, n: int, k: int, device: torch.device) -> Call:
+def _matmul(
+    layout: str,
+    dtype: torch.dtype,
+    m: int,
+    n: int,
+    k: int,
+    device: torch.device,
+    batch: tuple[int, ...] = (),
+) -> Call:
     """nt: a linear layer's forward; nn: the gradient of its input; tn: that of its weight."""
-    new = functools.partial(torch.randn, device=device, dtype=dtype)
+    new = functools.partial(torch.randn, *batch, device=device, dtype=dtype)
     if layout == "nt":
         return rotating(lambda: (new(m, k), new(n, k)), lambda x, w: x @ w.mT)
     if layout == "nn":
         return rotating(lambda: (new(m, k), new(k, n)), lambda x, w: x @ w)
     return rotating(lambda: (new(k, m), new(k, n)), lambda x, w: x.mT @ w)
+
+
+def _batched_matmul(
+    layout: str, dtype: torch.dtype, b: int, m: int, n: int, k: int, device: torch.device
+) -> Call:
+    return _matmul(layout, dtype, m, n, k, device, batch=(b,))
 
 
 def _traffic(nbytes: int, device: torch.device) -> Call:
@@ -223,8 +237,8 @@ DIRECTIONS = ("forward", "backward")
 def operations(grid: Grid) -> Mapping[str, TimedOperation]:
     """What is calibrated on a kind of device, by name."""
     return {
-        **_products(grid), **_passes(grid), **_elementwise(grid), **_norms(grid),
-        **_attentions(grid), **_ends(grid),
+        **_products(grid), **_batched_products(grid), **_passes(grid), **_elementwise(grid),
+        **_norms(grid), **_attentions(grid), **_ends(grid),
     }  # fmt: skip
 
 
@@ -244,6 +258,20 @@ def _products(grid: Grid) -> dict[str, TimedOperation]:
             found[name] = timed._replace(beside=PASSES)
             few = [s for s in shapes if set(s) <= {*grid.few_tokens, *grid.few_widths}]
             found[f"{name} {ALONE}"] = timed._replace(grid=few)
+    return found
+
+
+def _batched_products(grid: Grid) -> dict[str, TimedOperation]:
+    """As attention that is written out has them."""
+    found = {}
+    for dtype, layout in itertools.product(grid.widths, ("nt", "nn", "tn")):
+        make = functools.partial(_batched_matmul, layout, DTYPES[dtype])
+        found[f"matmul {BATCHED}{layout} {dtype}"] = TimedOperation(
+            ("b", "m", "n", "k"),
+            grid.batched_products(),
+            make,
+            PASSES if dtype == "bf16" and grid.takes_turns else "",
+        )
     return found
 
 

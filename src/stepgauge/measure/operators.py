@@ -18,7 +18,7 @@ from stepgauge.measure.footprint import tensors_in
 from stepgauge.measure.fusion import Moved
 from stepgauge.measure.pointwise import passes
 from stepgauge.measure.sent_operators import NAMESPACE, Axis, SentOperators
-from stepgauge.spec.calibration import FULL_MASK
+from stepgauge.spec.calibration import BATCHED, FULL_MASK
 
 NOTHING = Term("", TRAFFIC, (0.0,), count=0)
 FREE = ("empty", "new_empty", "detach", "lift", "_local_scalar_dense", "is_", "_unsafe_view")
@@ -207,12 +207,17 @@ class OperatorTrace(TorchDispatchMode):
         return KINDS.get(x.dtype, fp32 or self._fp32)
 
     def _product(self, a: Tensor, b: Tensor) -> Sized:
-        """(..., M, K) times (..., K, N); a batch of them as one with so many times the rows."""
+        """(M, K) times (K, N), or as many of them as the first dimension of both says. Of experts, whose
+        weights alone have one, (M, K) is the rows of all.
+        """
         if b.ndim == 1:
             return TRAFFIC, (float(_bytes(a)),), 1
         how = {(False, True): "nt", (True, False): "tn"}.get((_turned(a), _turned(b)), "nn")
-        m, k, n = math.prod(a.shape[:-1]), a.shape[-1], b.shape[-1]
-        return f"matmul {how} {self._kind(a)}", (m, n, k), 1
+        *batch, m, k = a.shape
+        sizes = (m, b.shape[-1], k)
+        if math.prod(batch) > 1:
+            return f"matmul {BATCHED}{how} {self._kind(a)}", (*batch, *sizes), 1
+        return f"matmul {how} {self._kind(a)}", sizes, 1
 
     def _convolution(self, name: str, args: Any, outputs: list[Tensor]) -> Iterator[Sized]:
         """As the implicit product (N · positions, channels in · kernel, channels out); its backward

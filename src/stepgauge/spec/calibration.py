@@ -14,6 +14,9 @@ ALONE = "alone"
 # Ends the name of a table of shapes that certain steps have, which were timed for them.
 ASKED = "asked"
 
+# Products of as many pairs of matrices as the first size says: "matmul batched nt bf16".
+BATCHED = "batched "
+
 # Ends the name of an attention whose queries see all keys: "attention sdpa-full forward bf16".
 FULL_MASK = "-full"
 

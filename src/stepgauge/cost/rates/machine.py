@@ -19,7 +19,7 @@ from stepgauge.cost.rates.estimate import (
     Estimate,
 )
 from stepgauge.cost.rates.network import Links
-from stepgauge.spec.calibration import ALONE, ASKED, FULL_MASK, OperationTable
+from stepgauge.spec.calibration import ALONE, ASKED, BATCHED, FULL_MASK, OperationTable
 from stepgauge.spec.hardware import HardwareFile, Peaks
 
 # Of the time of a step: what products take where they were timed in turns with passes over memory.
@@ -63,10 +63,12 @@ class CalibratedMachine:
         if FULL_MASK in operation and not self.knows(operation, sizes):
             causal = self.time(operation.replace(FULL_MASK, ""), *sizes)
             return Estimate(2 * causal.us, causal.source)  # which sees half of the pairs
+        if BATCHED in operation and not self.knows(operation, sizes):
+            return self._as_one_product(operation, *sizes)
         self.asked.add((operation, sizes))
         found = self._here(operation, self._looked_up(operation, sizes))
         if operation.startswith("attention"):
-            return self._at_least_its_bytes(operation, sizes, found)
+            return self._at_least(found, _bytes_of_attention(operation, sizes))
         alone = self.table(f"{operation} {ALONE}")
         return self._at_its_pace(operation, sizes, found, alone) if alone else found
 
@@ -132,15 +134,17 @@ class CalibratedMachine:
             )
         return table
 
-    def _at_least_its_bytes(
-        self, operation: str, sizes: Sequence[float], found: Estimate
+    def _as_one_product(
+        self, operation: str, batch: float, m: float, n: float, k: float
     ) -> Estimate:
-        """Forward reads q, k and v and writes the output; backward has each of these and its
-        gradient.
-        """
-        _, _, direction, kind = operation.split()
-        tensors, itemsize = (4 if direction == "forward" else 8), (2 if kind == "bf16" else 4)
-        least = self.traffic(tensors * itemsize * math.prod(sizes))
+        """Of a file without batches: with the rows of all, of which each pair moves its own bytes."""
+        found = self.time(operation.replace(BATCHED, ""), batch * m, n, k)
+        nbytes = _itemsize(operation) * batch * (m * k + k * n + m * n)
+        return self._at_least(Estimate(found.us, EXTRAPOLATED), nbytes)
+
+    def _at_least(self, found: Estimate, nbytes: float) -> Estimate:
+        """What was not timed takes no less than the passes over its bytes."""
+        least = self.traffic(nbytes)
         return least if least.us > found.us and found.source != CALIBRATED else found
 
     def _here(self, operation: str, found: Estimate) -> Estimate:
@@ -179,8 +183,18 @@ class _Pace:
         return self._flops[words[-1]] if is_product else self._memory
 
 
-def _work_of_product(m: float, n: float, k: float) -> float:
-    return 2 * m * n * k
+def _itemsize(operation: str) -> int:
+    return 2 if operation.endswith("bf16") else 4
+
+
+def _bytes_of_attention(operation: str, sizes: Sequence[float]) -> float:
+    """Forward reads q, k and v and writes the output; backward has each of these and its gradient."""
+    tensors = 4 if "forward" in operation else 8
+    return tensors * _itemsize(operation) * math.prod(sizes)
+
+
+def _work_of_product(*sizes: float) -> float:
+    return 2 * math.prod(sizes)
 
 
 def _work_of_attention(heads: float, length: float, width: float) -> float:

@@ -3,6 +3,7 @@ parts that a rank has its share of only. Of a pipeline: what a stage keeps of ea
 in flight.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 from stepgauge.cost.data_axis.buckets import most_owned
@@ -138,16 +139,18 @@ def _stage_share(stage: TracedOperations, layout: Layout, part: str) -> float:
 
 
 def _for_weights(stage: TracedOperations) -> float:
-    """Both factors of each product for a gradient of weights, whose sizes are (N, K, tokens)."""
+    """Both factors of each product for a gradient of weights, whose sizes are (N, K, tokens), or those
+    of a batch of them.
+    """
     products = (
         term
         for term in stage.traced.terms("backward")
         if term.weights and term.is_product and term.count
     )
     return sum(
-        term.count * (n + k) * tokens * stage.how.activation
+        term.count * math.prod(batch) * (n + k) * tokens * stage.how.activation
         for term in products
-        for n, k, tokens in [term.sizes]
+        for *batch, n, k, tokens in [term.sizes]
     )
 
 
