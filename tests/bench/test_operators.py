@@ -509,7 +509,7 @@ def test_experts_on_a_gpu_are_one_product_a_layer():
         phase: sorted(t.sizes for t in found.terms(phase) if "grouped" in t.name)
         for phase in ("forward", "backward")
     }
-    up, down = (tokens, rows, model.d_model), (tokens, model.d_model, model.d_ff)
+    up, down = (4, tokens, rows, model.d_model), (4, tokens, model.d_model, model.d_ff)
     assert sizes["forward"] == sorted([up, down])
     assert sum(map(math.prod, sizes["backward"])) == 2 * sum(map(math.prod, sizes["forward"]))
     assert len(sizes["backward"]) == 4
@@ -534,4 +534,20 @@ def test_passes_over_views_take_a_gpu_longer_than_their_bytes():
         ("mul of views", 12 * numel), ("mul", 6 * numel), ("cat", 8 * numel),
         ("cat of views", 20 * 2 * numel), ("roll of views", (21 + 12) * numel),
         ("add of two types", 16 * numel), ("mul of views", 12 * numel), ("mul", 6 * numel),
+    ]  # fmt: skip
+
+
+def test_operators_of_two_kernels_take_a_gpu_both():
+    """The gradient of a softmax is multiplied by it first, and what is masked is a copy."""
+    trace = OperatorTrace()
+    with fake_device("sm90") as device:
+        shares = torch.empty(64, 32, device=device)
+        hidden = torch.empty(32, device=device, dtype=torch.bool)
+        with trace, trace.phase("backward"):
+            torch.ops.aten._softmax_backward_data(shares, shares, -1, torch.float32)
+            shares.masked_fill(hidden, 0.0)
+    numel = 64 * 32
+    assert [(term.name, *term.sizes) for term in trace.terms["backward"]] == [
+        ("_softmax_backward_data product", 12 * numel), ("_softmax_backward_data", 12 * numel),
+        ("masked_fill copy", 8 * numel), ("masked_fill of views", 12 * numel),
     ]  # fmt: skip

@@ -18,6 +18,7 @@ class Grid:
     largest_weight  elements of a product's weight
     most_uneven   width of a layer over its other width
     batched       heads times batch, lengths and head widths of attention that is written out
+    grouped       experts, tokens and both widths of products of experts in bf16
     heads         times batch, of attention; `most_positions` limits heads times length
     losses_most   logits
     slow_attentions   that take long to be built, or are seldom asked for: in bf16, over few shapes
@@ -35,6 +36,7 @@ class Grid:
     largest_weight: int
     most_uneven: int
     batched: tuple[Shape, Shape, Shape]
+    grouped: tuple[Shape, Shape, Shape, Shape]
     heads: Shape
     lengths: Shape
     head_widths: Shape
@@ -109,6 +111,7 @@ GPU = Grid(
     largest_weight=2**26,
     most_uneven=8,
     batched=((32, 128), (512, 1024, 2048), (64, 128)),
+    grouped=((4, 8), (4096, 16384), (1024, 4096, 8192), (1024, 4096)),
     heads=(8, 32, 128),
     lengths=(128, 256, 512, 1024, 2048, 4096, 8192),
     head_widths=(64, 80, 128),
@@ -137,6 +140,7 @@ CPU = Grid(
     largest_weight=2**31,
     most_uneven=160,
     batched=((4, 16), (64, 256), (32, 64)),
+    grouped=((), (), (), ()),
     heads=(4, 16, 64),
     lengths=(64, 128, 256, 512, 1024),
     head_widths=(32, 64),

@@ -22,7 +22,7 @@ from stepgauge.calibrate.grids import Grid
 from stepgauge.calibrate.timing import OtherWork, loop
 from stepgauge.models.parts import ATTENTIONS, OPTIMIZERS
 from stepgauge.runtime.recording import Call, on_its_stream
-from stepgauge.spec.calibration import ALONE, BATCHED, FULL_MASK
+from stepgauge.spec.calibration import ALONE, BATCHED, FULL_MASK, GROUPED
 
 PRODUCTS, PASSES = "products", "passes"  # what an operation takes turns with
 EMBEDDING_ROWS = 1000
@@ -76,6 +76,24 @@ def _batched_matmul(
     layout: str, dtype: torch.dtype, b: int, m: int, n: int, k: int, device: torch.device
 ) -> Call:
     return _matmul(layout, dtype, m, n, k, device, batch=(b,))
+
+
+def _grouped_matmul(layout: str, e: int, m: int, n: int, k: int, device: torch.device) -> Call:
+    """Of e experts with equally many tokens each: those are rows, but of the weights' gradient (tn) what
+    is summed over.
+    """
+    new = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
+    tokens = k if layout == "tn" else m
+    ends = torch.arange(1, e + 1, device=device, dtype=torch.int32) * (tokens // e)
+    if layout == "nt":
+        return rotating(
+            lambda: (new(m, k), new(e, n, k)), lambda x, w: F.grouped_mm(x, w.mT, offs=ends)
+        )
+    if layout == "nn":
+        return rotating(
+            lambda: (new(m, k), new(e, k, n)), lambda x, w: F.grouped_mm(x, w, offs=ends)
+        )
+    return rotating(lambda: (new(k, m), new(k, n)), lambda x, w: F.grouped_mm(x.mT, w, offs=ends))
 
 
 def _traffic(nbytes: int, device: torch.device) -> Call:
@@ -237,8 +255,8 @@ DIRECTIONS = ("forward", "backward")
 def operations(grid: Grid) -> Mapping[str, TimedOperation]:
     """What is calibrated on a kind of device, by name."""
     return {
-        **_products(grid), **_batched_products(grid), **_passes(grid), **_elementwise(grid),
-        **_norms(grid), **_attentions(grid), **_ends(grid),
+        **_products(grid), **_batched_products(grid), **_grouped_products(grid), **_passes(grid),
+        **_elementwise(grid), **_norms(grid), **_attentions(grid), **_ends(grid),
     }  # fmt: skip
 
 
@@ -272,6 +290,22 @@ def _batched_products(grid: Grid) -> dict[str, TimedOperation]:
             make,
             PASSES if dtype == "bf16" and grid.takes_turns else "",
         )
+    return found
+
+
+def _grouped_products(grid: Grid) -> dict[str, TimedOperation]:
+    """As experts have them on a GPU, in bf16 alone."""
+    found = {}
+    for layout in ("nt", "nn", "tn"):
+        shapes = [
+            (e, n, k, m) if layout == "tn" else (e, m, n, k)
+            for e, m, n, k in itertools.product(*grid.grouped)
+        ]
+        make = functools.partial(_grouped_matmul, layout)
+        if shapes:
+            found[f"matmul {GROUPED}{layout} bf16"] = TimedOperation(
+                ("e", "m", "n", "k"), shapes, make, PASSES
+            )
     return found
 
 

@@ -18,7 +18,7 @@ from stepgauge.measure.footprint import tensors_in
 from stepgauge.measure.fusion import Moved
 from stepgauge.measure.pointwise import passes
 from stepgauge.measure.sent_operators import NAMESPACE, Axis, SentOperators
-from stepgauge.spec.calibration import BATCHED, FULL_MASK
+from stepgauge.spec.calibration import BATCHED, FULL_MASK, GROUPED
 
 NOTHING = Term("", TRAFFIC, (0.0,), count=0)
 FREE = ("empty", "new_empty", "detach", "lift", "_local_scalar_dense", "is_", "_unsafe_view")
@@ -185,7 +185,10 @@ class OperatorTrace(TorchDispatchMode):
     ) -> Iterator[Sized]:
         """What hardware files have times of; nothing for other operators."""
         product = name.removesuffix("_")  # addmm_ writes into what it adds to
-        if product in PRODUCTS:
+        if product == "_grouped_mm":
+            operation, sizes, count = self._product(*args[:2])
+            yield operation.replace(" ", f" {GROUPED}", 1), (args[2].numel(), *sizes), count
+        elif product in PRODUCTS:
             yield self._product(*args[PRODUCTS[product] : PRODUCTS[product] + 2])
         elif name in CONVOLUTIONS:
             yield from self._convolution(name, args, outputs)
@@ -256,7 +259,6 @@ class OperatorTrace(TorchDispatchMode):
 # The place of the first factor.
 PRODUCTS = {
     "mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "addbmm": 1, "mv": 0,
-    "_grouped_mm": 0,  # of all experts: rows, or what is summed over, in parts
 }  # fmt: skip
 CONVOLUTIONS = ("convolution", "convolution_backward")
 NORMS = {

@@ -16,6 +16,8 @@ COPIES = ("clone", "copy_", "_to_copy")  # elementwise, whatever torch's tags sa
 # values/s, of a roll 201, of views put together 213 in the trace of an eager 2.7b step on an H200
 # (benchmarks/results/2026-11-23-h200-beside-collectives.jsonl).
 MIXED_BYTES, ROLLED_BYTES, JOINED_BYTES = 16, 21, 20
+# They copy their input, and then run the operator of the same name that changes it in place.
+COPY_FIRST = ("masked_fill", "index_put", "index_add", "scatter", "scatter_add")
 
 
 def passes(
@@ -32,6 +34,11 @@ def passes(
         yield Term(f"{name} clear", TRAFFIC, (float(written),))
         yield Term(name, "embedding backward", (tokens, width), nbytes=nbytes)
         return
+    if name in COPY_FIRST:
+        copied = 2 * outputs[0].numel() * outputs[0].itemsize
+        yield Term(f"{name} copy", TRAFFIC, (float(copied),))
+    if name == "_softmax_backward_data":  # a product of gradient and result, then what sums it
+        yield Term(f"{name} product", TRAFFIC, (float(nbytes),))
     a_value = _bytes_a_value(func, name, [x for x in (*inputs, *outputs) if x.is_cuda])
     as_long = a_value * outputs[0].numel()
     slower = "" if as_long <= nbytes else " of two types" if a_value == MIXED_BYTES else " of views"

@@ -16,6 +16,8 @@ ASKED = "asked"
 
 # Products of as many pairs of matrices as the first size says: "matmul batched nt bf16".
 BATCHED = "batched "
+# One product for each of as many experts as the first size says; the rows are those of all.
+GROUPED = "grouped "
 
 # Ends the name of an attention whose queries see all keys: "attention sdpa-full forward bf16".
 FULL_MASK = "-full"

@@ -19,7 +19,7 @@ from stepgauge.cost.rates.estimate import (
     Estimate,
 )
 from stepgauge.cost.rates.network import Links
-from stepgauge.spec.calibration import ALONE, ASKED, BATCHED, FULL_MASK, OperationTable
+from stepgauge.spec.calibration import ALONE, ASKED, BATCHED, FULL_MASK, GROUPED, OperationTable
 from stepgauge.spec.hardware import HardwareFile, Peaks
 
 # Of the time of a step: what products take where they were timed in turns with passes over memory.
@@ -60,11 +60,9 @@ class CalibratedMachine:
         """The operation at the sizes of its table's axes. Raises ValueError for one that the file
         does not have.
         """
-        if FULL_MASK in operation and not self.knows(operation, sizes):
-            causal = self.time(operation.replace(FULL_MASK, ""), *sizes)
-            return Estimate(2 * causal.us, causal.source)  # which sees half of the pairs
-        if BATCHED in operation and not self.knows(operation, sizes):
-            return self._as_one_product(operation, *sizes)
+        variant = next((word for word in (FULL_MASK, BATCHED, GROUPED) if word in operation), "")
+        if variant and not self.knows(operation, sizes):
+            return self._as_usual(operation.replace(variant, ""), variant, sizes)
         self.asked.add((operation, sizes))
         found = self._here(operation, self._looked_up(operation, sizes))
         if operation.startswith("attention"):
@@ -107,7 +105,7 @@ class CalibratedMachine:
     def _grid(self, name: str, table: OperationTable) -> "_Grid":
         if name not in self._grids:
             is_launched = "backward" in name and not table.captured
-            work = WORK[name.partition(" ")[0]]
+            work = _work_of_grouped if GROUPED in name else WORK[name.partition(" ")[0]]
             self._grids[name] = _Grid(table, work, is_launched=is_launched)
         return self._grids[name]
 
@@ -134,13 +132,16 @@ class CalibratedMachine:
             )
         return table
 
-    def _as_one_product(
-        self, operation: str, batch: float, m: float, n: float, k: float
-    ) -> Estimate:
-        """Of a file without batches: with the rows of all, of which each pair moves its own bytes."""
-        found = self.time(operation.replace(BATCHED, ""), batch * m, n, k)
-        nbytes = _itemsize(operation) * batch * (m * k + k * n + m * n)
-        return self._at_least(Estimate(found.us, EXTRAPOLATED), nbytes)
+    def _as_usual(self, operation: str, variant: str, sizes: tuple[float, ...]) -> Estimate:
+        """A variant that the file has no times of, from those of the usual operation."""
+        if variant == FULL_MASK:
+            causal = self.time(operation, *sizes)
+            return Estimate(2 * causal.us, causal.source)  # which sees half of the pairs
+        if variant == GROUPED:  # the first size is how many experts share the rows
+            return Estimate(self.time(operation, *sizes[1:]).us, EXTRAPOLATED)
+        batch, m, n, k = sizes  # as one product with all rows; each pair moves bytes of its own
+        one = Estimate(self.time(operation, batch * m, n, k).us, EXTRAPOLATED)
+        return self._at_least(one, _itemsize(operation) * batch * (m * k + k * n + m * n))
 
     def _at_least(self, found: Estimate, nbytes: float) -> Estimate:
         """What was not timed takes no less than the passes over its bytes."""
@@ -195,6 +196,10 @@ def _bytes_of_attention(operation: str, sizes: Sequence[float]) -> float:
 
 def _work_of_product(*sizes: float) -> float:
     return 2 * math.prod(sizes)
+
+
+def _work_of_grouped(experts: float, m: float, n: float, k: float) -> float:
+    return 2 * m * n * k
 
 
 def _work_of_attention(heads: float, length: float, width: float) -> float:
