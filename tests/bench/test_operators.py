@@ -543,11 +543,14 @@ def test_operators_of_two_kernels_take_a_gpu_both():
     with fake_device("sm90") as device:
         shares = torch.empty(64, 32, device=device)
         hidden = torch.empty(32, device=device, dtype=torch.bool)
+        rows, places = torch.empty(256, 32, device=device), torch.empty(256, device=device).int()
         with trace, trace.phase("backward"):
             torch.ops.aten._softmax_backward_data(shares, shares, -1, torch.float32)
             shares.masked_fill(hidden, 0.0)
+            shares.index_add(0, places, rows)
     numel = 64 * 32
     assert [(term.name, *term.sizes) for term in trace.terms["backward"]] == [
         ("_softmax_backward_data product", 12 * numel), ("_softmax_backward_data", 12 * numel),
         ("masked_fill copy", 8 * numel), ("masked_fill of views", 12 * numel),
+        ("index_add copy", 8 * numel), ("index_add by index", 34 * 256 * 32),
     ]  # fmt: skip

@@ -1,5 +1,6 @@
 """The terms of a predicted step beside the kernels of its trace."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,17 @@ def test_a_compiled_step_has_no_ranges_and_its_classes_stand_as_wholes():
     forward = {p.kind: p for p in parts if p.phase == "forward"}
     assert {p.part for p in parts} == {""} and len(forward) >= 3
     assert forward["matmul"].measured_ms == 4.0 and forward["traffic"].measured_ms == 1.0
+
+
+def test_operators_that_were_predicted_stand_beside_ranges_by_class():
+    """The terms of a network without formulas name operators, its trace modules."""
+    found = trace(cell("forward", "blocks.*.feed_forward", "matmul", 8000.0))
+    terms = [["phase", "term", "operation", "sizes", "count", "us", "source"],
+             ["forward", "_grouped_mm", "matmul grouped nt bf16", "", 24, 3000.0, "calibrated"]]  # fmt: skip
+    prediction = predict(STEP, CalibratedMachine(H100))
+    traced = dataclasses.replace(prediction, tables={"terms": terms})
+    product = next(p for p in parts_beside(traced, found) if p.kind == "matmul")
+    assert (product.part, product.predicted_ms, product.measured_ms) == ("", 3.0, 4.0)
 
 
 def test_a_trace_without_kernels_is_refused():

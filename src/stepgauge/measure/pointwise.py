@@ -16,6 +16,10 @@ COPIES = ("clone", "copy_", "_to_copy")  # elementwise, whatever torch's tags sa
 # values/s, of a roll 201, of views put together 213 in the trace of an eager 2.7b step on an H200
 # (benchmarks/results/2026-11-23-h200-beside-collectives.jsonl).
 MIXED_BYTES, ROLLED_BYTES, JOINED_BYTES = 16, 21, 20
+# Of rows that are added to others at places that an index gives, 123 G values/s: 15,360 x 1024 in bf16
+# took 127 us in the trace of a step with experts (docs/log/2026-11-24-predicted-kinds.md).
+ADDED_BYTES = 34
+SLOWER = {MIXED_BYTES: " of two types", ADDED_BYTES: " by index"}
 # They copy their input, and then run the operator of the same name that changes it in place.
 COPY_FIRST = ("masked_fill", "index_put", "index_add", "scatter", "scatter_add")
 
@@ -40,8 +44,8 @@ def passes(
     if name == "_softmax_backward_data":  # a product of gradient and result, then what sums it
         yield Term(f"{name} product", TRAFFIC, (float(nbytes),))
     a_value = _bytes_a_value(func, name, [x for x in (*inputs, *outputs) if x.is_cuda])
-    as_long = a_value * outputs[0].numel()
-    slower = "" if as_long <= nbytes else " of two types" if a_value == MIXED_BYTES else " of views"
+    as_long = a_value * max(x.numel() for x in (*inputs, *outputs))
+    slower = SLOWER.get(a_value, " of views") if as_long > nbytes else ""
     yield Term(name + slower, TRAFFIC, (float(max(as_long, nbytes)),))
 
 
@@ -50,6 +54,8 @@ def _bytes_a_value(func: Any, name: str, operands: Sequence[Tensor]) -> int:
     views = [x for x in operands if not x.is_contiguous()]
     if name == "roll":  # which first copies a view
         return ROLLED_BYTES + (STRIDED_BYTES if views else 0)
+    if name == "index_add":
+        return ADDED_BYTES
     if name == "cat":
         return JOINED_BYTES if views else 0
     if torch.Tag.pointwise not in func.tags and name not in COPIES:

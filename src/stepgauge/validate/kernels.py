@@ -31,6 +31,7 @@ RANGES = {
     "norm": STREAM,
     "attention.rotation": "attention",
 }
+LAYERS = ("attention", "feed_forward")
 WAITS = "waits"  # the device stands still
 KINDS = {"matmul": "matmul", "attention": "attention"}  # of cells, as kernel_class names them
 
@@ -56,17 +57,19 @@ class Part:
 
 
 def parts_beside(prediction: Record, found: Analysis) -> list[Part]:
-    """Each part's terms and kernels. A trace without ranges, as of a compiled step, has them by phase
-    and class alone.
+    """Each part's terms and kernels: by phase and class alone where a trace has no ranges, as of a
+    compiled step, and where operators were predicted, as of a network without formulas.
     """
-    has_ranges = any(cell.range.startswith("blocks") for cell in found.cells)
+    _, *rows = prediction.tables["terms"]
+    has_parts = any(cell.range.startswith("blocks") for cell in found.cells) and any(
+        part_of(term).startswith(LAYERS) for _, term, *_ in rows
+    )
     parts: dict[tuple[str, str, str], Part] = {}
 
     def of(phase: str, part: str, kind: str) -> Part:
-        part = part if has_ranges and phase != "optimizer" and kind != WAITS else ""
+        part = part if has_parts and phase != "optimizer" and kind != WAITS else ""
         return parts.setdefault((phase, part, kind), Part(phase, part, kind))
 
-    _, *rows = prediction.tables["terms"]
     for phase, term, operation, *_, us, _source in rows:
         kind = WAITS if term == "host" else kernel_class(operation)
         of(phase, part_of(term), kind).predicted_ms += us / 1e3
@@ -90,7 +93,7 @@ def part_of(term: str) -> str:
         if term == name or term.startswith(f"{name}."):
             return part
     names = term.split(".")
-    has_layer = names[0] in ("attention", "feed_forward") and len(names) > 1
+    has_layer = names[0] in LAYERS and len(names) > 1
     return ".".join(names[:2]) if has_layer else names[0]
 
 
