@@ -49,12 +49,16 @@ def machine(*, product_us, traffic_us):
 
 def test_a_calibrated_shape_is_looked_up_and_others_say_how_they_were_found():
     table = OperationTable(("m", "n", "k"), ((64, 64, 64, 1.0), (128, 64, 64, 1.0)))
-    made = CalibratedMachine(HardwareFile(name="made", operations={"matmul nt bf16": table}))
+    passes = OperationTable(("bytes",), ((1e6, 1.0), (1e9, 1e3)))
+    tables = {"matmul nt bf16": table, "traffic": passes}
+    made = CalibratedMachine(HardwareFile(name="made", operations=tables))
     assert made.time("matmul nt bf16", 128, 64, 64).source == CALIBRATED
     between = made.time("matmul nt bf16", 96, 64, 64)
     assert between.source == INTERPOLATED and 0.75 < between.us < 1.5
     outside = made.time("matmul nt bf16", 256, 64, 64)  # the rate of the nearest shape holds
     assert outside.source == EXTRAPOLATED and outside.us == pytest.approx(2.0)
+    thin = made.time("matmul nt bf16", 2**20, 64, 1)  # 128 MiB written for 0.1 GFLOP
+    assert thin.us == pytest.approx(2 * 2**20 * 65 / 1e6, rel=0.02)
 
 
 def test_products_run_at_the_pace_of_their_share_of_the_step():

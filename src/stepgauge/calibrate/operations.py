@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,8 @@ from torch import Tensor
 from stepgauge.calibrate import passes
 from stepgauge.calibrate.grids import Grid
 from stepgauge.calibrate.timing import OtherWork, loop
+from stepgauge.measure.footprint import tensors_in
+from stepgauge.measure.operator_calls import call_of
 from stepgauge.models.parts import ATTENTIONS, OPTIMIZERS
 from stepgauge.runtime.recording import Call, on_its_stream
 from stepgauge.spec.calibration import ALONE, BATCHED, FULL_MASK, GROUPED
@@ -43,11 +45,12 @@ class TimedOperation(NamedTuple):
     beside: str = ""
 
 
-def rotating(make: Callable[[], tuple[Tensor, ...]], call: Callable[..., object]) -> Call:
+def rotating(make: Callable[[], tuple[Any, ...]], call: Callable[..., object]) -> Call:
     """Calls with one set of operands after the other, so many that no cache holds them all."""
     sets = [make()]
-    if sets[0][0].device.type == "cuda":
-        nbytes = sum(tensor.nbytes for tensor in sets[0])
+    on_gpu = [tensor for tensor in tensors_in(sets[0]) if tensor.is_cuda]
+    if on_gpu:
+        nbytes = sum(tensor.nbytes for tensor in on_gpu)
         enough = math.ceil(CACHED_BYTES / max(1, nbytes))
         sets += [make() for _ in range(min(MOST_COPIES, enough) - 1)]
     in_turn = itertools.cycle(sets)
@@ -249,6 +252,12 @@ def other_work(name: str, device: torch.device) -> OtherWork | None:
         return OtherWork(call, loop(call, device, 10))
 
 
+def _traced_call(text: str, device: torch.device) -> Call:
+    operands, operator = call_of(text, device)
+    return rotating(operands, lambda args, kwargs: operator(*args, **kwargs))
+
+
+TRACED_CALLS = TimedOperation(("call",), (), _traced_call, PRODUCTS)
 DIRECTIONS = ("forward", "backward")
 
 

@@ -19,18 +19,18 @@ from stepgauge.bench.ranks import OnRanks
 from stepgauge.bench.sweep import Job
 from stepgauge.calibrate import host, wrappers
 from stepgauge.calibrate.grids import grid_of
-from stepgauge.calibrate.operations import TimedOperation, operations, other_work
+from stepgauge.calibrate.operations import TRACED_CALLS, TimedOperation, operations, other_work
 from stepgauge.calibrate.timing import METRICS, Timing, clock_and_power, heat_of, time_of
 from stepgauge.measure import devices
 from stepgauge.measure.cpu_contention import Span, missed_cores, reading
 from stepgauge.measure.environment import environment
 from stepgauge.runtime.world import gathered_objects, this_world
-from stepgauge.spec.calibration import ASKED, CalibrationSpec, OperationTable
+from stepgauge.spec.calibration import ASKED, OPERATORS, CalibrationSpec, OperationTable
 from stepgauge.spec.disturbance import MISSED_CORES, is_disturbed
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.record import Record, Sample
 
-Row = tuple[float, ...]
+Row = tuple[Any, ...]
 
 
 def names(device: torch.device) -> list[str]:
@@ -44,7 +44,7 @@ def job(spec: CalibrationSpec) -> Job:
     an unknown operation.
     """
     known = names(torch.device(spec.device))
-    known += wrappers.names() if spec.ranks > 1 else []
+    known += [OPERATORS, *(wrappers.names() if spec.ranks > 1 else [])]
     if spec.operation not in known and not host.is_host(spec.operation):
         raise ValueError(f"operation is {spec.operation!r}; choose one of {known}")
     return Job(ON_RANKS if spec.ranks > 1 else run, spec, process="calibration")
@@ -140,7 +140,8 @@ def _missed(ranks: Sequence[Timed], device: torch.device) -> dict[str, Sample]:
 def _times(spec: CalibrationSpec, device: torch.device) -> Timed:
     """The operation's table on this process's device, in step with the other ranks."""
     grid = grid_of(device.type)
-    operation = operations(grid)[spec.operation]
+    is_traced = spec.operation == OPERATORS
+    operation = TRACED_CALLS if is_traced else operations(grid)[spec.operation]
     matmul = "high" if spec.operation.endswith("tf32") else "highest"
     torch.set_float32_matmul_precision(matmul)
     timed = Timed(operation.axes, [], [], 0)
@@ -170,16 +171,17 @@ def _all_agree(here: bool) -> bool:
 
 
 def _time_of(
-    operation: TimedOperation, sizes: tuple[int, ...], device: torch.device, spec: CalibrationSpec,
+    operation: TimedOperation, sizes: tuple[Any, ...], device: torch.device, spec: CalibrationSpec,
     heat_ms: float,
 ) -> Timing | None:  # fmt: skip
-    """None for a shape that does not fit in memory."""
+    """None for a shape that does not fit in memory, and for a traced call that cannot be made by itself."""
     try:
         make = functools.partial(operation.make, *sizes, device)
         beside = other_work(operation.beside, device) if operation.beside else None
         return time_of(make, device, spec.milliseconds, beside, heat_ms=heat_ms)
     except (RuntimeError, MemoryError) as error:
-        if devices.out_of_memory_reason(error) is None or spec.ranks > 1:
+        can_fail = devices.out_of_memory_reason(error) or operation is TRACED_CALLS
+        if not can_fail or spec.ranks > 1:
             raise
         return None
 

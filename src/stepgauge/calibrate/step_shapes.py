@@ -4,6 +4,7 @@ the host takes for their launches, whose pace changes within minutes.
 """
 
 import dataclasses
+import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
@@ -17,12 +18,12 @@ from stepgauge.calibrate.host import MODES, narrow_network
 from stepgauge.calibrate.machine import TIMED_MS
 from stepgauge.calibrate.operations import operations
 from stepgauge.calibrate.passes import BATCH, HEAD_WIDTH
-from stepgauge.spec.calibration import CalibrationSpec, launched_under
+from stepgauge.spec.calibration import OPERATORS, CalibrationSpec, launched_under
 from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
 
-Shape = tuple[float, ...]
+Shape = tuple[Any, ...]
 MOST_UPDATED = 4e9  # parameters of an optimizer, which are 64 GB with their state
 
 
@@ -32,11 +33,15 @@ def shape_jobs(shapes: Mapping[tuple[int, str], Set[Shape]], device: torch.devic
     known = operations(grid)
     found = []
     for (ranks, operation), asked in sorted(shapes.items()):
-        timed = {sizes for sizes in asked if operation in known and _is_timed(operation, sizes)}
+        is_traced = operation == OPERATORS
+        timed = asked if is_traced else {
+            sizes for sizes in asked if operation in known and _is_timed(operation, sizes)
+        }  # fmt: skip
         if timed:
             spec = CalibrationSpec(
-                operation=operation, sizes=_text(timed), ranks=ranks, milliseconds=TIMED_MS,
-                seconds=grid.longest_s, device=str(device),
+                operation=operation, sizes=_calls(timed) if is_traced else _text(timed), ranks=ranks,
+                milliseconds=TIMED_MS, seconds=(10 if is_traced else 1) * grid.longest_s,
+                device=str(device),
             )  # fmt: skip
             found.append(run.job(spec))
     return found
@@ -94,6 +99,10 @@ def _is_timed(operation: str, sizes: Shape) -> bool:
         m, n = sizes
         return m % BATCH == 0 and n % (2 * HEAD_WIDTH) == 0
     return not operation.startswith("optimizer") or sizes[0] <= MOST_UPDATED
+
+
+def _calls(shapes: Iterable[tuple[Any, ...]]) -> str:
+    return json.dumps(sorted(call for (call,) in shapes))
 
 
 def _text(shapes: Iterable[Shape]) -> str:

@@ -3,6 +3,7 @@ loss and casts by their sizes, all else by the bytes that it reads and writes.
 """
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from stepgauge.cost.operations.terms import TRAFFIC, Term
 from stepgauge.measure import own_operators
 from stepgauge.measure.footprint import tensors_in
 from stepgauge.measure.fusion import Moved
+from stepgauge.measure.operator_calls import text_of
 from stepgauge.measure.pointwise import passes
 from stepgauge.measure.sent_operators import NAMESPACE, Axis, SentOperators
 from stepgauge.spec.calibration import BATCHED, FULL_MASK, GROUPED
@@ -135,12 +137,11 @@ class OperatorTrace(TorchDispatchMode):
                 return result
         result = func(*args, **(kwargs or {}))
         if self._phase:
-            self._record(func, name, args, tensors_in((args, kwargs)), tensors_in(result))
+            self._record(func, name, args, kwargs, tensors_in(result))
         return result
 
-    def _record(
-        self, func: Any, name: str, args: Any, inputs: list[Tensor], outputs: list[Tensor]
-    ) -> None:
+    def _record(self, func: Any, name: str, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
+        inputs = tensors_in((args, kwargs))
         is_sent = func.namespace == NAMESPACE
         if not is_sent and _is_free(func, name, inputs, outputs):
             return
@@ -150,8 +151,10 @@ class OperatorTrace(TorchDispatchMode):
         if is_sent:
             self._sent.see(name, args, Moved(NOTHING, *places, self._unit), ran)
             return
-        for term in self._priced(func, name, args, inputs, outputs):
-            ran.append(Moved(term, *places, self._unit))
+        terms = list(self._priced(func, name, args, inputs, outputs))
+        if func.namespace == "aten" and not any(map(_is_timed_anyway, terms)):
+            terms = _shares(terms, text_of(func, args, kwargs))
+        ran += [Moved(term, *places, self._unit) for term in terms]
 
     def _by_storage(self, tensors: list[Tensor]) -> dict[int, int]:
         found: dict[int, int] = {}
@@ -287,6 +290,25 @@ def record_step(
             for name, phase in phases.items():
                 with trace.phase(name):
                     phase()
+
+
+def _is_timed_anyway(term: Term) -> bool:
+    """Whether `calibrate` has the operation, at the sizes that a step has: not those of convolutions, which
+    products of as many operations stand for.
+    """
+    return term.operation != TRAFFIC and not term.nbytes and term.name not in CONVOLUTIONS
+
+
+def _shares(terms: list[Term], call: str) -> list[Term]:
+    """With the call that they are parts of, each by its bytes or operations."""
+    works = [term.nbytes or math.prod(term.sizes) for term in terms]
+    whole = sum(works)
+    if not call or not whole:
+        return terms
+    return [
+        dataclasses.replace(term, operator=call, share=work / whole)
+        for term, work in zip(terms, works, strict=True)
+    ]
 
 
 def _by_name(func: Any, args: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What a calibration measures: single operations over a grid of shapes, as tables of times."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
@@ -13,6 +14,9 @@ from stepgauge.spec.layout import Layout
 ALONE = "alone"
 # Ends the name of a table of shapes that certain steps have, which were timed for them.
 ASKED = "asked"
+
+# Calls that were traced, each at its own arguments.
+OPERATORS = "operators"
 
 # Products of as many pairs of matrices as the first size says: "matmul batched nt bf16".
 BATCHED = "batched "
@@ -152,8 +156,10 @@ class CalibrationSpec:
         check(self)
 
     @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Those of `sizes`."""
+    def shapes(self) -> list[tuple[Any, ...]]:
+        """Those of `sizes`; of OPERATORS each is a call."""
+        if self.operation == OPERATORS:
+            return [(call,) for call in json.loads(self.sizes or "[]")]
         return [tuple(map(int, shape.split("x"))) for shape in self.sizes.split()]
 
 

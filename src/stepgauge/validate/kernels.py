@@ -33,7 +33,11 @@ RANGES = {
 }
 LAYERS = ("attention", "feed_forward")
 WAITS = "waits"  # the device stands still
-KINDS = {"matmul": "matmul", "attention": "attention"}  # of cells, as kernel_class names them
+KINDS = {
+    "matmul": "matmul",
+    "convolution": "matmul",
+    "attention": "attention",
+}  # of cells, as kernel_class names them
 
 
 @dataclasses.dataclass

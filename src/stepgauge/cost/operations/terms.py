@@ -37,6 +37,7 @@ class Term:
     nbytes    of a plain pass that takes as long, where a hardware file may have no times of the
               operation
     pace      where its block was timed whole: that time over the sum of the block's terms
+    operator  the call that it is `share` of, where one was traced (measure/operator_calls.py)
     """
 
     name: str
@@ -49,6 +50,8 @@ class Term:
     beside: tuple["Term", ...] = ()
     nbytes: float = 0.0
     pace: float = 1.0
+    operator: str = ""
+    share: float = 1.0
 
     @property
     def is_product(self) -> bool:

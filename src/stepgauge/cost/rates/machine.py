@@ -10,6 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from stepgauge.cost.rates.estimate import (
     CALIBRATED,
@@ -19,7 +20,15 @@ from stepgauge.cost.rates.estimate import (
     Estimate,
 )
 from stepgauge.cost.rates.network import Links
-from stepgauge.spec.calibration import ALONE, ASKED, BATCHED, FULL_MASK, GROUPED, OperationTable
+from stepgauge.spec.calibration import (
+    ALONE,
+    ASKED,
+    BATCHED,
+    FULL_MASK,
+    GROUPED,
+    OPERATORS,
+    OperationTable,
+)
 from stepgauge.spec.hardware import HardwareFile, Peaks
 
 # Of the time of a step: what products take where they were timed in turns with passes over memory.
@@ -32,7 +41,7 @@ class CalibratedMachine:
 
     products  their share of the time of the step that is priced. A GPU at its power limit runs
               them the faster, the more of the step draws less
-    asked     which operations were asked for, at which sizes
+    asked     which operations were asked for, at which sizes; of OPERATORS the calls
     """
 
     def __init__(self, hardware: HardwareFile, *, products: float = HALF):
@@ -46,7 +55,7 @@ class CalibratedMachine:
         self.hardware, self._calibrated, self._products = hardware, calibrated, products
         self.network = Links(hardware)
         self._grids: dict[str, _Grid] = {}
-        self.asked: set[tuple[str, tuple[float, ...]]] = set()
+        self.asked: set[tuple[str, tuple[Any, ...]]] = set()
         is_base = calibrated is hardware.base and calibrated.device != hardware.device
         self._pace = _Pace(calibrated.peaks, hardware.peaks) if is_base else None
 
@@ -67,6 +76,9 @@ class CalibratedMachine:
         found = self._here(operation, self._looked_up(operation, sizes))
         if operation.startswith("attention"):
             return self._at_least(found, _bytes_of_attention(operation, sizes))
+        is_product = operation.startswith("matmul") and GROUPED not in operation
+        if is_product and found.source == EXTRAPOLATED:
+            return self._at_least(found, _bytes_of_product(operation, sizes))
         alone = self.table(f"{operation} {ALONE}")
         return self._at_its_pace(operation, sizes, found, alone) if alone else found
 
@@ -76,7 +88,13 @@ class CalibratedMachine:
         is_known = self.table(operation) is not None
         return is_known or self._exact_us(operation, sizes) is not None
 
-    def _exact_us(self, operation: str, sizes: tuple[float, ...]) -> float | None:
+    def operator(self, call: str) -> Estimate | None:
+        """A traced call, where it was timed by itself."""
+        self.asked.add((OPERATORS, (call,)))
+        exact = self._exact_us(OPERATORS, (call,))
+        return None if exact is None else self._here("traffic", Estimate(exact, CALIBRATED))
+
+    def _exact_us(self, operation: str, sizes: tuple[Any, ...]) -> float | None:
         """Timed for a step that has these very sizes."""
         exact = self.table(f"{operation} {ASKED}")
         rows = exact.rows if exact else ()
@@ -141,7 +159,7 @@ class CalibratedMachine:
             return Estimate(self.time(operation, *sizes[1:]).us, EXTRAPOLATED)
         batch, m, n, k = sizes  # as one product with all rows; each pair moves bytes of its own
         one = Estimate(self.time(operation, batch * m, n, k).us, EXTRAPOLATED)
-        return self._at_least(one, _itemsize(operation) * batch * (m * k + k * n + m * n))
+        return self._at_least(one, batch * _bytes_of_product(operation, (m, n, k)))
 
     def _at_least(self, found: Estimate, nbytes: float) -> Estimate:
         """What was not timed takes no less than the passes over its bytes."""
@@ -186,6 +204,12 @@ class _Pace:
 
 def _itemsize(operation: str) -> int:
     return 2 if operation.endswith("bf16") else 4
+
+
+def _bytes_of_product(operation: str, sizes: Sequence[float]) -> float:
+    """Of both factors and the result, of each of a batch."""
+    *batch, m, n, k = sizes
+    return _itemsize(operation) * math.prod(batch) * (m * k + k * n + m * n)
 
 
 def _bytes_of_attention(operation: str, sizes: Sequence[float]) -> float:

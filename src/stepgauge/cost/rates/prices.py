@@ -62,9 +62,7 @@ class Prices:
         self.contention = ContentionTable(
             machine.hardware, {name: axis.ranks for name, axis in self.axes.items()}
         )
-        self._known: dict[
-            tuple[str, tuple[float, ...], str, tuple[Term, ...], float], Estimate
-        ] = {}
+        self._known: dict[tuple[Any, ...], Estimate] = {}
 
     def paced_by(self, operations: "Computing") -> "Prices":
         """The same where products have that share of the time which they have in the network."""
@@ -76,12 +74,16 @@ class Prices:
 
     def of(self, term: Term) -> Estimate:
         """Of one run of the term's operation, at no pace but its own."""
-        key = term.operation, term.sizes, term.axis, term.beside, term.nbytes
+        key = (
+            term.operation, term.sizes, term.axis, term.beside, term.nbytes, term.operator, term.share,
+        )  # fmt: skip
         if key not in self._known:
             self._known[key] = self._found(term)
         return self._known[key]
 
     def _found(self, term: Term) -> Estimate:
+        if term.operator and (exact := self.machine.operator(term.operator)):
+            return Estimate(term.share * exact.us, exact.source)
         if term.operation == TRAFFIC:
             return self.machine.traffic(*term.sizes)
         if self.is_plain_pass(term):

@@ -1,0 +1,143 @@
+"""Calls of traced operators as text: they run by themselves, and a step is priced by their times."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stepgauge.calibrate.run import run, with_operations
+from stepgauge.calibrate.step_shapes import shape_jobs
+from stepgauge.measure import operator_calls
+from stepgauge.measure.footprint import tensors_in
+from stepgauge.spec.calibration import OPERATORS, OperationTable
+from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.step import StepSpec
+from stepgauge.spec.user_model import UserModel
+from stepgauge.validate.predicted import predicted, shapes_of
+
+CPU = torch.device("cpu")
+NETWORK = """
+import torch
+from torch import nn
+
+def network():
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)]
+    layers += [nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
+    images, classes = torch.randn(128, 3, 32, 32), torch.randint(10, (128,))
+    return nn.Sequential(*layers, nn.Linear(2048, 10)), (images, classes), nn.CrossEntropyLoss()
+"""
+
+
+class Calls(TorchDispatchMode):
+    """Each call's text, and what it gave."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        self.seen.append((name, operator_calls.text_of(func, args, kwargs), result))
+        return result
+
+
+def pooled():
+    x = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last).requires_grad_()
+    F.max_pool2d(nn.Conv2d(3, 4, 3, padding=1)(x), 2).square().mean().backward()
+
+
+def indexed():
+    table, places = nn.Embedding(16, 8), torch.randint(16, (4, 6))
+    x = table(places)[:, torch.tensor([0, 2, 5])]
+    x = x + torch.zeros(3, 8).index_add(0, torch.tensor([1, 1]), torch.ones(2, 8))
+    x.softmax(-1).masked_fill(x > 0, 0.0).gather(1, torch.zeros(4, 3, 8).long()).mean().backward()
+
+
+def bagged():
+    bag = nn.EmbeddingBag(16, 8)
+    F.dropout(bag(torch.randint(16, (4, 6))), 0.5).mT.contiguous().mean().backward()
+
+
+@pytest.mark.parametrize("program", [pooled, indexed, bagged])
+def test_a_call_made_again_from_its_text_gives_what_is_alike(monkeypatch, program):
+    monkeypatch.setattr(operator_calls, "LEAST_BYTES", 0)
+    with Calls() as calls:
+        program()
+    texts = [text for _, text, _ in calls.seen if text]
+    assert len(texts) > 8 and len(texts) >= 0.8 * len(calls.seen)
+    for _, text, result in calls.seen:
+        if text:
+            operands, operator = operator_calls.call_of(text, CPU)
+            args, kwargs = operands()
+            again = operator(*args, **kwargs)
+            assert [(x.shape, x.dtype, x.stride()) for x in tensors_in(again)] == [
+                (x.shape, x.dtype, x.stride()) for x in tensors_in(result)
+            ], text
+
+
+def test_a_call_that_values_decide_has_no_text(monkeypatch):
+    monkeypatch.setattr(operator_calls, "LEAST_BYTES", 0)
+    with Calls() as calls:
+        torch.bincount(torch.tensor([1, 2, 2]))
+        torch.randn(4, dtype=torch.complex64).abs()
+    texts = {name: text for name, text, _ in calls.seen}
+    assert texts["bincount"] == "" == texts["abs"]
+
+
+@pytest.fixture
+def step(tmp_path, monkeypatch):
+    (tmp_path / "net.py").write_text(NETWORK)
+    return StepSpec(model=UserModel.read(f"{tmp_path / 'net.py'}:network"), device="cpu")
+
+
+def hardware(device="cpu"):
+    """A machine that knows products, casts, the loss and passes."""
+    products = OperationTable(("m", "n", "k"), ((8, 8, 8, 1.0), (64, 64, 64, 8.0)))
+    by_name = {f"matmul {how} fp32": products for how in ("nt", "nn", "tn")}
+    passes = OperationTable(("bytes",), ((1e6, 100.0), (1e9, 1e5)))
+    losses = OperationTable(("m", "v"), ((8, 10, 5.0),))
+    optimizer = OperationTable(("numel",), ((1000, 9.0), (10**6, 900.0)))
+    tables = {**by_name, "traffic": passes, "cross-entropy forward": losses,
+              "cross-entropy backward": losses, "optimizer adamw fp32": optimizer}  # fmt: skip
+    return HardwareFile(name="made", device=device, operations=tables)
+
+
+def test_a_users_step_is_priced_by_its_calls_where_they_were_timed(step):
+    """Each call counts once, also where two terms stand for it, as of a convolution's backward."""
+    known = hardware()
+    asked = shapes_of([step], known)
+    (job,) = [j for j in shape_jobs(asked, CPU) if j.spec.operation == OPERATORS]
+    calls = json.loads(job.spec.sizes)
+    assert {"convolution.default", "convolution_backward.default"} <= {c.split()[0] for c in calls}
+    record = run(dataclasses.replace(job.spec, milliseconds=0.0))
+    assert record.median("shapes") == len(calls) and record.median("shapes_left_out") == 0
+    timed = with_operations(known, [record])
+    rows = [(call, 1000.0) for (call, *_) in timed.operations[f"{OPERATORS} asked"].rows]
+    table = OperationTable(("call",), tuple(rows))
+    found = predicted(step, with_table(timed, table)).tables["terms"]
+    exact = [row for row in found if row[1].startswith(("convolution", "native_batch_norm"))]
+    us = {}
+    for phase, term, *_, count, each, source in exact:
+        us[phase, term] = us.get((phase, term), 0.0) + each
+        assert (source, count) == ("calibrated", 1), (phase, term)
+    assert us["forward", "convolution"] == pytest.approx(2000.0)
+    assert us["backward", "convolution_backward"] == pytest.approx(2000.0)
+    assert us["forward", "native_batch_norm"] == pytest.approx(1000.0)
+
+
+def with_table(machine, table):
+    tables = {**machine.operations, f"{OPERATORS} asked": table}
+    return dataclasses.replace(machine, operations=tables)
+
+
+def test_the_file_keeps_the_calls(step, tmp_path):
+    call = 'add.Tensor [[{"type":"float32"}],{}]'
+    table = OperationTable(("call",), ((call, 12.5),))
+    with_table(hardware(), table).write(tmp_path / "box.json")
+    read = HardwareFile.read(tmp_path / "box.json")
+    assert read.operations[f"{OPERATORS} asked"].rows == ((call, 12.5),)
