@@ -255,3 +255,119 @@ class Recommender(nn.Module):
 def recommender() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     """26 tables of 200,000 rows, batch 8192, ten places of each."""
     return Recommender(), (torch.randn(8192, 13), torch.randint(200_000, (8192, 26, 10)))
+
+
+class ConvNextBlock(nn.Module):
+    """A depthwise convolution, then a layer norm and two dense layers over channels (Liu et al. 2022)."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.depthwise = nn.Conv2d(width, width, 7, padding=3, groups=width)
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.scale = nn.Parameter(torch.full((width,), 1e-6))
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        hidden_BHWC = self.norm(self.depthwise(x_BCHW).permute(0, 2, 3, 1))
+        hidden_BHWC = self.scale * self.down(F.gelu(self.up(hidden_BHWC)))
+        return x_BCHW + hidden_BHWC.permute(0, 3, 1, 2)
+
+
+class Smaller(nn.Module):
+    """Half of the pixels in each direction, more channels."""
+
+    def __init__(self, narrow: int, wide: int, step: int):
+        super().__init__()
+        self.convolution = nn.Conv2d(narrow, wide, step, step)
+        self.norm = nn.LayerNorm(wide, eps=1e-6)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        return self.norm(self.convolution(x_BCHW).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def convnext() -> Factory:
+    """ConvNeXt-T, 28 M parameters, 32 images of 224 x 224."""
+    layers: list[nn.Module] = []
+    narrow = 3
+    for wide, blocks, step in ((96, 3, 4), (192, 3, 2), (384, 9, 2), (768, 3, 2)):
+        layers += [Smaller(narrow, wide, step), *(ConvNextBlock(wide) for _ in range(blocks))]
+        narrow = wide
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.LayerNorm(narrow), nn.Linear(narrow, 1000)]
+    return nn.Sequential(*layers, *head), _images(32, 224), nn.CrossEntropyLoss()
+
+
+class MixerBlock(nn.Module):
+    """Dense layers over patches, then over channels (Tolstikhin et al. 2021)."""
+
+    def __init__(self, patches: int, width: int):
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.over_patches, self.over_channels = (
+            nn.Sequential(nn.Linear(size, hidden), nn.GELU(), nn.Linear(hidden, size))
+            for size, hidden in ((patches, width // 2), (width, 4 * width))
+        )
+
+    def forward(self, x_BPC: Tensor) -> Tensor:
+        x_BPC = x_BPC + self.over_patches(self.norms[0](x_BPC).mT).mT
+        return x_BPC + self.over_channels(self.norms[1](x_BPC))
+
+
+class Mixer(nn.Module):
+    def __init__(self, width: int = 768, layers: int = 12):
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 16, 16)
+        self.blocks = nn.Sequential(*(MixerBlock(196, width) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 1000)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        x_BPC = self.blocks(self.patches(x_BCHW).flatten(2).mT)
+        return self.head(self.norm(x_BPC).mean(1))
+
+
+def mixer() -> Factory:
+    """Mixer-B/16, 60 M parameters, 96 images of 224 x 224."""
+    return Mixer(), _images(96, 224), nn.CrossEntropyLoss()
+
+
+class GptBlock(nn.Module):
+    """As GPT-2's first implementations write it: dropout, scores and mask by hand."""
+
+    def __init__(self, width: int, heads: int, length: int):
+        super().__init__()
+        self.heads, self.drop = heads, nn.Dropout(0.1)
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.register_buffer("seen", torch.ones(length, length, dtype=torch.bool).tril())
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(self.norms[0](x_BTD)).split(x_BTD.shape[-1], dim=-1)
+        )
+        scores = (q @ k.mT) / math.sqrt(q.shape[-1])
+        scores = torch.where(self.seen, scores, torch.finfo(scores.dtype).min)
+        shares = self.drop(scores.softmax(dim=-1).to(v.dtype))
+        x_BTD = x_BTD + self.drop(self.out((shares @ v).transpose(1, 2).flatten(2)))
+        hidden = F.gelu(self.up(self.norms[1](x_BTD)), approximate="tanh")
+        return x_BTD + self.drop(self.down(hidden))
+
+
+class Gpt(nn.Module):
+    def __init__(self, width: int = 768, heads: int = 12, layers: int = 12, length: int = 1024):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(50_257, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(GptBlock(width, heads, length) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 50_257, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        places = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        x_BTD = self.tokens(tokens_BT) + self.positions(places)
+        return self.head(self.norm(self.blocks(x_BTD))).flatten(0, 1)
+
+
+def gpt() -> Factory:
+    """GPT-2 small, 124 M parameters, 8 sequences of 1024 tokens."""
+    tokens = torch.randint(50_257, (8, 1024))
+    return Gpt(), (tokens, tokens.flatten()), nn.CrossEntropyLoss()

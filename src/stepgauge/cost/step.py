@@ -4,14 +4,14 @@ The host launches the operations, the device runs them in order; a phase ends wh
 through. Times of operations come from a hardware file, and nothing is scaled to fit.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from stepgauge.cost.memory.peak import Memory
 from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.terms import TRAFFIC, Term
 from stepgauge.cost.rank import peak_of, phases_of, rank_step_of
-from stepgauge.cost.rates.estimate import ASSUMED, INTERVAL, SLOWER_HOST, TIMED_WHOLE
+from stepgauge.cost.rates.estimate import ASSUMED, INTERVAL, LEAST, SLOWER_HOST, TIMED_WHOLE
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import Prices
 from stepgauge.cost.streams.outcome import Outcome, outcome
@@ -25,6 +25,7 @@ from stepgauge.spec.units import GIB
 from stepgauge.spec.user_model import UserModel
 
 HEADINGS = ["phase", "term", "operation", "sizes", "count", "us", "source"]
+TOLD_SHARE = 0.02  # of a step
 
 
 def predict(
@@ -73,13 +74,30 @@ def modelled(
         metrics = {**metrics, "peak_bytes": Sample.exact(round(memory.peak_bytes), "bytes")}
         tables["memory"] = memory.rows()
         note = "; ".join(filter(None, [lacking(memory, machine), note]))
+    note = "; ".join(filter(None, [note, _untimed(rows), machine.disturbance]))
     return Record.of(
         spec,
         metrics=metrics,
         tables=tables,
         environment={"device": machine.hardware.device, "hardware": machine.hardware.name},
         provenance="modelled",
-        note="; ".join(filter(None, [note, machine.disturbance])),
+        note=note,
+    )
+
+
+def _untimed(rows: Sequence[Sequence[Any]]) -> str:
+    """What of the step is known by its bytes or operations alone, a clause; "" where it is little."""
+    us: dict[str, float] = {}
+    for _, name, *_, time, source in rows:
+        if source == LEAST:
+            us[name] = us.get(name, 0.0) + time
+    least = sum(us.values())
+    if least <= TOLD_SHARE * sum(row[-2] for row in rows):
+        return ""
+    longest = ", ".join(sorted(us, key=lambda name: -us[name])[:3])
+    return (
+        f"at least: {least / 1e3:.2g} ms of it are the bytes or operations of {longest}, which "
+        f"usually take longer; stepgauge validate --now times them"
     )
 
 

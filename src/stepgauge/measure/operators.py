@@ -18,7 +18,7 @@ from stepgauge.measure import own_operators
 from stepgauge.measure.footprint import tensors_in
 from stepgauge.measure.fusion import Moved
 from stepgauge.measure.operator_calls import text_of
-from stepgauge.measure.pointwise import passes
+from stepgauge.measure.pointwise import is_near_its_bytes, passes
 from stepgauge.measure.sent_operators import NAMESPACE, Axis, SentOperators
 from stepgauge.spec.calibration import BATCHED, FULL_MASK, GROUPED
 
@@ -153,7 +153,8 @@ class OperatorTrace(TorchDispatchMode):
             return
         terms = list(self._priced(func, name, args, inputs, outputs))
         if func.namespace == "aten" and not any(map(_is_timed_anyway, terms)):
-            terms = _shares(terms, text_of(func, args, kwargs))
+            call = text_of(func, args, kwargs)
+            terms = _shares(terms, call, is_least=bool(call) and not is_near_its_bytes(func))
         ran += [Moved(term, *places, self._unit) for term in terms]
 
     def _by_storage(self, tensors: list[Tensor]) -> dict[int, int]:
@@ -235,7 +236,8 @@ class OperatorTrace(TorchDispatchMode):
         x, y = (args[1], args[0]) if is_backward else (args[0], outputs[0])
         narrow = x if transposed else y
         m, n, k = narrow.numel() // narrow.shape[1], weight.shape[0], weight[0].numel()
-        kind = self._kind(y)
+        in_tf32 = y.is_cuda and torch.backends.cudnn.allow_tf32  # torch's default
+        kind = self._kind(y, "tf32" if in_tf32 else "")
         narrowing, widening = (
             (f"matmul nt {kind}", (m, n, k), 1),
             (f"matmul nn {kind}", (m, k, n), 1),
@@ -299,14 +301,14 @@ def _is_timed_anyway(term: Term) -> bool:
     return term.operation != TRAFFIC and not term.nbytes and term.name not in CONVOLUTIONS
 
 
-def _shares(terms: list[Term], call: str) -> list[Term]:
+def _shares(terms: list[Term], call: str, *, is_least: bool) -> list[Term]:
     """With the call that they are parts of, each by its bytes or operations."""
     works = [term.nbytes or math.prod(term.sizes) for term in terms]
     whole = sum(works)
     if not call or not whole:
         return terms
     return [
-        dataclasses.replace(term, operator=call, share=work / whole)
+        dataclasses.replace(term, operator=call, share=work / whole, is_least=is_least)
         for term, work in zip(terms, works, strict=True)
     ]
 

@@ -22,6 +22,18 @@ ADDED_BYTES = 34
 SLOWER = {MIXED_BYTES: " of two types", ADDED_BYTES: " by index"}
 # They copy their input, and then run the operator of the same name that changes it in place.
 COPY_FIRST = ("masked_fill", "index_put", "index_add", "scatter", "scatter_add")
+# Others whose kernels take hardly longer than their bytes: seen in traces, and timed by themselves.
+NEAR_THEIR_BYTES = (
+    *COPIES, "roll", "cat", "masked_fill", "index_add", "native_dropout", "native_dropout_backward",
+    "_softmax", "_softmax_backward_data", "select_backward", "embedding", "embedding_dense_backward",
+    "new_zeros",
+)  # fmt: skip
+
+
+def is_near_its_bytes(func: Any) -> bool:
+    """Whether an operator takes about as long as passes over what it reads and writes."""
+    is_elementwise = torch.Tag.pointwise in func.tags
+    return is_elementwise or func.overloadpacket.__name__.removesuffix("_") in NEAR_THEIR_BYTES
 
 
 def passes(
