@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tests.cpu_machine import wired
 
 from stepgauge.bench import operators
@@ -529,12 +530,29 @@ def test_passes_over_views_take_a_gpu_longer_than_their_bytes():
         torch.empty(64, 32, device=device) + kept_MF
         kept_MF * torch.empty(32, **half)
         kept_MF.mT * kept_MF.mT  # dense, and alike
+        kept_MF.mT.contiguous()
     numel = 64 * 32
     assert [(term.name, *term.sizes) for term in trace.terms["forward"]] == [
         ("mul of views", 12 * numel), ("mul", 6 * numel), ("cat", 8 * numel),
         ("cat of views", 20 * 2 * numel), ("roll of views", (21 + 12) * numel),
         ("add of two types", 16 * numel), ("mul of views", 12 * numel), ("mul", 6 * numel),
+        ("clone of views", 25 * numel),
     ]  # fmt: skip
+
+
+def test_a_norm_copies_what_is_not_contiguous():
+    trace = OperatorTrace()
+    with fake_device("sm90") as device, trace, trace.phase("forward"):
+        x = torch.empty(512, 64, 512, device=device)
+        F.layer_norm(x, (512,))
+        F.layer_norm(x.mT.contiguous().mT, (512,))
+    numel = 512 * 64 * 512
+    norms = [term for term in trace.terms["forward"] if "layer_norm" in term.name]
+    assert [(term.name, math.prod(term.sizes)) for term in norms] == [
+        ("native_layer_norm", numel), ("native_layer_norm copy", 25 * numel),
+        ("native_layer_norm", numel),
+    ]  # fmt: skip
+    assert [bool(term.operator) for term in norms] == [False, True, True]
 
 
 def test_operators_of_two_kernels_take_a_gpu_both():

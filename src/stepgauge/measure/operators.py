@@ -18,7 +18,7 @@ from stepgauge.measure import own_operators
 from stepgauge.measure.footprint import tensors_in
 from stepgauge.measure.fusion import Moved
 from stepgauge.measure.operator_calls import text_of
-from stepgauge.measure.pointwise import is_near_its_bytes, passes
+from stepgauge.measure.pointwise import copied_first, is_near_its_bytes, passes
 from stepgauge.measure.sent_operators import NAMESPACE, Axis, SentOperators
 from stepgauge.spec.calibration import BATCHED, FULL_MASK, GROUPED
 
@@ -152,9 +152,13 @@ class OperatorTrace(TorchDispatchMode):
             self._sent.see(name, args, Moved(NOTHING, *places, self._unit), ran)
             return
         terms = list(self._priced(func, name, args, inputs, outputs))
-        if func.namespace == "aten" and not any(map(_is_timed_anyway, terms)):
+        if func.namespace == "aten" and _is_timed_by_its_call(terms):
             call = text_of(func, args, kwargs)
-            terms = _shares(terms, call, is_least=bool(call) and not is_near_its_bytes(func))
+            terms = _shares(
+                terms,
+                call,
+                is_least=bool(call) and name not in NORMS and not is_near_its_bytes(func),
+            )
         ran += [Moved(term, *places, self._unit) for term in terms]
 
     def _by_storage(self, tensors: list[Tensor]) -> dict[int, int]:
@@ -178,6 +182,8 @@ class OperatorTrace(TorchDispatchMode):
         if func.namespace != "aten":
             raise ValueError(unpriced)
         if calibrated := list(self._calibrated(func, name, args, inputs, outputs)):
+            if name in NORMS:
+                yield from copied_first(name, inputs)
             yield from (Term(name, *sized) for sized in calibrated)
         elif _is_unpriced(name):
             raise ValueError(unpriced)
@@ -294,11 +300,13 @@ def record_step(
                     phase()
 
 
-def _is_timed_anyway(term: Term) -> bool:
-    """Whether `calibrate` has the operation, at the sizes that a step has: not those of convolutions, which
-    products of as many operations stand for.
+def _is_timed_by_its_call(terms: list[Term]) -> bool:
+    """Whether passes over memory are in it, or products that stand for a convolution: all else `calibrate`
+    has at the sizes of a step.
     """
-    return term.operation != TRAFFIC and not term.nbytes and term.name not in CONVOLUTIONS
+    return any(
+        term.operation == TRAFFIC or term.nbytes or term.name in CONVOLUTIONS for term in terms
+    )
 
 
 def _shares(terms: list[Term], call: str, *, is_least: bool) -> list[Term]:

@@ -16,6 +16,9 @@ COPIES = ("clone", "copy_", "_to_copy")  # elementwise, whatever torch's tags sa
 # values/s, of a roll 201, of views put together 213 in the trace of an eager 2.7b step on an H200
 # (benchmarks/results/2026-11-23-h200-beside-collectives.jsonl).
 MIXED_BYTES, ROLLED_BYTES, JOINED_BYTES = 16, 21, 20
+# Of operands whose values lie beside one another along different dimensions: 170 G values/s, 148 to 246
+# of 13 such calls on two H200s (docs/log/2026-11-24-predicted-kinds.md).
+TRANSPOSED_BYTES = 25
 # Of rows that are added to others at places that an index gives, 123 G values/s: 15,360 x 1024 in bf16
 # took 127 us in the trace of a step with experts (docs/log/2026-11-24-predicted-kinds.md).
 ADDED_BYTES = 34
@@ -61,6 +64,14 @@ def passes(
     yield Term(name + slower, TRAFFIC, (float(max(as_long, nbytes)),))
 
 
+def copied_first(name: str, inputs: Sequence[Tensor]) -> Iterator[Term]:
+    """Copies of what is not contiguous, for kernels that read rows of neighbours."""
+    for x in inputs:
+        if x.is_cuda and not x.is_contiguous():
+            a_value = STRIDED_BYTES if x.stride(-1) == 1 else TRANSPOSED_BYTES
+            yield Term(f"{name} copy", TRAFFIC, (float(a_value * x.numel()),))
+
+
 def _bytes_a_value(func: Any, name: str, operands: Sequence[Tensor]) -> int:
     """Of a plain pass that takes as long; 0 for an operator that is one."""
     views = [x for x in operands if not x.is_contiguous()]
@@ -74,7 +85,9 @@ def _bytes_a_value(func: Any, name: str, operands: Sequence[Tensor]) -> int:
         return 0
     if len({x.dtype for x in operands if x.is_floating_point()}) > 1:
         return MIXED_BYTES
-    return 0 if _lie_alike(operands) else STRIDED_BYTES
+    if _lie_alike(operands):
+        return 0
+    return TRANSPOSED_BYTES if len(_dimensions_of_neighbours(operands)) > 1 else STRIDED_BYTES
 
 
 def _lie_alike(operands: Sequence[Tensor]) -> bool:
@@ -86,6 +99,16 @@ def _lie_alike(operands: Sequence[Tensor]) -> bool:
             return False
         reached *= size
     return all(other == first for other in others)
+
+
+def _dimensions_of_neighbours(operands: Sequence[Tensor]) -> set[int]:
+    """Along which each has its values beside one another, from the last; of an expanded one none."""
+    return {
+        place - x.ndim
+        for x in operands
+        for place, (size, step) in enumerate(zip(x.shape, x.stride(), strict=True))
+        if size > 1 and step == 1
+    }
 
 
 def _sizes_and_steps(x: Tensor) -> list[tuple[int, int]]:
