@@ -96,11 +96,25 @@ def test_networks_of_two_kinds_differ_in_what_both_have(record):
     assert "rope base" not in table.columns
     assert "file" in varying(own)
     assert describe(own[0]).startswith("step model=my.py:make")
+    factories = [_of_user(record, "a/my.py", factory) for factory in ("make", "other")]
+    assert varying(factories) == ["size", "precision", "compile"]  # the size has both names
 
 
-def _of_user(record, file):
+def test_a_long_text_names_no_row_that_others_tell_apart(record):
+    """Such as all calls that were timed of an operation."""
+    texts = {1: "4x4", 2: "8x8 " * 99}
+    rows = [_with(record("small", batch=batch), sizes=text) for batch, text in texts.items()]
+    assert varying(rows) == ["size", "precision", "compile", "batch"]
+    assert "sizes" in varying([_with(row, batch=1) for row in rows])
+
+
+def _with(row, **fields):
+    return dataclasses.replace(row, spec={**row.spec, **fields})
+
+
+def _of_user(record, file, factory="make"):
     row = record("nano", batch=1)
-    model = {"file": file, "factory": "make", "content": "0" * 16, "network": "user"}
+    model = {"file": file, "factory": factory, "content": "0" * 16, "network": "user"}
     return dataclasses.replace(row, spec={**row.spec, "model": model, "size": "make"})
 
 

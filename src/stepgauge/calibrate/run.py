@@ -180,8 +180,8 @@ def _time_of(
         beside = other_work(operation.beside, device) if operation.beside else None
         return time_of(make, device, spec.milliseconds, beside, heat_ms=heat_ms)
     except (RuntimeError, MemoryError) as error:
-        can_fail = devices.out_of_memory_reason(error) or operation is TRACED_CALLS
-        if not can_fail or spec.ranks > 1:
+        too_large = devices.out_of_memory_reason(error) is not None and spec.ranks == 1
+        if not too_large and operation is not TRACED_CALLS:
             raise
         return None
 

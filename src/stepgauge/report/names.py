@@ -13,6 +13,7 @@ from stepgauge.spec.user_model import UserModel
 
 # Spec fields that are columns even where all rows share them.
 ALWAYS = ("size", "wrapper", "layout", "precision", "compile")
+MOST_LETTERS = 60  # of a value that names a row
 
 
 def flatten(spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,12 +29,13 @@ def flatten(spec: Mapping[str, Any]) -> dict[str, Any]:
             outer[name] = value
     flat = inner | outer
     if flat.get("network") == UserModel.network and flat["file"] and "size" in flat:
-        flat["size"] = f"{Path(flat['file']).name}:{flat['factory']}"
+        flat["size"] = f"{Path(flat['file']).name}:{flat.pop('factory')}"
     return flat
 
 
 def differing(records: Sequence[Record]) -> list[str]:
-    """Spec fields whose values differ, without the shape where the size names it.
+    """Spec fields whose values differ, without the shape where the size names it, and without long texts
+    where the others tell rows apart.
 
     A field that only networks of one kind have is compared between those.
     """
@@ -47,7 +49,12 @@ def differing(records: Sequence[Record]) -> list[str]:
             differs.append(name)
     if _sizes_name_shapes(specs):
         differs = [name for name in differs if name not in SHAPE]
-    return differs
+    short = [name for name in differs if _longest(specs, name) <= MOST_LETTERS]
+    return short if _num_values(specs, short) == _num_values(specs, differs) else differs
+
+
+def _longest(specs: Sequence[Mapping[str, Any]], field: str) -> int:
+    return max(len(str(spec.get(field, ""))) for spec in specs)
 
 
 def _num_values(specs: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> int:
