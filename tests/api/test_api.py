@@ -71,6 +71,10 @@ def test_what_cannot_be_predicted_is_said():
     (run,) = sg.expand(sg.PlanSpec, {"size": "nano"})
     with pytest.raises(ValueError, match="top is 0"):
         sg.plan(run, hardware="dgx-h100", top=0)
+    with pytest.raises(TypeError, match="'small' is no StepSpec or DataParallelSpec"):
+        sg.predict("small", hardware="h100-sxm")
+    with pytest.raises(TypeError, match="is no PlanSpec"):
+        sg.plan(spec, hardware="dgx-h100")
 
 
 def test_a_module_is_timed_and_left_as_it_was():

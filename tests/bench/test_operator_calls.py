@@ -13,7 +13,7 @@ from stepgauge.calibrate.run import run, with_operations
 from stepgauge.calibrate.step_shapes import shape_jobs
 from stepgauge.measure import operator_calls
 from stepgauge.measure.footprint import tensors_in
-from stepgauge.spec.calibration import OPERATORS, OperationTable
+from stepgauge.spec.calibration import OPERATORS, CalibrationSpec, OperationTable
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.user_model import UserModel
@@ -55,6 +55,7 @@ def indexed():
     table, places = nn.Embedding(16, 8), torch.randint(16, (4, 6))
     x = table(places)[:, torch.tensor([0, 2, 5])]
     x = x + torch.zeros(3, 8).index_add(0, torch.tensor([1, 1]), torch.ones(2, 8))
+    x = x + torch.zeros(3, 8).index_add_(0, torch.tensor([1, 1]), torch.ones(2, 8))
     x.softmax(-1).masked_fill(x > 0, 0.0).gather(1, torch.zeros(4, 3, 8).long()).mean().backward()
 
 
@@ -82,11 +83,17 @@ def test_a_call_made_again_from_its_text_gives_what_is_alike(monkeypatch, progra
 
 def test_a_call_that_values_decide_has_no_text(monkeypatch):
     monkeypatch.setattr(operator_calls, "LEAST_BYTES", 0)
+    half = torch.full((4, 4), 0.5)
     with Calls() as calls:
         torch.bincount(torch.tensor([1, 2, 2]))
         torch.randn(4, dtype=torch.complex64).abs()
+        F.binary_cross_entropy(half, half)
+        half.bernoulli()
+        half[half > 0]
+        half.nonzero()
     texts = {name: text for name, text, _ in calls.seen}
-    assert texts["bincount"] == "" == texts["abs"]
+    refused = ("bincount", "abs", "binary_cross_entropy", "bernoulli", "index", "nonzero")
+    assert [texts[name] for name in refused] == [""] * len(refused)
 
 
 @pytest.fixture
@@ -133,6 +140,14 @@ def test_a_users_step_is_priced_by_its_calls_where_they_were_timed(step):
 def with_table(machine, table):
     tables = {**machine.operations, f"{OPERATORS} asked": table}
     return dataclasses.replace(machine, operations=tables)
+
+
+def test_a_call_that_fails_is_left_out_and_the_others_are_not():
+    text = '{"type":"float32","shape":[8],"stride":[1],"below":0,"cpu":true}'
+    calls = [f"{name} [[{text}],{{}}]" for name in ("relu.default", "no_such.default")]
+    asked = CalibrationSpec(operation=OPERATORS, sizes=json.dumps(calls), milliseconds=0.0)
+    record = run(asked)
+    assert (record.median("shapes"), record.median("shapes_left_out")) == (1, 1)
 
 
 def test_the_file_keeps_the_calls(step, tmp_path):

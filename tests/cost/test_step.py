@@ -318,6 +318,21 @@ def test_attention_without_a_mask_is_twice_the_causal_one_until_it_is_timed_itse
     assert us({**tables, "attention sdpa-full forward bf16 asked": own}) == 3100
 
 
+def test_products_outside_of_the_grid_run_at_the_pace_of_their_share_too():
+    axes = ("m", "n", "k")
+    tables = {
+        "matmul nt bf16": OperationTable(axes, ((512, 512, 512, 10.0),)),
+        "matmul nt bf16 alone": OperationTable(axes, ((512, 512, 512, 12.0),)),
+        "traffic": OperationTable(("bytes",), ((1e6, 1.0), (1e9, 1e3))),
+    }
+    made = CalibratedMachine(HardwareFile(name="made", operations=tables))
+    inside, outside = (
+        [made.at(share).time("matmul nt bf16", 512, n, 512).us for share in (0.5, 1.0)]
+        for n in (512, 1024)
+    )
+    assert inside == pytest.approx([10.0, 12.0]) and outside == pytest.approx([20.0, 24.0])
+
+
 def test_a_batch_of_products_takes_its_bytes_until_it_is_timed_itself():
     """As one product with the rows of all it would reuse what each pair reads and writes by itself."""
     sizes = (128, 1024, 1024, 64)

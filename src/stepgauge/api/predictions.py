@@ -3,14 +3,18 @@
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from stepgauge.api.show import Run
+from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.hardware_files import file_named
+from stepgauge.spec.layout_step import LayoutSpec
+from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.planning import PlanSpec
+from stepgauge.spec.step import StepSpec
 from stepgauge.validate.planned import planned
 from stepgauge.validate.predicted import predicted
 
@@ -22,10 +26,14 @@ def predict(spec: Any, *, hardware: str | Path) -> Run:
               whatever device the spec names
 
     The records are modelled ones of the specs, in their order. Raises ValueError for a file that
-    there is not, and for a step that is not modelled or whose operations were not calibrated.
+    there is not, and for a step that is not modelled or whose operations were not calibrated; TypeError
+    for what is no such spec.
     """
     file = HardwareFile.read(file_named(str(hardware)))
-    specs = spec if isinstance(spec, Sequence) else [spec]
+    are_several = isinstance(spec, Iterable) and not isinstance(spec, str | Mapping)
+    specs = list(spec) if are_several else [spec]
+    for each in specs:
+        _require(each, StepSpec, DataParallelSpec, LayoutSpec, PipelineSpec)
     return Run([predicted(_on(each, file), file) for each in specs])
 
 
@@ -37,10 +45,17 @@ def plan(spec: PlanSpec, *, hardware: str | Path, top: int = 10) -> Run:
 
     Raises ValueError where nothing fits, and as predict does.
     """
+    _require(spec, PlanSpec)
     if top < 1:
         raise ValueError(f"top is {top}; it must be at least 1")
     file = HardwareFile.read(file_named(str(hardware)))
     return Run(planned(_on(spec, file), file, top=top).rows[:top])
+
+
+def _require(spec: Any, *kinds: type) -> None:
+    if not isinstance(spec, kinds):
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"{spec!r} is no {names}")
 
 
 def _on(spec: Any, file: HardwareFile) -> Any:

@@ -140,8 +140,8 @@ def _missed(ranks: Sequence[Timed], device: torch.device) -> dict[str, Sample]:
 def _times(spec: CalibrationSpec, device: torch.device) -> Timed:
     """The operation's table on this process's device, in step with the other ranks."""
     grid = grid_of(device.type)
-    is_traced = spec.operation == OPERATORS
-    operation = TRACED_CALLS if is_traced else operations(grid)[spec.operation]
+    are_calls = spec.operation == OPERATORS
+    operation = TRACED_CALLS if are_calls else operations(grid)[spec.operation]
     matmul = "high" if spec.operation.endswith("tf32") else "highest"
     torch.set_float32_matmul_precision(matmul)
     timed = Timed(operation.axes, [], [], 0)
@@ -152,7 +152,7 @@ def _times(spec: CalibrationSpec, device: torch.device) -> Timed:
         timing = None
         if _all_agree(time.perf_counter() < deadline):
             timing = _time_of(operation, sizes, device, spec, heat_ms)
-        if timing is None:
+        if not _all_agree(timing is not None) or timing is None:
             timed.left_out += 1
             continue
         timed.at_host_pace += timing.at_host_pace
@@ -179,7 +179,9 @@ def _time_of(
         make = functools.partial(operation.make, *sizes, device)
         beside = other_work(operation.beside, device) if operation.beside else None
         return time_of(make, device, spec.milliseconds, beside, heat_ms=heat_ms)
-    except (RuntimeError, MemoryError) as error:
+    except torch.AcceleratorError:
+        raise  # the device's context is lost: no later time would be right
+    except Exception as error:
         too_large = devices.out_of_memory_reason(error) is not None and spec.ranks == 1
         if not too_large and operation is not TRACED_CALLS:
             raise

@@ -33,14 +33,14 @@ def shape_jobs(shapes: Mapping[tuple[int, str], Set[Shape]], device: torch.devic
     known = operations(grid)
     found = []
     for (ranks, operation), asked in sorted(shapes.items()):
-        is_traced = operation == OPERATORS
-        timed = asked if is_traced else {
+        are_calls = operation == OPERATORS
+        timed = asked if are_calls else {
             sizes for sizes in asked if operation in known and _is_timed(operation, sizes)
         }  # fmt: skip
         if timed:
             spec = CalibrationSpec(
-                operation=operation, sizes=_calls(timed) if is_traced else _text(timed), ranks=ranks,
-                milliseconds=TIMED_MS, seconds=(10 if is_traced else 1) * grid.longest_s,
+                operation=operation, sizes=_calls(timed) if are_calls else _text(timed), ranks=ranks,
+                milliseconds=TIMED_MS, seconds=(10 if are_calls else 1) * grid.longest_s,
                 device=str(device),
             )  # fmt: skip
             found.append(run.job(spec))

@@ -97,7 +97,7 @@ def _untimed(rows: Sequence[Sequence[Any]]) -> str:
     longest = ", ".join(sorted(us, key=lambda name: -us[name])[:3])
     return (
         f"at least: {least / 1e3:.2g} ms of it are the bytes or operations of {longest}, which "
-        f"usually take longer; stepgauge validate --now times them"
+        f"usually take longer; stepgauge validate --now times calls by themselves"
     )
 
 

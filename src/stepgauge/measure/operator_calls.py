@@ -12,6 +12,11 @@ from torch import Tensor
 
 from stepgauge.measure.footprint import tensors_in
 
+
+class _UnwritableError(Exception):
+    """A call that cannot be made again: values decide what it does, or an argument is no plain one."""
+
+
 LEAST_BYTES = 2**20  # of tensors in a call that is worth its own time
 MOST_LENGTH = 2000  # of a text: an optimizer's lists of all weights are not
 
@@ -22,16 +27,23 @@ def _along(args: Sequence[Any]) -> list[int]:
 
 
 def _in_each(args: Sequence[Any]) -> list[int]:
-    """A list of places, one a dimension; of a table its rows."""
+    """A list of places, one a dimension. Of a mask as many are read as it has values that are true."""
+    if any(x.dtype in (torch.bool, torch.uint8) for x in tensors_in(args[1])):
+        raise _UnwritableError
     return list(args[0].shape)
 
 
+def _in_table(args: Sequence[Any]) -> list[int]:
+    return [args[0].shape[0]]
+
+
 ALONG = ("index_add", "index_select", "index_copy", "gather", "scatter", "scatter_add")
-IN_EACH = ("index", "index_put", "embedding")
+IN_EACH = ("index", "index_put")
 # What integers are below, by operator and argument; values of others are not known.
 BELOW: Mapping[str, Mapping[int, Callable[[Sequence[Any]], list[int]]]] = {
     **{name: {2: _along} for name in ALONG},
     **{name: {1: _in_each} for name in IN_EACH},
+    "embedding": {1: _in_table},
     "embedding_dense_backward": {1: lambda args: [args[2]]},
     "_embedding_bag_backward": {  # indices, offsets, the bag of each, sizes of bags
         1: lambda args: [args[6]],
@@ -41,27 +53,34 @@ BELOW: Mapping[str, Mapping[int, Callable[[Sequence[Any]], list[int]]]] = {
     },
     "max_pool2d_with_indices_backward": {7: lambda args: [math.prod(args[1].shape[-2:])]},
 }
-
-
-class _UnwritableError(Exception):
-    """A call that cannot be made again: values decide what it does, or an argument is no plain one."""
+# Values decide what they do, or some values are refused, which leaves a GPU's context unusable.
+BY_VALUE = (
+    "nonzero", "masked_select", "unique", "_unique", "multinomial", "bernoulli.", "bernoulli_.Tensor",
+    "normal.", "poisson", "binary_cross_entropy.", "binary_cross_entropy_backward.",
+)  # fmt: skip
 
 
 def text_of(func: Any, args: Sequence[Any], kwargs: Any) -> str:
     """The call; "" for one that cannot be made again from its text, or is too small to be timed."""
-    if sum(x.numel() * x.itemsize for x in tensors_in((args, kwargs))) < LEAST_BYTES:
+    full = str(func).removeprefix("aten.")
+    if full.startswith(BY_VALUE) or not is_long((args, kwargs)):
         return ""
-    name = func.overloadpacket.__name__
+    name = func.overloadpacket.__name__.removesuffix("_")
     try:
         bounds = {place: of(args) for place, of in BELOW.get(name, {}).items()}
         written = (
             [_written(value, bounds.get(place, [])) for place, value in enumerate(args)],
             {key: _written(value, []) for key, value in (kwargs or {}).items()},
         )
-    except _UnwritableError:
+    except (_UnwritableError, IndexError):
         return ""
-    text = f"{str(func).removeprefix('aten.')} {json.dumps(written, separators=(',', ':'))}"
+    text = f"{full} {json.dumps(written, separators=(',', ':'))}"
     return text if len(text) <= MOST_LENGTH else ""
+
+
+def is_long(values: Any) -> bool:
+    """Whether a call with these tensors is worth its own time."""
+    return sum(x.numel() * x.itemsize for x in tensors_in(values)) >= LEAST_BYTES
 
 
 def call_of(text: str, device: torch.device) -> tuple[Callable[[], tuple[Any, Any]], Any]:
@@ -77,13 +96,13 @@ def call_of(text: str, device: torch.device) -> tuple[Callable[[], tuple[Any, An
     return operands, operator
 
 
-def _written(value: Any, below: list[int]) -> Any:
-    """`below`: of integers in a tensor, or in each tensor of a list."""
+def _written(value: Any, bounds: list[int]) -> Any:
+    """`bounds`: what integers of a tensor are below, or those of each tensor of a list."""
     match value:
         case Tensor():
-            return _written_tensor(value, below[0] if below else 0)
+            return _written_tensor(value, bounds[0] if bounds else 0)
         case list() | tuple():
-            return [_written(each, below[n : n + 1]) for n, each in enumerate(value)]
+            return [_written(each, bounds[n : n + 1]) for n, each in enumerate(value)]
         case torch.dtype() | torch.layout() | torch.memory_format():
             return {"torch": str(value).removeprefix("torch.")}
         case torch.device():

@@ -17,7 +17,7 @@ from stepgauge.cost.operations.terms import TRAFFIC, Term
 from stepgauge.measure import own_operators
 from stepgauge.measure.footprint import tensors_in
 from stepgauge.measure.fusion import Moved
-from stepgauge.measure.operator_calls import text_of
+from stepgauge.measure.operator_calls import is_long, text_of
 from stepgauge.measure.pointwise import copied_first, is_near_its_bytes, passes
 from stepgauge.measure.sent_operators import NAMESPACE, Axis, SentOperators
 from stepgauge.spec.calibration import BATCHED, FULL_MASK, GROUPED
@@ -153,12 +153,8 @@ class OperatorTrace(TorchDispatchMode):
             return
         terms = list(self._priced(func, name, args, inputs, outputs))
         if func.namespace == "aten" and _is_timed_by_its_call(terms):
-            call = text_of(func, args, kwargs)
-            terms = _shares(
-                terms,
-                call,
-                is_least=bool(call) and name not in NORMS and not is_near_its_bytes(func),
-            )
+            is_known = name in NORMS or is_near_its_bytes(func) or not is_long((args, kwargs))
+            terms = _shares(terms, text_of(func, args, kwargs), is_least=not is_known)
         ran += [Moved(term, *places, self._unit) for term in terms]
 
     def _by_storage(self, tensors: list[Tensor]) -> dict[int, int]:
@@ -195,9 +191,8 @@ class OperatorTrace(TorchDispatchMode):
     ) -> Iterator[Sized]:
         """What hardware files have times of; nothing for other operators."""
         product = name.removesuffix("_")  # addmm_ writes into what it adds to
-        if product == "_grouped_mm":
-            operation, sizes, count = self._product(*args[:2])
-            yield operation.replace(" ", f" {GROUPED}", 1), (args[2].numel(), *sizes), count
+        if product == "_grouped_mm" and outputs[0].ndim + args[0].ndim + args[1].ndim < 9:
+            yield self._grouped_product(*args[:2], experts=args[2].numel())
         elif product in PRODUCTS:
             yield self._product(*args[PRODUCTS[product] : PRODUCTS[product] + 2])
         elif name in CONVOLUTIONS:
@@ -220,17 +215,20 @@ class OperatorTrace(TorchDispatchMode):
         return KINDS.get(x.dtype, fp32 or self._fp32)
 
     def _product(self, a: Tensor, b: Tensor) -> Sized:
-        """(M, K) times (K, N), or as many of them as the first dimension of both says. Of experts, whose
-        weights alone have one, (M, K) is the rows of all.
-        """
+        """(M, K) times (K, N), or as many of them as the first dimension of both says."""
         if b.ndim == 1:
             return TRAFFIC, (float(_bytes(a)),), 1
-        how = {(False, True): "nt", (True, False): "tn"}.get((_turned(a), _turned(b)), "nn")
+        how = _layout(a, b)
         *batch, m, k = a.shape
         sizes = (m, b.shape[-1], k)
         if math.prod(batch) > 1:
             return f"matmul {BATCHED}{how} {self._kind(a)}", (*batch, *sizes), 1
         return f"matmul {how} {self._kind(a)}", sizes, 1
+
+    def _grouped_product(self, a: Tensor, b: Tensor, *, experts: int) -> Sized:
+        """Rows, columns or what is summed over are those of all experts."""
+        operation = f"matmul {GROUPED}{_layout(a, b)} {self._kind(a)}"
+        return operation, (experts, a.shape[-2], b.shape[-1], a.shape[-1]), 1
 
     def _convolution(self, name: str, args: Any, outputs: list[Tensor]) -> Iterator[Sized]:
         """As the implicit product (N · positions, channels in · kernel, channels out); its backward
@@ -269,7 +267,7 @@ class OperatorTrace(TorchDispatchMode):
 
 # The place of the first factor.
 PRODUCTS = {
-    "mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "addbmm": 1, "mv": 0,
+    "mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "addbmm": 1, "mv": 0, "_grouped_mm": 0,
 }  # fmt: skip
 CONVOLUTIONS = ("convolution", "convolution_backward")
 NORMS = {
@@ -310,15 +308,22 @@ def _is_timed_by_its_call(terms: list[Term]) -> bool:
 
 
 def _shares(terms: list[Term], call: str, *, is_least: bool) -> list[Term]:
-    """With the call that they are parts of, each by its bytes or operations."""
-    works = [term.nbytes or math.prod(term.sizes) for term in terms]
+    """With the call that they are parts of, each by its bytes, or of products by its operations."""
+    works = [_work(term) for term in terms]
     whole = sum(works)
-    if not call or not whole:
+    if not whole:
         return terms
     return [
         dataclasses.replace(term, operator=call, share=work / whole, is_least=is_least)
         for term, work in zip(terms, works, strict=True)
     ]
+
+
+def _work(term: Term) -> float:
+    """Norms, which passes stand beside, read and write values of four bytes."""
+    if term.operation == TRAFFIC or term.is_product:
+        return math.prod(term.sizes)
+    return term.nbytes or 8 * math.prod(term.sizes)
 
 
 def _by_name(func: Any, args: Any) -> dict[str, Any]:
@@ -345,6 +350,11 @@ def _is_unpriced(name: str) -> bool:
     if name in BUT_PRICED:
         return False
     return any(part in name for part in UNPRICED) or not UNPRICED_WORDS.isdisjoint(name.split("_"))
+
+
+def _layout(a: Tensor, b: Tensor) -> str:
+    """Which of the factors is read by columns: t, else n, as BLAS says of row-major ones."""
+    return {(False, True): "nt", (True, False): "tn"}.get((_turned(a), _turned(b)), "nn")
 
 
 def _turned(x: Tensor) -> bool:

@@ -22,7 +22,6 @@ TRANSPOSED_BYTES = 25
 # Of rows that are added to others at places that an index gives, 123 G values/s: 15,360 x 1024 in bf16
 # took 127 us in the trace of a step with experts (docs/log/2026-11-24-predicted-kinds.md).
 ADDED_BYTES = 34
-SLOWER = {MIXED_BYTES: " of two types", ADDED_BYTES: " by index"}
 # They copy their input, and then run the operator of the same name that changes it in place.
 COPY_FIRST = ("masked_fill", "index_put", "index_add", "scatter", "scatter_add")
 # Others whose kernels take hardly longer than their bytes: seen in traces, and timed by themselves.
@@ -35,8 +34,9 @@ NEAR_THEIR_BYTES = (
 
 def is_near_its_bytes(func: Any) -> bool:
     """Whether an operator takes about as long as passes over what it reads and writes."""
-    is_elementwise = torch.Tag.pointwise in func.tags
-    return is_elementwise or func.overloadpacket.__name__.removesuffix("_") in NEAR_THEIR_BYTES
+    name = func.overloadpacket.__name__.removesuffix("_")
+    is_elementwise = torch.Tag.pointwise in func.tags or name.startswith("_foreach")
+    return is_elementwise or name in NEAR_THEIR_BYTES
 
 
 def passes(
@@ -58,9 +58,13 @@ def passes(
         yield Term(f"{name} copy", TRAFFIC, (float(copied),))
     if name == "_softmax_backward_data":  # a product of gradient and result, then what sums it
         yield Term(f"{name} product", TRAFFIC, (float(nbytes),))
+    if name.removesuffix("_") == "index_add":
+        values = inputs[-1].numel()
+        yield Term(f"{name} by index", TRAFFIC, (float(ADDED_BYTES * values),))
+        return
     a_value = _bytes_a_value(func, name, [x for x in (*inputs, *outputs) if x.is_cuda])
-    as_long = a_value * max(x.numel() for x in (*inputs, *outputs))
-    slower = SLOWER.get(a_value, " of views") if as_long > nbytes else ""
+    as_long = a_value * outputs[0].numel()
+    slower = "" if as_long <= nbytes else " of two types" if a_value == MIXED_BYTES else " of views"
     yield Term(name + slower, TRAFFIC, (float(max(as_long, nbytes)),))
 
 
@@ -77,8 +81,6 @@ def _bytes_a_value(func: Any, name: str, operands: Sequence[Tensor]) -> int:
     views = [x for x in operands if not x.is_contiguous()]
     if name == "roll":  # which first copies a view
         return ROLLED_BYTES + (STRIDED_BYTES if views else 0)
-    if name == "index_add":
-        return ADDED_BYTES
     if name == "cat":
         return JOINED_BYTES if views else 0
     if torch.Tag.pointwise not in func.tags and name not in COPIES:

@@ -76,11 +76,12 @@ class CalibratedMachine:
         found = self._here(operation, self._looked_up(operation, sizes))
         if operation.startswith("attention"):
             return self._at_least(found, _bytes_of_attention(operation, sizes))
+        alone = self.table(f"{operation} {ALONE}")
+        paced = self._at_its_pace(operation, sizes, found, alone) if alone else found
         is_product = operation.startswith("matmul") and GROUPED not in operation
         if is_product and found.source == EXTRAPOLATED:
-            return self._at_least(found, _bytes_of_product(operation, sizes))
-        alone = self.table(f"{operation} {ALONE}")
-        return self._at_its_pace(operation, sizes, found, alone) if alone else found
+            return self._at_least(paced, _bytes_of_product(operation, sizes))
+        return paced
 
     def knows(self, operation: str, sizes: tuple[float, ...]) -> bool:
         """Whether the file has times of the operation, or one at these sizes."""
@@ -92,7 +93,11 @@ class CalibratedMachine:
         """A traced call, where it was timed by itself."""
         self.asked.add((OPERATORS, (call,)))
         exact = self._exact_us(OPERATORS, (call,))
-        return None if exact is None else self._here("traffic", Estimate(exact, CALIBRATED))
+        if exact is None:
+            return None
+        dtype = "bf16" if "float16" in call else "tf32"
+        like = f"matmul {dtype}" if call.startswith("convolution") else "traffic"
+        return self._here(like, Estimate(exact, CALIBRATED))
 
     def _exact_us(self, operation: str, sizes: tuple[Any, ...]) -> float | None:
         """Timed for a step that has these very sizes."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from stepgauge.cost.data_axis.buckets import most_owned
 from stepgauge.cost.memory.peak import ASSUMED, COMMUNICATOR, Item, Memory, fullest
 from stepgauge.cost.traced.network import TracedOperations
+from stepgauge.spec.calibration import GROUPED
 from stepgauge.spec.hardware import CUDA_CONTEXT
 from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.plan.pipeline import Schedule, check
@@ -140,7 +141,7 @@ def _stage_share(stage: TracedOperations, layout: Layout, part: str) -> float:
 
 def _for_weights(stage: TracedOperations) -> float:
     """Both factors of each product for a gradient of weights, whose sizes are (N, K, tokens), or those
-    of a batch of them.
+    of a batch of them; of experts the tokens are those of all.
     """
     products = (
         term
@@ -148,9 +149,10 @@ def _for_weights(stage: TracedOperations) -> float:
         if term.weights and term.is_product and term.count
     )
     return sum(
-        term.count * math.prod(batch) * (n + k) * tokens * stage.how.activation
+        term.count * pairs * (n + k) * tokens * stage.how.activation
         for term in products
         for *batch, n, k, tokens in [term.sizes]
+        for pairs in [1 if GROUPED in term.operation else math.prod(batch)]
     )
 
 
