@@ -11,7 +11,7 @@ from stepgauge.cost.memory.peak import Memory
 from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.terms import TRAFFIC, Term
 from stepgauge.cost.rank import peak_of, phases_of, rank_step_of
-from stepgauge.cost.rates.estimate import ASSUMED, INTERVAL, LEAST, SLOWER_HOST, TIMED_WHOLE
+from stepgauge.cost.rates.estimate import ASSUMED, INTERVAL, SLOWER_HOST, TIMED_WHOLE, UNTIMED
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import Prices
 from stepgauge.cost.streams.outcome import Outcome, outcome
@@ -89,15 +89,15 @@ def _untimed(rows: Sequence[Sequence[Any]]) -> str:
     """What of the step is known by its bytes or operations alone, a clause; "" where it is little."""
     us: dict[str, float] = {}
     for _, name, *_, time, source in rows:
-        if source == LEAST:
+        if source == UNTIMED:
             us[name] = us.get(name, 0.0) + time
-    least = sum(us.values())
-    if least <= TOLD_SHARE * sum(row[-2] for row in rows):
+    whole = sum(us.values())
+    if whole <= TOLD_SHARE * sum(row[-2] for row in rows):
         return ""
     longest = ", ".join(sorted(us, key=lambda name: -us[name])[:3])
     return (
-        f"at least: {least / 1e3:.2g} ms of it are the bytes or operations of {longest}, which "
-        f"usually take longer; stepgauge validate --now times calls by themselves"
+        f"untimed: {whole / 1e3:.2g} ms of it go by the bytes or operations of {longest}; stepgauge "
+        f"validate --now times their calls"
     )
 
 

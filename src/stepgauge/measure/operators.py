@@ -154,7 +154,7 @@ class OperatorTrace(TorchDispatchMode):
         terms = list(self._priced(func, name, args, inputs, outputs))
         if func.namespace == "aten" and _is_timed_by_its_call(terms):
             is_known = name in NORMS or is_near_its_bytes(func) or not is_long((args, kwargs))
-            terms = _shares(terms, text_of(func, args, kwargs), is_least=not is_known)
+            terms = _shares(terms, text_of(func, args, kwargs), is_rough=not is_known)
         ran += [Moved(term, *places, self._unit) for term in terms]
 
     def _by_storage(self, tensors: list[Tensor]) -> dict[int, int]:
@@ -307,14 +307,14 @@ def _is_timed_by_its_call(terms: list[Term]) -> bool:
     )
 
 
-def _shares(terms: list[Term], call: str, *, is_least: bool) -> list[Term]:
+def _shares(terms: list[Term], call: str, *, is_rough: bool) -> list[Term]:
     """With the call that they are parts of, each by its bytes, or of products by its operations."""
     works = [_work(term) for term in terms]
     whole = sum(works)
     if not whole:
         return terms
     return [
-        dataclasses.replace(term, operator=call, share=work / whole, is_least=is_least)
+        dataclasses.replace(term, operator=call, share=work / whole, is_rough=is_rough)
         for term, work in zip(terms, works, strict=True)
     ]
 

@@ -38,7 +38,7 @@ class Term:
               operation
     pace      where its block was timed whole: that time over the sum of the block's terms
     operator  the call that it is `share` of, where one was traced (measure/operator_calls.py)
-    is_least  its bytes or operations are the least that the call takes: kernels reach a part of it
+    is_rough  its bytes or operations say little of its time: its kernels are far from either bound
     """
 
     name: str
@@ -53,7 +53,7 @@ class Term:
     pace: float = 1.0
     operator: str = ""
     share: float = 1.0
-    is_least: bool = False
+    is_rough: bool = False
 
     @property
     def is_product(self) -> bool:

@@ -6,15 +6,15 @@ from stepgauge.spec.record import Record
 
 # looked up at that very shape; between measured shapes; outside of them, at the nearest one's rate;
 # of another device, by the ratio of published peaks; by a formula, or from another machine; its
-# share of a block that was timed whole; the least that its bytes or operations take
-CALIBRATED, INTERPOLATED, EXTRAPOLATED, TRANSFERRED, ASSUMED, TIMED_WHOLE, LEAST = (
+# share of a block that was timed whole; by its bytes or operations, which say little of it
+CALIBRATED, INTERPOLATED, EXTRAPOLATED, TRANSFERRED, ASSUMED, TIMED_WHOLE, UNTIMED = (
     "calibrated",
     "interpolated",
     "extrapolated",
     "transferred",
     "assumed",
     "timed whole",
-    "at least",
+    "untimed",
 )
 
 
@@ -28,10 +28,10 @@ class Estimate:
 
 # The fraction by which a time of each source may be off: steps of calibrated and interpolated
 # shapes were within 3 and 5 % (docs/predict.md); the others are assumed. Batch and group norms, sums
-# and pooling took 1.0 to 16 times the least, in the median 3 (docs/log/2026-11-24-predicted-kinds.md).
+# and pooling took 1.0 to 16 times as long as their bytes, in the median 3 (docs/log/2026-11-24-predicted-kinds.md).
 SPREAD = {
     CALIBRATED: 0.03, INTERPOLATED: 0.05, EXTRAPOLATED: 0.15, TRANSFERRED: 0.2, ASSUMED: 0.3,
-    TIMED_WHOLE: 0.03, LEAST: 2.0,
+    TIMED_WHOLE: 0.03, UNTIMED: 2.0,
 }  # fmt: skip
 # How many times as long a host may take as the one that was calibrated: that of another machine, or
 # of another hour (docs/log/2026-11-23-predicted-again.md).

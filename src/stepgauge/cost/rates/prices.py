@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from stepgauge.cost.operations.terms import COLLECTIVES, TRAFFIC, TRANSFER, Term
 from stepgauge.cost.rates.contention import ContentionTable
-from stepgauge.cost.rates.estimate import ASSUMED, LEAST, Estimate
+from stepgauge.cost.rates.estimate import ASSUMED, UNTIMED, Estimate
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.network import Axis, axes_of
 from stepgauge.spec.layout import Layout
@@ -76,7 +76,7 @@ class Prices:
         """Of one run of the term's operation, at no pace but its own."""
         key = (
             term.operation, term.sizes, term.axis, term.beside, term.nbytes, term.operator, term.share,
-            term.is_least,
+            term.is_rough,
         )  # fmt: skip
         if key not in self._known:
             self._known[key] = self._found(term)
@@ -86,7 +86,7 @@ class Prices:
         if term.operator and (exact := self.machine.operator(term.operator)):
             return Estimate(term.share * exact.us, exact.source)
         usual = self._usual(term)
-        return dataclasses.replace(usual, source=LEAST) if term.is_least else usual
+        return dataclasses.replace(usual, source=UNTIMED) if term.is_rough else usual
 
     def _usual(self, term: Term) -> Estimate:
         if term.operation == TRAFFIC:
