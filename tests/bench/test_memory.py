@@ -134,7 +134,7 @@ def test_a_prediction_says_what_holds_it():
         "no: H200 has 141 GB",
     ]
     seen = table.for_eyes()
-    assert "fits" in [seen.columns[place] for place in seen.naming()]  # however narrow it is
+    assert "fits" in [seen.columns[place] for place in seen.name_columns()]  # however narrow it is
     assert "fits" not in summary_table([tracked()]).columns
 
 

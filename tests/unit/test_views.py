@@ -9,7 +9,7 @@ import pytest
 
 from stepgauge.cli.console import summary
 from stepgauge.report.compare import closest_differ_in, compare, difference_table
-from stepgauge.report.names import describe, labels, shared, varying
+from stepgauge.report.names import describe, identifying_fields, labels, shared_values
 from stepgauge.report.numbers import Doubtful, heading, number, size_unit
 from stepgauge.report.table import FORMATS, Range, Table
 from stepgauge.report.views import plotted, record_table
@@ -82,30 +82,34 @@ def test_headings(metric, unit, text):
 
 def test_columns_are_what_tells_rows_apart(record):
     rows = [record("small", batch=4), record("small", batch=8), record("medium", batch=4)]
-    assert varying(rows) == ["size", "precision", "compile", "batch"]
+    assert identifying_fields(rows) == ["size", "precision", "compile", "batch"]
 
 
 def test_networks_of_two_kinds_differ_in_what_both_have(record):
     """A user's network has no shape, a preset no file: neither is a column of the other."""
     own = [_of_user(record, file) for file in ("a/my.py", "b/my.py")]
     presets = [record("nano"), record("small")]
-    assert varying([*presets, own[0]]) == ["size", "precision", "compile", "batch"]
+    assert identifying_fields([*presets, own[0]]) == ["size", "precision", "compile", "batch"]
     table = record_table([*presets, own[0]])
     sizes = [row[table.columns.index("size")] for row in table.rows]
     assert sizes == ["nano", "small", "my.py:make"]
     assert "rope base" not in table.columns
-    assert "file" in varying(own)
+    assert "file" in identifying_fields(own)
     assert describe(own[0]).startswith("step model=my.py:make")
     factories = [_of_user(record, "a/my.py", factory) for factory in ("make", "other")]
-    assert varying(factories) == ["size", "precision", "compile"]  # the size has both names
+    assert identifying_fields(factories) == [
+        "size",
+        "precision",
+        "compile",
+    ]  # the size has both names
 
 
 def test_a_long_text_names_no_row_that_others_tell_apart(record):
     """Such as all calls that were timed of an operation."""
     texts = {1: "4x4", 2: "8x8 " * 99}
     rows = [_with(record("small", batch=batch), sizes=text) for batch, text in texts.items()]
-    assert varying(rows) == ["size", "precision", "compile", "batch"]
-    assert "sizes" in varying([_with(row, batch=1) for row in rows])
+    assert identifying_fields(rows) == ["size", "precision", "compile", "batch"]
+    assert "sizes" in identifying_fields([_with(row, batch=1) for row in rows])
 
 
 def _with(row, **fields):
@@ -121,8 +125,13 @@ def _of_user(record, file, factory="make"):
 def test_a_changed_shape_is_told_apart_within_a_size(record):
     changed = record("small")
     changed.spec["model"]["d_ff"] = 99
-    assert varying([record("small"), changed]) == ["size", "precision", "compile", "d_ff"]
-    assert "d_model" not in varying([record("small"), record("medium")])
+    assert identifying_fields([record("small"), changed]) == [
+        "size",
+        "precision",
+        "compile",
+        "d_ff",
+    ]
+    assert "d_model" not in identifying_fields([record("small"), record("medium")])
 
 
 def test_a_row_without_figures_says_why(record):
@@ -253,7 +262,7 @@ def test_people_get_four_digits_and_machines_all_of_them():
 def test_a_custom_network_shows_its_shape(record):
     row = record("small")
     row.spec["size"] = "custom"
-    assert varying([row]) == [
+    assert identifying_fields([row]) == [
         "size",
         "precision",
         "compile",
@@ -368,7 +377,7 @@ def test_what_an_older_or_newer_version_recorded_has_a_table_too(record):
 def test_a_caption_says_what_all_rows_share(record):
     rows = [record(batch=4), record(batch=8)]
     assert labels(rows) == ["batch=4", "batch=8"]
-    assert shared(rows).text == "size=small, context=512, precision=fp32"
+    assert shared_values(rows).text == "size=small, context=512, precision=fp32"
 
 
 def test_machines_get_what_the_caption_says(record):

@@ -145,7 +145,7 @@ def _draw(table: Table, widths: Sequence[int]) -> None:
 
 def _draw_down(table: Table) -> None:
     """A line a cell: where not even two columns fit beside each other."""
-    names = table.naming()
+    names = table.name_columns()
     for row in table.rows:
         print(" ".join(row[place] for place in names))
         for place in range(names.stop, len(row)):

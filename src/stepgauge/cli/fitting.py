@@ -19,7 +19,7 @@ def that_fit(table: Table, width: int) -> Table | None:
     None where not one column fits beside the names.
     """
     widths = [_width(table, place) + GAP for place in range(len(table.columns))]
-    first = table.naming().stop
+    first = table.name_columns().stop
     names = _names_with_room(widths[:first], width)
     others = sorted(range(first, len(widths)), key=lambda place: table.columns[place] == REMARK)
     chosen, taken = list(range(names)), min(sum(widths[:names]), width // 2) - GAP
@@ -88,6 +88,6 @@ def remarks_below(table: Table) -> list[str]:
     place = list(table.columns).index(REMARK)
     rows_of: dict[str, list[str]] = {}
     for row in table.rows:
-        name = " ".join(row[n] for n in table.naming() if row[n])
+        name = " ".join(row[n] for n in table.name_columns() if row[n])
         rows_of.setdefault(row[place], []).append(name)
     return [f"{', '.join(names)}: {remark}" for remark, names in rows_of.items() if remark]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from stepgauge.report.names import describe, flatten, labels, shared, varying
+from stepgauge.report.names import describe, flatten, identifying_fields, labels, shared_values
 from stepgauge.report.numbers import heading
 from stepgauge.report.table import Table
 from stepgauge.report.views import figure, is_measurable
@@ -144,8 +144,8 @@ def _field_names(records: Sequence[Record], named: Sequence[str]) -> set[str]:
 def difference_table(found: Sequence[Difference]) -> Table:
     """One row a figure; a field that differs within a pair is written as "A → B"."""
     records = [record for difference in found for record in (difference.first, difference.second)]
-    alike = shared(records)
-    fields = list(dict.fromkeys([*varying(records), *alike.fields]))
+    alike = shared_values(records)
+    fields = list(dict.fromkeys([*identifying_fields(records), *alike.fields]))
     rows = []
     for difference in found:
         first, second = flatten(difference.first.spec), flatten(difference.second.spec)

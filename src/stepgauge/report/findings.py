@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from stepgauge.report.names import declared_fields, flatten, labels, naming
+from stepgauge.report.names import declared_fields, flatten, label_fields, labels
 from stepgauge.report.numbers import duration, number
 from stepgauge.spec.disturbance import is_disturbed
 from stepgauge.spec.fallbacks import fallbacks
@@ -282,7 +282,7 @@ def command(record: Record, verb: str = "", **changed: Any) -> str:
         return f"stepgauge bench kernel {record.kind}"
     told, named = _network_options(record)
     known = {field.name: field for field in declared_fields(record)}
-    own = [name for name in naming(record)[0] if name not in named and name not in changed]
+    own = [name for name in label_fields(record)[0] if name not in named and name not in changed]
     values = {name: shlex.quote(written(known[name], spec[name])) for name in own} | changed
     for name, value in values.items():
         flag = flag_of(known[name]) if name in known else name.replace("_", "-")

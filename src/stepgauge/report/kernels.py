@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from stepgauge.report.names import flatten, varying
+from stepgauge.report.names import flatten, identifying_fields
 from stepgauge.report.numbers import scaled
 from stepgauge.report.table import Table
 from stepgauge.report.views import record_table, remark
@@ -39,7 +39,7 @@ def kernel_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -
         return record_table(records, statistics=statistics, first=(*shape, "dtype"))
     differs = [
         name
-        for name in varying(records)
+        for name in identifying_fields(records)
         if name not in (*WITHOUT_COLUMN, *shape, "passes", "dtype")
     ]
     fields = [*shape, *differs, "dtype", "passes"]

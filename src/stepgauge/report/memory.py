@@ -6,7 +6,7 @@ from typing import Any
 
 from stepgauge.report.checkpointing import best_checkpoint_tables, bytes_a_block
 from stepgauge.report.figure import areas
-from stepgauge.report.names import SHAPE, describe, flatten, labels, shared
+from stepgauge.report.names import SHAPE, describe, flatten, labels, shared_values
 from stepgauge.report.numbers import SizeUnit, size_unit
 from stepgauge.report.page import Block, Plot, Text
 from stepgauge.report.table import Table
@@ -48,9 +48,9 @@ def summary_table(records: Sequence[Record], caption: str = "") -> Table:
     pairs = paired(records)
     unit = _unit(records)
     table = record_table([_shown(pair, unit) for pair in pairs])
-    at = table.naming().stop
+    at = table.name_columns().stop
     shown = [pair.shown for pair in pairs]
-    common = shared(shown).text if len(shown) > 1 else ""
+    common = shared_values(shown).text if len(shown) > 1 else ""
     figures = ["predicted" if record.provenance == "modelled" else "measured" for record in shown]
     held = [_holds(record) for record in shown]
     # which figures are predicted is said in a column
@@ -172,7 +172,7 @@ def kept_tables(records: Sequence[Record], *, largest: bool = True) -> list[Tabl
 
 
 def _kept_tables(found: Sequence[Record]) -> tuple[Table, Table]:
-    common, rows = shared(found).text, labels(found)
+    common, rows = shared_values(found).text, labels(found)
     unit = _unit(found)
     sizes, savers = [], []
     for name, record in zip(rows, found, strict=True):

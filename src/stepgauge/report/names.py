@@ -1,4 +1,4 @@
-"""What tells records apart, and how a row is named: `key=value` of the fields that vary."""
+"""Names of table rows: `key=value` of the spec fields that tell records apart."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -11,14 +11,14 @@ from stepgauge.spec.options import SHAPE, written
 from stepgauge.spec.record import Record
 from stepgauge.spec.user_model import UserModel
 
-# Spec fields that are columns even where all rows share them.
+# Spec fields that are columns even if all rows have the same value.
 ALWAYS = ("size", "wrapper", "layout", "precision", "compile")
-MOST_LETTERS = 60  # of a value that names a row
+MAX_VALUE_CHARACTERS = 60  # a field with a longer value names rows only if no other fields do
 
 
 def flatten(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested specs as one level of fields; the outer one wins where names meet. The size of a
-    user's network is its file and factory.
+    """Returns nested specs as one flat dict. If names clash, the outer spec's value wins. The size of
+    a user's network becomes `file:factory`.
     """
     inner: dict[str, Any] = {}
     outer: dict[str, Any] = {}
@@ -33,58 +33,61 @@ def flatten(spec: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def differing(records: Sequence[Record]) -> list[str]:
-    """Spec fields whose values differ, without the shape where the size names it, and without long texts
-    where the others tell rows apart.
+def differing_fields(records: Sequence[Record]) -> list[str]:
+    """Returns the spec fields whose values differ between the records.
 
-    A field that only networks of one kind have is compared between those.
+    Leaves out the model's shape if the size implies it, and fields with long values if the others
+    are enough to tell the rows apart. A field of a nested spec is compared only between the records
+    that have it.
     """
     specs = [flatten(record.spec) for record in records]
     fields = dict.fromkeys(name for spec in specs for name in spec)
     nested = {name for record in records for name in _nested_fields(record)}
     differs = []
     for name in fields:
-        having = [spec for spec in specs if name in spec] if name in nested else specs
-        if _num_values(having, [name]) > 1:
+        compared = [spec for spec in specs if name in spec] if name in nested else specs
+        if _num_combinations(compared, [name]) > 1:
             differs.append(name)
-    if _sizes_name_shapes(specs):
+    if _sizes_imply_shapes(specs):
         differs = [name for name in differs if name not in SHAPE]
-    short = [name for name in differs if _longest(specs, name) <= MOST_LETTERS]
-    return short if _num_values(specs, short) == _num_values(specs, differs) else differs
+    short = [
+        name
+        for name in differs
+        if max(len(str(spec.get(name, ""))) for spec in specs) <= MAX_VALUE_CHARACTERS
+    ]
+    is_enough = _num_combinations(specs, short) == _num_combinations(specs, differs)
+    return short if is_enough else differs
 
 
-def _longest(specs: Sequence[Mapping[str, Any]], field: str) -> int:
-    return max(len(str(spec.get(field, ""))) for spec in specs)
-
-
-def _num_values(specs: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> int:
-    """How many combinations of values these fields have in the specs."""
+def _num_combinations(specs: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> int:
+    """Returns how many different combinations of values the fields take in the specs."""
     return len({tuple(str(spec.get(name)) for name in fields) for spec in specs})
 
 
-def _sizes_name_shapes(specs: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether networks of one size have one shape."""
+def _sizes_imply_shapes(specs: Sequence[Mapping[str, Any]]) -> bool:
+    """True if all networks with the same size name have the same shape."""
     if any(spec.get("size") == "custom" for spec in specs):
         return False
-    return _num_values(specs, ["size", *SHAPE]) == _num_values(specs, ["size"])
+    return _num_combinations(specs, ["size", *SHAPE]) == _num_combinations(specs, ["size"])
 
 
 def _nested_fields(record: Record) -> set[str]:
-    """The fields of the nested specs."""
     parts = (part for part in record.spec.values() if isinstance(part, Mapping))
     return {name for part in parts for name in flatten(part)}
 
 
-def varying(records: Sequence[Record]) -> list[str]:
-    """The columns that name rows: ALWAYS, a custom network's shape, and the fields that differ."""
-    fields = {name for record in records for name in flatten(record.spec)}
-    is_custom = any(flatten(record.spec).get("size") == "custom" for record in records)
-    first = [name for name in ALWAYS if name in fields]
-    return list(dict.fromkeys([*first, *(SHAPE if is_custom else ()), *differing(records)]))
+def identifying_fields(records: Sequence[Record]) -> list[str]:
+    """Returns the fields that become columns: ALWAYS, a custom network's shape, and the fields that
+    differ.
+    """
+    specs = [flatten(record.spec) for record in records]
+    is_custom = any(spec.get("size") == "custom" for spec in specs)
+    first = [name for name in ALWAYS if any(name in spec for spec in specs)]
+    return list(dict.fromkeys([*first, *(SHAPE if is_custom else ()), *differing_fields(records)]))
 
 
 def declared_fields(record: Record) -> list[Any]:
-    """The fields of the record's specs, as they are declared."""
+    """Returns the dataclass fields of the record's specs."""
     return [
         field
         for declared in declarations(record.kind, record.spec)
@@ -92,8 +95,8 @@ def declared_fields(record: Record) -> list[Any]:
     ]
 
 
-def pair(record: Record, field: str) -> str:
-    """`key=value`, the key as the command line spells it."""
+def key_value(record: Record, field: str) -> str:
+    """Returns `key=value`, the key as the command line spells it."""
     known = {each.name: each for each in declared_fields(record)}
     spec = flatten(record.spec)
     value = spec.get(field)
@@ -104,12 +107,12 @@ def pair(record: Record, field: str) -> str:
     return f"{known[field].metadata.get('flag') or field}={written(known[field], value)}"
 
 
-def naming(record: Record) -> tuple[list[str], list[str]]:
-    """The fields that name the record, and those that would but are at their default. A custom
-    network is named by its shape.
+def label_fields(record: Record) -> tuple[list[str], list[str]]:
+    """Returns the fields that name the record, and those that are left out because they have their
+    default value. A custom network is named by its shape.
     """
     spec = flatten(record.spec)
-    implied = SHAPE if spec.get("size") != "custom" else ()  # by a preset
+    implied = SHAPE if spec.get("size") != "custom" else ()
     first = declarations(record.kind, record.spec)[:1]
     shown = [name for declared in first for name in getattr(declared, "shape", ())]
     default: list[str] = []
@@ -120,7 +123,7 @@ def naming(record: Record) -> tuple[list[str], list[str]]:
         value = spec[field.name]
         is_hidden = field.metadata.get("label") == "changed" and value == field.default
         is_hidden |= (field.name, value) == ("size", "custom")
-        has_no_bytes = field.name.endswith("_bytes") and value == 0  # such as a barrier
+        has_no_bytes = field.name.endswith("_bytes") and value == 0  # a barrier, for example
         if is_hidden or has_no_bytes:
             default += names
         else:
@@ -129,65 +132,68 @@ def naming(record: Record) -> tuple[list[str], list[str]]:
 
 
 def describe(record: Record) -> str:
-    """Kind and `key=value` of the fields that name the record."""
-    return " ".join([record.kind, *(pair(record, field) for field in naming(record)[0])])
+    """Returns the record's kind and `key=value` of every field that names it."""
+    parts = (key_value(record, field) for field in label_fields(record)[0])
+    return " ".join([record.kind, *parts])
 
 
 def labels(records: Sequence[Record]) -> list[str]:
-    """Each row by `key=value` of the fields in which rows of its kind vary, after its kind where
-    kinds differ.
+    """Returns a label for each record: `key=value` of the fields that differ within its kind. If there
+    are several kinds, the kind comes first.
 
-    Fields that are labels only where changed are left out at their default, if the rest still tells
-    the rows apart. A row that nothing tells from the others is named by `describe`.
+    Leaves out values that are defaults if the rest still tells the rows apart. If nothing differs,
+    the label is that of `describe`.
     """
     kinds = dict.fromkeys(record.kind for record in records)
     of_kind = {kind: [r for r in records if r.kind == kind] for kind in kinds}
-    named = {kind: iter(_pairs(group)) for kind, group in of_kind.items()}
-    found = []
+    parts_of = {kind: iter(_label_parts(group)) for kind, group in of_kind.items()}
+    result = []
     for record in records:
-        pairs = next(named[record.kind])
+        parts = next(parts_of[record.kind])
         prefix = [record.kind] if len(kinds) > 1 else []
-        found.append(" ".join([*prefix, *pairs]) if pairs else describe(record))
-    return found
+        result.append(" ".join([*prefix, *parts]) if parts else describe(record))
+    return result
 
 
-def _pairs(records: Sequence[Record]) -> list[list[str]]:
-    """The pairs that name each of these records of one kind."""
-    fields = _telling(records)
-    whole, brief = [], []
+def _label_parts(records: Sequence[Record]) -> list[list[str]]:
+    """Returns the `key=value` parts of each record's label. All records have the same kind."""
+    fields = _distinguishing_fields(records)
+    complete, brief = [], []
     for record in records:
-        spec, default = flatten(record.spec), naming(record)[1]
+        spec, default = flatten(record.spec), label_fields(record)[1]
         own = [field for field in fields if field in spec]
-        whole.append([pair(record, field) for field in own])
-        brief.append([pair(record, field) for field in own if field not in default])
-    if len(set(map(tuple, brief))) == len(set(map(tuple, whole))):  # as much is told
-        shown = [some or every for some, every in zip(brief, whole, strict=True)]
+        complete.append([key_value(record, field) for field in own])
+        brief.append([key_value(record, field) for field in own if field not in default])
+    if len(set(map(tuple, brief))) == len(set(map(tuple, complete))):
+        shown = [some or every for some, every in zip(brief, complete, strict=True)]
     else:
-        shown = whole
+        shown = complete
     if len({record.provenance for record in records}) > 1:
-        shown = [[*pairs, r.provenance] for pairs, r in zip(shown, records, strict=True)]
+        shown = [[*parts, r.provenance] for parts, r in zip(shown, records, strict=True)]
     return shown
 
 
-def _telling(records: Sequence[Record]) -> list[str]:
-    """The fields that tell rows apart, ALWAYS first; how a row is measured only where it must."""
-    differs = differing(records)
+def _distinguishing_fields(records: Sequence[Record]) -> list[str]:
+    """Returns the fields that tell the records apart, those of ALWAYS first. Fields that say how a row
+    is measured, not what, are included only if the others are not enough.
+    """
+    differs = differing_fields(records)
     first = [name for name in ALWAYS if name in differs]
     ordered = list(dict.fromkeys([*first, *differs]))
-    names = {name for record in records for fields in naming(record) for name in fields}
+    names = {name for record in records for fields in label_fields(record) for name in fields}
     named = [name for name in ordered if name in names]
     specs = [flatten(record.spec) for record in records]
-    is_enough = _num_values(specs, named) == _num_values(specs, ordered)
+    is_enough = _num_combinations(specs, named) == _num_combinations(specs, ordered)
     return named if is_enough else ordered
 
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """What is the same for all records of one kind.
+    """The values that all records of one kind have in common.
 
-    text    `key=value` of the fields that name a row
+    text    `key=value` of the shared fields that name a row
     fields  those fields
-    default naming fields that have their hidden default in all records
+    default fields with their default value in all records, which the text leaves out
     """
 
     text: str
@@ -195,18 +201,18 @@ class Shared:
     default: Sequence[str]
 
     def columns(self) -> frozenset[str]:
-        """The columns that the text makes superfluous for people."""
+        """Returns the columns that a reader does not need next to the text."""
         return frozenset(name.replace("_", " ") for name in (*self.fields, *self.default))
 
 
-def shared(records: Sequence[Record]) -> Shared:
+def shared_values(records: Sequence[Record]) -> Shared:
     if not records:
         return Shared("", (), ())
     first, *others = (flatten(record.spec) for record in records)
     same = {
         name for name, value in first.items() if all(spec.get(name) == value for spec in others)
     }
-    names, defaults = naming(records[0])
+    names, defaults = label_fields(records[0])
     shown = [name for name in names if name in same]
-    text = ", ".join(pair(records[0], name) for name in shown)
+    text = ", ".join(key_value(records[0], name) for name in shown)
     return Shared(text, shown, [name for name in defaults if name in same])

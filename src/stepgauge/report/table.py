@@ -66,7 +66,7 @@ class Table:
         """The table as text of one of FORMATS."""
         return FORMATS[name](self)
 
-    def naming(self) -> range:
+    def name_columns(self) -> range:
         """The columns that name the rows."""
         figures = (place for place, column in enumerate(self.columns) if self.is_numeric(column))
         return range(next(figures, len(self.columns)) if self.names is None else self.names)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from stepgauge.report.names import flatten, shared, varying
+from stepgauge.report.names import flatten, identifying_fields, shared_values
 from stepgauge.report.numbers import Doubtful, heading, scaled, whole
 from stepgauge.report.table import Range, Table
 from stepgauge.spec.disturbance import describe_disturbance, is_disturbed
@@ -31,9 +31,9 @@ def record_table(
     """
     pairs = steps_beside(records)
     records = [row.record for row in pairs]
-    alike = shared(records)
+    alike = shared_values(records)
     apart = _apart(records)
-    fields = list(dict.fromkeys([*first, *varying(records), *apart, *alike.fields]))
+    fields = list(dict.fromkeys([*first, *identifying_fields(records), *apart, *alike.fields]))
     figures = _figures(records, statistics)
     remarks = [remark_beside(row) for row in pairs]
     predictions = _predictions(pairs)

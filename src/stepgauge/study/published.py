@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stepgauge.report.names import differing, flatten
+from stepgauge.report.names import differing_fields, flatten
 from stepgauge.report.numbers import heading, scaled
 from stepgauge.report.table import Table
 from stepgauge.report.views import plotted
@@ -59,7 +59,7 @@ def beside(experiment: str, records: Sequence[Record], note: str = "Hardware dif
     Hardware and networks differ in detail, so that the table gives both figures and no verdict.
     """
     theirs = published(experiment)
-    fields = [name for name in differing(theirs) if name not in LOAD]
+    fields = [name for name in differing_fields(theirs) if name not in LOAD]
     pairs = [(their, nearest(records, their.spec)) for their in theirs]
     is_beside = any(plotted(ours, name) for their, ours in pairs if ours for name in their.metrics)
     rows = []
