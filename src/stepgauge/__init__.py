@@ -1,9 +1,8 @@
-"""stepgauge measures a Transformer training step, explains it, makes it faster and predicts it.
+"""Measures a Transformer training step, explains it, makes it faster and predicts it.
 
-In Python: `import stepgauge as sg`, then sg.time_step, sg.profile_step, sg.profile_memory,
+Use it as `import stepgauge as sg`: sg.time_step, sg.profile_step, sg.profile_memory,
 sg.predict_memory, sg.predict, sg.plan, sg.run, sg.open_run, sg.compare, sg.kernels and sg.parallel
-(docs/api.md).
-Importing the package costs nothing: torch is loaded by what runs something.
+(see docs/api.md). Importing the package is cheap: torch is loaded by the first call that needs it.
 """
 
 import importlib
@@ -51,8 +50,8 @@ __all__ = [
     "time_step",
 ]
 
-_HOMES = {
-    **dict.fromkeys(("kernels", "parallel"), ""),
+# The module that defines each name; __getattr__ imports it at first use.
+_DEFINED_IN = {
     **dict.fromkeys(
         ("predict_memory", "profile_memory", "profile_step", "time_step"), "api.measure"
     ),
@@ -72,11 +71,11 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if not _HOMES[name]:
+    if name in ("kernels", "parallel"):
         return importlib.import_module(f"{__name__}.{name}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name not in _DEFINED_IN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_DEFINED_IN[name]}"), name)
 
 
 def __dir__() -> list[str]:

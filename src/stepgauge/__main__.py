@@ -1,10 +1,10 @@
-"""Where the command `stepgauge` begins."""
+"""Entry point of the `stepgauge` command."""
 
 import sys
 
 
 def main() -> None:
-    """Runs the command line. Ctrl-C while that is still imported is a sentence, too."""
+    """Runs the command line. Ctrl-C prints one sentence, even while imports are still running."""
     try:
         from stepgauge.cli import main as command_line
 

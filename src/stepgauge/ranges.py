@@ -1,6 +1,4 @@
-"""Names for the parts of a step: a no-op until something that records them, a profiler say, is
-there.
-"""
+"""Named ranges that mark the parts of a step; a no-op unless a profiler records them."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -13,13 +11,13 @@ _recorder: Recorder | None = None
 
 
 def ranged(name: str) -> AbstractContextManager[object]:
-    """The context in which the part of that name runs."""
+    """Returns a context manager that marks its body as the part called `name`."""
     return _nothing if _recorder is None else _recorder(name)
 
 
 @contextlib.contextmanager
 def recorded(recorder: Recorder) -> Iterator[None]:
-    """Every range that is entered inside goes to the recorder."""
+    """While the context is open, every `ranged` block also enters `recorder(name)`."""
     global _recorder
     before, _recorder = _recorder, recorder
     try:

@@ -129,8 +129,8 @@ def test_a_masked_batch_has_targets_where_tokens_were_chosen():
     assert all(torch.equal(a, b) for a, b in zip(again, (tokens, targets, types), strict=True))
 
 
-def test_a_sequence_longer_than_the_positions_is_said():
-    with pytest.raises(ValueError, match="context_length is 600; the network has 512 positions"):
+def test_sequences_longer_than_the_positions_and_unknown_sizes_are_refused():
+    with pytest.raises(ValueError, match="context_length is 600; it must be at most num_positions, 512"):
         BertSpec.preset("bert-base", context_length=600)
     with pytest.raises(ValueError, match="size is 'bert'; choose one of bert-tiny"):
         BertSpec.preset("bert")

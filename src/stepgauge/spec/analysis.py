@@ -1,5 +1,5 @@
-"""What traces were found to say, of one rank and of several: plain figures, from which every table
-and picture of a profile is a view.
+"""Results of trace analysis, for one rank and across ranks: the plain data behind every table and
+plot of a profile.
 """
 
 import dataclasses
@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 SCHEMA = 2
-# Of older files, for views that are no more.
-GONE = ("lanes", "marks", "timeline", "streams", "copies", "path", "path_error")
+# Fields of older files whose views no longer exist.
+REMOVED_FIELDS = ("lanes", "marks", "timeline", "streams", "copies", "path", "path_error")
 KINDS = (
     "communication",
     "matmul",
@@ -30,21 +30,21 @@ KINDS = (
     "pooling",
     "sort",
 )
-TRACKS = ("computation", "communication")  # of a step's overlap, as they are drawn
+TRACKS = ("computation", "communication")  # of an overlap plot, in drawing order
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """All calls of one kernel (on a CPU: operation) in one phase and one range, over all profiled
-    steps.
+    """All calls of one kernel (on a CPU: one operation) in one phase and one range, over all
+    profiled steps.
 
-    us       its calls' times, added
-    busy_us  what the device's time line gave it: times in which an earlier kernel ran too are left
-             out
-    idle_us  what the device stood still before it
-    range    dotted name, numbers of repeated parts as *: "blocks.*.attention.scores"; "" outside of
-             all
-    flops, bytes  by formula, of those calls whose operation has one
+    us       sum of the calls' durations
+    busy_us  time attributed to it on the device's time line: time during which an earlier kernel
+             was still running is left out
+    idle_us  time the device was idle just before its calls
+    range    dotted name, with * for the index of a repeated part: "blocks.*.attention.scores"; ""
+             outside any range
+    flops, bytes  by formula, summed over the calls whose operation has one
     """
 
     name: str
@@ -62,7 +62,10 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OperationRow:
-    """All calls of one operation with equal shapes; FLOPs and bytes of one call, 0 if unknown."""
+    """All calls of one operation with the same shapes.
+
+    flops, bytes  of one call; 0 if unknown
+    """
 
     operation: str
     kind: str
@@ -76,7 +79,7 @@ class OperationRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Idle:
-    """Times in which the device stood still, by why."""
+    """Time during which the device was idle, for one reason in one phase."""
 
     reason: str
     phase: str
@@ -86,11 +89,11 @@ class Idle:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectiveRow:
-    """All calls of one collective with equal arguments.
+    """All calls of one collective with the same arguments.
 
-    ranks      of its group, as the trace writes them; "" where it does not say
-    bytes      of the whole operation as nccl-tests counts them; 0 where the trace does not say
-    calls_us   [start µs, duration µs] of each call in order, by the trace's own clock
+    ranks      the group's ranks as the trace writes them; "" if it does not
+    bytes      of the whole operation as nccl-tests counts them; 0 if the trace does not say
+    calls_us   [start µs, duration µs] of each call in order, on the trace's own clock
     """
 
     name: str
@@ -108,7 +111,7 @@ class CollectiveRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """Communication of one rank over all steps: how long, and how much computing hid."""
+    """Communication time of one rank over all steps, and how much of it computation hid."""
 
     rank: int | None
     steps: int = 1
@@ -124,9 +127,9 @@ class Overlap:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """What the machine reached in the same process: the roofline's two lines.
+    """The two lines of the roofline, as measured in the same process.
 
-    missed_cores  what other work had of the cores that they need; 0 where nothing tells
+    missed_cores  cores that other work took during the measurement; 0 if unknown
     """
 
     flop_per_s: float
@@ -137,19 +140,20 @@ class Ceilings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Analysis:
-    """One rank's trace.
+    """The analysis of one rank's trace.
 
-    source      the file
-    on_device   kernels of a device; else operations of the host, each by what it did itself
-    steps       how many steps were profiled, of those that launched any work
-    phases_us   phase -> one value a step; on a device by its own time line, on a CPU on the host's
-    lead_in_us, tail_us  from the first step's begin on the host to the device's first work, and from
-                  its last work to the host's end of the last step: no part of the steps
-    stopwatch_ms  phase -> milliseconds without the profiler, where they were taken; "step" is the
-                  whole
-    watched_ms    phase -> one value a step: the same stopwatch in the profiled steps themselves
-    flame       nested [name, µs itself, children], all steps together
-    notes       what a reader must know before the figures: sentences
+    source      path of the trace file
+    on_device   True if the cells are kernels of a device; False if they are operations of the host,
+                each with its self time
+    steps       number of profiled steps that launched any work
+    phases_us   phase -> one value per step, on the device's time line (on a CPU: the host's)
+    lead_in_us  from the begin of the first step on the host to the device's first work
+    tail_us     from the device's last work to the end of the last step on the host; like lead_in_us
+                not counted as part of the steps
+    stopwatch_ms  phase -> ms measured without the profiler, if that was done; "step" is the sum
+    watched_ms    phase -> one value per step, measured the same way in the profiled steps
+    flame       nested [name, self time in µs, children], over all steps
+    notes       caveats to read before the numbers, one sentence each
     """
 
     source: str
@@ -173,7 +177,7 @@ class Analysis:
 
     @property
     def step_us(self) -> float:
-        """Mean time of a step."""
+        """Mean duration of a step."""
         return sum(map(sum, self.phases_us.values())) / self.steps
 
     def to_json(self) -> str:
@@ -181,12 +185,12 @@ class Analysis:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Raises ValueError for text that is no analysis of this schema."""
+        """Parses the output of `to_json`. Raises ValueError if the text is not an analysis."""
         value = json.loads(text)
         schema = value.pop("schema", None) if isinstance(value, dict) else None
         if schema not in (1, SCHEMA):
             raise ValueError(f"not an analysis of schema {SCHEMA}")
-        value = {name: what for name, what in value.items() if name not in GONE}
+        value = {name: content for name, content in value.items() if name not in REMOVED_FIELDS}
         try:
             for name, row in _ROWS.items():
                 value[name] = [row(**fields) for fields in value.get(name, [])]
@@ -208,14 +212,17 @@ _PARTS = {"overlap": Overlap, "ceilings": Ceilings}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SharedCollective:
-    """Calls of one collective of one group, matched across its ranks in order.
+    """The calls of one collective in one group, matched across its ranks by their order.
 
-    A call can move data only once its last rank has come: `transfer_us` is the last rank's time in
-    it, `waiting_us` what the others spent beyond that, the mean over all ranks. Both are of all
-    calls. No clocks are compared.
+    A call can move data only once its last rank has entered it. Durations suffice to find that
+    rank, so no clocks are compared.
 
-    bus_bytes_per_s  of the transfer alone, as nccl-tests derives it; 0 where size or group is unknown
-    last, last_calls  the rank that made the others wait longest, and in how many calls it came last
+    transfer_us  time that the last rank spent in the call, summed over calls
+    waiting_us   time that ranks spent beyond that: mean over ranks, summed over calls
+    bus_bytes_per_s  bus bandwidth of the transfer, as nccl-tests derives it; 0 if the size or the
+                     group is unknown
+    last         the rank that made the others wait longest
+    last_calls   the number of calls in which it came last
     """
 
     name: str
@@ -233,8 +240,12 @@ class SharedCollective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """One rank, over all calls: how long it waited, how long it made the others wait (their mean),
-    and in what it spent most beyond the other ranks' mean: a kind of work in a range, or idle time.
+    """How one rank waited for others and made others wait, over all collective calls.
+
+    made_wait_us  mean over the other ranks
+    most_in       the work in which it exceeded the other ranks' mean the most: a kind in a range,
+                  or idle time
+    excess_us     by how much
     """
 
     rank: int
@@ -247,6 +258,8 @@ class Straggler:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AcrossRanks:
+    """The combined analysis of several ranks' traces."""
+
     collectives: list[SharedCollective]
     stragglers: list[Straggler]
     notes: list[str]
@@ -254,7 +267,7 @@ class AcrossRanks:
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """Several cells together, in one step."""
+    """The sum of several cells, per step."""
 
     calls: float = 0.0
     us: float = 0.0
@@ -264,18 +277,17 @@ class Sum:
     bytes: float = 0.0
 
 
-FIGURES = [field.name for field in dataclasses.fields(Sum)]
-
-
 def total(cells: Iterable[Cell], steps: int) -> Sum:
+    """Returns the sum of the cells, divided by the number of steps."""
     cells = list(cells)
-    return Sum(*(sum(getattr(cell, name) for cell in cells) / steps for name in FIGURES))
+    names = [field.name for field in dataclasses.fields(Sum)]
+    return Sum(**{name: sum(getattr(cell, name) for cell in cells) / steps for name in names})
 
 
-def sums_by(found: Analysis, *fields: str) -> dict[tuple[str, ...], Sum]:
-    """The sum of the cells that agree in these fields, by their values, most time first."""
+def sums_by(analysis: Analysis, *fields: str) -> dict[tuple[str, ...], Sum]:
+    """Groups the cells by these fields and returns the sum of each group, longest time first."""
     groups: dict[tuple[str, ...], list[Cell]] = defaultdict(list)
-    for cell in found.cells:
+    for cell in analysis.cells:
         groups[tuple(getattr(cell, name) for name in fields)].append(cell)
-    sums = {values: total(cells, found.steps) for values, cells in groups.items()}
+    sums = {values: total(cells, analysis.steps) for values, cells in groups.items()}
     return dict(sorted(sums.items(), key=lambda item: -item[1].us))

@@ -1,6 +1,6 @@
-"""BERT as numbers (Devlin et al. 2019): its shape, and the parameters that follow from the shape.
+"""The shape of a BERT network (Devlin et al. 2019) and its parameter, FLOP and byte counts.
 
-Legend of the formulas: B batch, T sequence, P positions, D model width, F feed-forward width, L
+Letters in the formulas: B batch, T sequence, P positions, D model width, F feed-forward width, L
 layers, V vocabulary.
 """
 
@@ -12,38 +12,37 @@ from typing import Any, Self
 from stepgauge.spec.fields import by_size, check, option
 from stepgauge.spec.model_fields import nearest_divisor
 
-NUM_TYPES = 2  # a token belongs to the first or to the second text of a pair
+NUM_TYPES = 2  # segment embeddings: first and second text of a pair
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BertSpec:
-    """A BERT encoder with the masked-language-model head, whose output matrix is the token
-    embedding.
+    """A BERT encoder with the masked-language-model head, which shares the token embedding matrix.
 
-    Raises ValueError where the fields do not describe a network.
+    Raises ValueError if the fields do not describe a valid network.
     """
 
-    vocab_size: int = option(
-        30_522, "tokens in the vocabulary", least=2, most=10_000_000, label="changed"
-    )
+    vocab_size: int = option(30_522, "Vocabulary size", least=2, most=10_000_000, label="changed")
     context_length: int = option(
-        512, "sequence, in tokens", least=1, most=16_777_216, flag="context"
+        512, "Sequence length in tokens", least=1, most=16_777_216, flag="context"
     )
     num_positions: int = option(
-        512, "positions that the network knows", least=1, most=16_777_216, label="changed"
+        512, "Number of learned positions", least=1, most=16_777_216, label="changed"
     )
-    d_model: int = option(768, "width of the residual stream", least=1, most=1_000_000, label=True)
-    d_ff: int = option(3072, "width of the feed-forward layer", least=1, most=4_000_000, label=True)
-    num_layers: int = option(12, "blocks", least=1, most=10_000, label=True)
-    num_heads: int = option(12, "attention heads", least=1, most=100_000, label=True)
+    d_model: int = option(768, "Width of the residual stream", least=1, most=1_000_000, label=True)
+    d_ff: int = option(
+        3072, "Hidden width of the feed-forward layer", least=1, most=4_000_000, label=True
+    )
+    num_layers: int = option(12, "Number of blocks", least=1, most=10_000, label=True)
+    num_heads: int = option(12, "Number of attention heads", least=1, most=100_000, label=True)
     dropout: float = option(
         0.0,
-        "share of activations set to zero while training",
+        "Dropout probability",
         least=0.0,
         most=0.99,
         label="changed",
     )
-    # tells it from a ModelSpec in a record
+    # Distinguishes it from a ModelSpec in a record.
     network: str = dataclasses.field(default="bert", init=False)
 
     def __post_init__(self) -> None:
@@ -51,12 +50,12 @@ class BertSpec:
         if self.d_model % self.num_heads:
             raise ValueError(
                 f"num_heads is {self.num_heads}, which does not divide d_model {self.d_model}; "
-                f"the nearest that does is {nearest_divisor(self.d_model, self.num_heads)}"
+                f"the nearest divisor is {nearest_divisor(self.d_model, self.num_heads)}"
             )
         if self.context_length > self.num_positions:
             raise ValueError(
-                f"context_length is {self.context_length}; the network has {self.num_positions} "
-                "positions"
+                f"context_length is {self.context_length}; it must be at most num_positions, "
+                f"{self.num_positions}"
             )
 
     @property
@@ -65,16 +64,20 @@ class BertSpec:
 
     @property
     def num_parameters(self) -> int:
-        """(V + P + 2)D + 2D of embeddings, L blocks of 4D² + 2DF and 9D + F, and D² + 3D + V of the
-        head, whose tied matrix counts once.
+        """The number of trainable parameters, with the tied matrix counted once.
+
+        Embeddings have (V + P + 2)D + 2D, each of L blocks 4D² + 2DF + 9D + F, and the head
+        D² + 3D + V.
         """
         d, embeddings = self.d_model, self.vocab_size + self.num_positions + NUM_TYPES + 2
         block = 4 * d**2 + 2 * d * self.d_ff + 9 * d + self.d_ff
         return embeddings * d + self.num_layers * block + d**2 + 3 * d + self.vocab_size
 
     def forward_flops(self, *, batch: int, sequence: int, causal_half: bool = True) -> int:
-        """Model FLOPs of encoder and head: 2BT(L(4D² + 2DF) + D² + VD) for the weights, and 4BT²D
-        a layer for scores and values: nothing is masked, whatever `causal_half` says.
+        """Model FLOPs of one forward pass of encoder and head.
+
+        2BT(L(4D² + 2DF) + D² + VD) for the weights, plus 4BT²D per layer for attention scores and
+        values. BERT has no causal mask, so `causal_half` has no effect.
         """
         matrices = 4 * self.d_model**2 + 2 * self.d_model * self.d_ff
         weights = self.num_layers * matrices + self.d_model**2 + self.vocab_size * self.d_model
@@ -82,11 +85,11 @@ class BertSpec:
         return 2 * batch * sequence * weights + attention
 
     def step_flops(self, *, batch: int, sequence: int) -> int:
-        """Of forward and backward: three times the forward's."""
+        """Model FLOPs of forward and backward: three times the forward's."""
         return 3 * self.forward_flops(batch=batch, sequence=sequence)
 
     def residual_stream_bytes(self, *, batch: int, sequence: int) -> int:
-        """Bytes of one (B, T, D) tensor of fp32, what every block reads and writes."""
+        """Bytes of one (B, T, D) tensor in fp32, which every block reads and writes."""
         return 4 * batch * sequence * self.d_model
 
     @staticmethod
@@ -95,9 +98,9 @@ class BertSpec:
 
     @classmethod
     def preset(cls, size: str, **changes: Any) -> Self:
-        """The preset of that name with fields changed. Raises ValueError for an unknown name."""
+        """Returns a preset with some fields changed. Raises ValueError for an unknown name."""
         num_layers, d_model = by_size(size, BERT_SIZES)
-        # All published sizes have heads of 64 and a feed-forward layer of four widths.
+        # All published sizes have heads of width 64 and d_ff = 4 d_model.
         shape = {
             "d_model": d_model,
             "d_ff": 4 * d_model,
@@ -107,7 +110,7 @@ class BertSpec:
         return cls(**{**shape, **changes})
 
 
-# Layers and width: base and large of Devlin et al. 2019, the smaller ones of Turc et al. 2019.
+# Layers and width: base and large from Devlin et al. 2019, the smaller ones from Turc et al. 2019.
 BERT_SIZES: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
         "bert-tiny": (2, 128),

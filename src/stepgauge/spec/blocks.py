@@ -1,5 +1,8 @@
-"""A network with few of its blocks, timed whole at the shapes of a step: the finer level of a
-calibration, for steps of that network however many blocks they have and however they are spread.
+"""Calibration of whole blocks: a network is timed with few blocks, at the shapes of a step.
+
+The difference between two depths is the time of one block. It predicts steps of the same network
+at any depth and under any layout that leaves the work within a block unchanged. This is more exact
+than adding up operations that were timed one by one.
 """
 
 import dataclasses
@@ -11,25 +14,27 @@ from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import BUDGET, TRAINING_PHASES, WorkSpec
 
-LAYERS = (2, 5)
-# What a phase takes until the host has launched it, and until the device has computed it.
+LAYERS = (2, 5)  # the depths that are timed
+# The time of a phase until the host has launched it, and until the device has computed it.
 CLOCKS = ("host", "device")
-AXES = ("layers", "phase", "clock")  # of the table, the last two by their places above
+# Axes of the table: phase is an index into TRAINING_PHASES, clock one into CLOCKS.
+AXES = ("layers", "phase", "clock")
 WORK_FIELDS = ("precision", "compile", "optimizer", "checkpointing", "checkpoint_blocks")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlocksSpec(WorkSpec):
-    """What `validate --blocks` measures in one record: a step with each number of LAYERS, on ranks
-    side by side. `batch` is that of a data rank.
+    """One record of `validate --blocks`: a step at each depth in LAYERS, on all ranks at once.
+
+    batch  sequences per data rank
     """
 
     kind: ClassVar[str] = "blocks"
 
     cut: str = option(
-        "none", "what of a layout is inside of a block: tp2, or dp2 zero3", label=True
+        "none", "Part of the layout that acts within a block: tp2, or dp2 zero3", label=True
     )
-    ranks: int = option(1, "that time it side by side", least=1, most=100_000, label=True)
+    ranks: int = option(1, "Ranks that time it at the same time", least=1, most=100_000, label=True)
 
     @property
     def operation(self) -> str:
@@ -37,18 +42,25 @@ class BlocksSpec(WorkSpec):
 
 
 def inside_of_blocks(layout: Layout) -> Layout:
-    """What of the layout a block has to do with: layers that ranks share, and weights that they
-    send (a stage of a pipeline has them for a step).
+    """Returns the part of the layout that acts within a block.
+
+    That is tensor parallelism, and sharded weights if they are gathered for each block. (A pipeline
+    stage gathers its weights once per step, outside of the blocks.)
     """
-    sends = WRAPPERS[layout.wrapper].shards("weights") and layout.pipeline == 1
-    data = (layout.data, layout.wrapper) if sends else (1, "none")
-    return Layout(data=data[0], wrapper=data[1], tensor=layout.tensor, overlap=layout.overlap)
+    gathers_weights = WRAPPERS[layout.wrapper].shards("weights") and layout.pipeline == 1
+    data, wrapper = (layout.data, layout.wrapper) if gathers_weights else (1, "none")
+    return Layout(data=data, wrapper=wrapper, tensor=layout.tensor, overlap=layout.overlap)
 
 
 def operation_of(work: WorkSpec, layout: Layout) -> str:
-    """The name of the table that has the blocks of a step under the layout."""
+    """Returns the name of the table with the block times of such a step under the layout."""
+    return _operation(work, *_cut_and_ranks(layout))
+
+
+def _cut_and_ranks(layout: Layout) -> tuple[str, int]:
+    """Returns the layout within a block as text, and the number of ranks that time it together."""
     inside = inside_of_blocks(layout)
-    return _operation(work, str(inside), inside.ranks if inside.ranks > 1 else layout.ranks)
+    return str(inside), inside.ranks if inside.ranks > 1 else layout.ranks
 
 
 def _operation(work: WorkSpec, cut: str, ranks: int) -> str:
@@ -59,22 +71,24 @@ def _operation(work: WorkSpec, cut: str, ranks: int) -> str:
         for field in dataclasses.fields(model)
         if field.name != "num_layers" and getattr(model, field.name) != field.default
     }
-    how = {name: getattr(work, name) for name in WORK_FIELDS}
-    named = {"cut": cut, "ranks": ranks, "batch": work.batch, **how, **changed}
+    settings = {name: getattr(work, name) for name in WORK_FIELDS}
+    named = {"cut": cut, "ranks": ranks, "batch": work.batch, **settings, **changed}
     return " ".join(["blocks", *(f"{name}={value}" for name, value in named.items())])
 
 
 def whole_weights(layout: Layout) -> Layout:
-    """The layout with weights that each rank has."""
+    """Returns the layout with unsharded weights: ZeRO 3 is replaced by plain data parallel."""
     is_whole = not WRAPPERS[layout.wrapper].shards("weights")
     return layout if is_whole else dataclasses.replace(layout, wrapper="bucketed")
 
 
 def blocks_of(spec: Any) -> list[BlocksSpec]:
-    """The blocks of a step as its ranks compute them: the same for the ways of data parallel
-    training that leave weights whole, and for the stages of a pipeline. Those that send their
-    weights also with weights that are there. None where ranks share a sequence, for networks that
-    are hardly deeper, and for those without a known shape.
+    """Returns the block measurements that a prediction of the step can use.
+
+    Data parallel wrappers with unsharded weights and pipeline stages all use the same measurement.
+    A wrapper that shards weights needs two: with and without gathering them.
+    Returns [] for anything but a whole step, for context parallelism, for torch's own tensor
+    parallelism, for networks of no more than max(LAYERS) blocks, and for a user's model.
     """
     model, layout = spec.model, spec.parsed_layout
     if not isinstance(model, ModelSpec) or model.num_layers <= max(LAYERS):
@@ -82,28 +96,28 @@ def blocks_of(spec: Any) -> list[BlocksSpec]:
     is_step = spec.phases == "step" and spec.checkpointing != BUDGET
     if not is_step or layout.context > 1 or layout.torch_tensor:
         return []
-    how = {name: getattr(spec, name) for name in WORK_FIELDS}
-    few = dataclasses.replace(model, num_layers=max(LAYERS))
-    asked = []
+    settings = {name: getattr(spec, name) for name in WORK_FIELDS}
+    shallow = dataclasses.replace(model, num_layers=max(LAYERS))
+    specs = []
     for each in (layout, whole_weights(layout)):
-        inside = inside_of_blocks(each)
-        asked.append(
+        cut, ranks = _cut_and_ranks(each)
+        specs.append(
             BlocksSpec(
-                model=few,
+                model=shallow,
                 size=spec.size,
                 batch=spec.micro_batch,
                 device=spec.device,
-                cut=str(inside),
-                ranks=inside.ranks if inside.ranks > 1 else layout.ranks,
-                **how,
+                cut=cut,
+                ranks=ranks,
+                **settings,
             )
         )
-    return list(dict.fromkeys(asked))
+    return list(dict.fromkeys(specs))
 
 
 @dataclasses.dataclass(frozen=True)
 class TimedBlocks:
-    """Microseconds by phase and clock: of a block, and of all that is outside of blocks."""
+    """Microseconds by phase and clock: of one block, and of everything outside of the blocks."""
 
     table: OperationTable
 

@@ -1,8 +1,8 @@
-"""Ways to bring one host tensor to every GPU, as data: lists of moves that one engine executes.
+"""Schedules that copy one host tensor to every GPU, as data: lists of moves for one engine.
 
-A tensor lies on the host. A move takes a range of it from one place to another; it may begin when
-the moves that brought that range to its source have ended. Moves between the same two places follow
-one another.
+A move copies a byte range of the tensor from one place to another. It may begin as soon as the
+moves that brought the range to its source have ended. Moves between the same two places run one
+after another.
 """
 
 import dataclasses
@@ -12,17 +12,17 @@ from typing import ClassVar
 
 from stepgauge.spec.fields import check, option
 
-HOST = "host"  # memory as it comes
+HOST = "host"  # pageable memory
 PINNED = "pinned"  # the same tensor in page-locked memory
-STAGING = "staging"  # page-locked memory of two blocks, through which the tensor goes
-Place = str | int  # one of these, or the index of a GPU
+STAGING = "staging"  # a page-locked double buffer of two blocks
+Place = str | int  # one of these three, or the index of a GPU
 
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """Bytes `start` to `stop` of the tensor from one place to another.
+    """Copies bytes `start` to `stop` of the tensor from one place to another.
 
-    after   indices of moves that must have ended
+    after   indices of moves that must have ended before this one begins
     """
 
     source: Place
@@ -38,26 +38,26 @@ class Move:
 
 @dataclasses.dataclass(frozen=True)
 class BroadcastPlan:
-    """The moves; `one_by_one`: each waits for the last."""
+    """The moves of a schedule. With `one_by_one` each move waits for the previous one."""
 
     moves: list[Move]
     one_by_one: bool = False
 
 
 def naive(size: int, gpus: int, block: int) -> BroadcastPlan:
-    """The whole tensor to each GPU, one GPU after another, from memory as it comes."""
+    """Copies the whole tensor to one GPU after another, from pageable memory."""
     return BroadcastPlan([Move(HOST, g, 0, size) for g in range(gpus)], one_by_one=True)
 
 
 def pinned(size: int, gpus: int, block: int) -> BroadcastPlan:
-    """The whole tensor to each GPU at once, a stream each, from page-locked memory."""
+    """Copies the whole tensor to all GPUs at once, one stream each, from page-locked memory."""
     return BroadcastPlan([Move(PINNED, g, 0, size) for g in range(gpus)])
 
 
 def staged(size: int, gpus: int, block: int) -> BroadcastPlan:
-    """A block goes to all GPUs from one page-locked buffer while the next fills another."""
+    """Copies a block to all GPUs from one page-locked buffer while the next fills the other."""
     moves: list[Move] = []
-    sent: list[tuple[int, ...]] = []  # by block, its moves to the GPUs
+    sent: list[tuple[int, ...]] = []  # for each block, the indices of its moves to the GPUs
     for number, (start, stop) in enumerate(_blocks(size, block)):
         free = sent[number - 2] if number >= 2 else ()
         moves.append(Move(HOST, STAGING, start, stop, free))
@@ -68,7 +68,7 @@ def staged(size: int, gpus: int, block: int) -> BroadcastPlan:
 
 
 def chain(size: int, gpus: int, block: int) -> BroadcastPlan:
-    """Each block once over a host link to GPU 0, and on from GPU to GPU while the next comes in."""
+    """Copies each block to GPU 0 and on from GPU to GPU, while the next block comes in."""
     moves: list[Move] = []
     for start, stop in _blocks(size, block):
         moves.append(Move(PINNED, 0, start, stop))
@@ -78,7 +78,7 @@ def chain(size: int, gpus: int, block: int) -> BroadcastPlan:
 
 
 def tree(size: int, gpus: int, block: int) -> BroadcastPlan:
-    """Each block over one host link to GPU 0, then along a binomial tree as the next comes in."""
+    """Copies each block to GPU 0 and along a binomial tree of GPUs, while the next comes in."""
     moves: list[Move] = []
     for start, stop in _blocks(size, block):
         moves.append(Move(PINNED, 0, start, stop))
@@ -93,7 +93,7 @@ def tree(size: int, gpus: int, block: int) -> BroadcastPlan:
 
 
 def scatter_gather(size: int, gpus: int, block: int) -> BroadcastPlan:
-    """Each GPU takes its part over its own host link and hands each block to the others."""
+    """Copies a part to each GPU over its own host link; GPUs pass their blocks to each other."""
     moves: list[Move] = []
     bounds = [size * g // gpus for g in range(gpus + 1)]
     parts = [_blocks(bounds[g + 1] - bounds[g], block, bounds[g]) for g in range(gpus)]
@@ -119,7 +119,7 @@ SCHEDULES: Mapping[str, Callable[[int, int, int], BroadcastPlan]] = {
     "tree": tree,
     "scatter-gather": scatter_gather,
 }
-BLOCKLESS = ("naive", "pinned")
+BLOCKLESS = ("naive", "pinned")  # schedules that ignore the block size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,24 +129,28 @@ class BroadcastSpec:
     kind: ClassVar[str] = "broadcast"
 
     schedule: str = option(
-        "scatter-gather", "the way from the host to all GPUs", choices=SCHEDULES, label=True
+        "scatter-gather", "How the tensor gets to all GPUs", choices=SCHEDULES, label=True
     )
     size_bytes: int = option(
         1 << 30,
-        "bytes of the host tensor; 512M, 1G are powers of 1024",
+        "Bytes of the tensor, such as 512M or 1G (powers of 1024)",
         least=1,
         flag="size",
         label=True,
     )
     block_bytes: int = option(
-        32 << 20, "bytes of a block, where there are blocks", least=1, flag="block"
+        32 << 20, "Bytes per block, for schedules that use blocks", least=1, flag="block"
     )
     gpus: int = option(
-        2, "GPUs that get the tensor; on a CPU, parts of its memory", least=1, most=64, label=True
+        2,
+        "Number of GPUs that receive the tensor; on a CPU, copies in its memory",
+        least=1,
+        most=64,
+        label=True,
     )
-    repeats: int = option(16, "timed runs", least=1, most=100_000)
-    warmup: int = option(2, "untimed runs first", least=0, most=1000)
-    device: str = option("cpu", "cpu or cuda; auto takes the fastest there is")
+    repeats: int = option(16, "Timed runs", least=1, most=100_000)
+    warmup: int = option(2, "Untimed runs before them", least=0, most=1000)
+    device: str = option("cpu", "cpu, cuda, or auto for the fastest available")
 
     def __post_init__(self) -> None:
         check(self)
@@ -157,12 +161,12 @@ class BroadcastSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What the links give alone, in bytes a second.
+    """Measured bandwidth of each link when nothing else runs, in bytes per second.
 
-    host_link    the host to one GPU
-    host_links   the host to all GPUs at once, each its own part, together
-    peer_link    one GPU to another; 0 where there is one GPU only
-    host_copy    from memory as it comes to page-locked memory
+    host_link    from the host to one GPU
+    host_links   from the host to all GPUs at once, each receiving its own part: the sum
+    peer_link    from one GPU to another; 0 if there is only one GPU
+    host_copy    from pageable to page-locked memory
     """
 
     host_link: float
@@ -171,14 +175,14 @@ class Rates:
     host_copy: float
 
     def best(self, other: "Rates") -> "Rates":
-        """The larger of each."""
+        """Returns the larger value of each field."""
         names = [field.name for field in dataclasses.fields(self)]
         return Rates(**{name: max(getattr(self, name), getattr(other, name)) for name in names})
 
     def bound_s(self, schedule: BroadcastPlan) -> float:
-        """No run can be shorter: the busiest link needs as long for its bytes."""
-        from_host: Counter[Place] = Counter()  # bytes by the GPU that they go to
-        sent: Counter[Place] = Counter()  # to other GPUs, by the GPU that they leave
+        """Returns a lower bound on the duration, in seconds: what the busiest link takes."""
+        from_host: Counter[Place] = Counter()  # bytes received from the host, by GPU
+        sent: Counter[Place] = Counter()  # bytes sent to other GPUs, by GPU
         received: Counter[Place] = Counter()
         copied = 0
         for move in schedule.moves:
