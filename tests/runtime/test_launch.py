@@ -152,13 +152,13 @@ def test_a_port_that_is_in_use_is_said(tmp_path):
 TWO_GROUPS = """
 import gc, os, weakref
 import torch, torch.distributed as dist
-from stepgauge.parallel.communication.collectives import group_of
+from stepgauge.parallel.communication.collectives import group_with_backend
 from stepgauge.runtime.world import joined_world, process_group
 made = []
 for timeout_s in (30, 60):
     with process_group(joined_world(), backend="gloo", device=torch.device("cpu"), timeout_s=timeout_s):
-        group = group_of("gloo")
-        assert group_of("gloo") is group
+        group = group_with_backend("gloo")
+        assert group_with_backend("gloo") is group
         dist.all_reduce(torch.ones(1), group=group)
         made.append(weakref.ref(group))
         del group

@@ -21,7 +21,7 @@ PRIVATE_TORCH = {
     "kernels/plain_eager.py": "whether a dispatch mode or a transform is active",
     "measure/memory/autograd_engine.py": "the node that runs, and references of a storage",
     "parallel/data_parallel/bucket_gradients.py": "references of a storage",
-    "parallel/autograd/present_backward.py": "which weights a backward was asked for",
+    "parallel/autograd/running_backward.py": "which parameters the running backward reaches",
     "parallel/fsdp/unsharded_unit.py": "a version for weights that are not there",
     "parallel/shares.py": "a tensor's class without its __torch_function__",
 }
@@ -64,7 +64,7 @@ PRIVATE_NAMES = {
         "a public name of FakeTensor and FunctionalTensor",
     ),
     "torch.autograd.Variable._execution_engine": (
-        {"parallel/autograd/present_backward.py"},
+        {"parallel/autograd/running_backward.py"},
         "a public callback at the end of a backward",
     ),
     "torch.autograd._get_sequence_nr": (

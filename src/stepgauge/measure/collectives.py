@@ -13,7 +13,7 @@ from stepgauge.measure.ring import Ring
 from stepgauge.measure.timing import clock_of
 from stepgauge.parallel.communication.collectives import (
     all_gather_flat,
-    group_of,
+    group_with_backend,
     reduce_scatter_flat,
 )
 from stepgauge.runtime.recording import record
@@ -40,7 +40,7 @@ class Collective:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # The default group takes GPU tensors to NCCL; Gloo is asked for by a group of its own.
         needs_gloo = spec.backend == "gloo" and device.type == "cuda"
-        self.group = group_of("gloo") if needs_gloo else dist.group.WORLD
+        self.group = group_with_backend("gloo") if needs_gloo else dist.group.WORLD
         self.ring = Ring(self.group)
         part = spec.count // self.size
         self.given = self._empty(part if spec.op in ("gather", "all_gather") else spec.count)

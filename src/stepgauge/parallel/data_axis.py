@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from stepgauge.parallel.autograd.parameter_hooks import taking_hooks
+from stepgauge.parallel.autograd.parameter_hooks import requiring_grad
 from stepgauge.parallel.data_parallel import (
     BucketedDataParallel,
     DataParallel,
@@ -248,7 +248,7 @@ def _hook_shards(module: nn.Module, sums: Mapping[str, GradientSum]) -> None:
     """Gives the hooks of the parameters that were whole to those that are sharded now."""
     for name, parameter in module.named_parameters():
         if name in sums:
-            with taking_hooks(parameter):
+            with requiring_grad(parameter):
                 parameter.register_hook(_on_shard(sums[name]))
 
 

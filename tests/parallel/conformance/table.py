@@ -50,7 +50,7 @@ REFUSALS = {
     ("weights assigned by load state dict", OURS[:-1]): "wrap the module again",
     ("built on the meta device and loaded", OURS[:-1]): "is on the meta device",
     ("built on the meta device and initialised", OURS[:-1]): "is on the meta device",
-    ("sparse gradients", OURS): "is sparse; only dense ones are averaged",
+    ("sparse gradients", OURS): "is sparse; only dense gradients can be averaged",
     ("an embedding with max norm", OURS): "has max_norm, which writes in forward",
     ("lbfgs", ZERO): "LBFGS looks at all parameters together",
     ("lbfgs", ("zero3",)): "LBFGS looks at whole weights",

@@ -1,1 +1,1 @@
-"""What wrappers ask of autograd: hooks of parameters, the backward that goes on, operators of our own."""
+"""What the wrappers use of autograd: parameter hooks, the running backward, custom operators."""

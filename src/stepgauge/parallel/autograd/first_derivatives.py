@@ -1,4 +1,4 @@
-"""Backwards that autograd cannot follow: they have no second derivative."""
+"""Custom backward functions that have no second derivative."""
 
 import functools
 from collections.abc import Callable
@@ -10,10 +10,11 @@ Backward = Callable[..., Any]
 
 
 def without_second_derivative(operation: str) -> Callable[[Backward], Backward]:
-    """Of a Function's backward: it raises RuntimeError under create_graph=True.
+    """Decorates the backward of an autograd Function: it raises RuntimeError under
+    create_graph=True.
 
-    torch's once_differentiable raises only where the gradient that comes in depends on something.
-    That of a loss is a constant one, and what is computed of it would count as constant too.
+    torch's once_differentiable raises only if the incoming gradient requires grad. The gradient of
+    a loss is a constant, so everything computed from it would count as constant too.
     """
 
     def decorate(backward: Backward) -> Backward:

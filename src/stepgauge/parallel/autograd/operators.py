@@ -1,6 +1,8 @@
-"""Operators of our own, into which a compiler does not look and of which checkpointing keeps results.
+"""Custom operators: torch.compile does not trace into them, and selective checkpointing can save
+their results.
 
-By torch.library's plain functions: its custom_op costs more host time than what small ones launch.
+They use the plain functions of torch.library, because its custom_op costs more host time than a
+small operator takes to launch.
 """
 
 from collections.abc import Callable
@@ -14,9 +16,10 @@ _LIBRARY = torch.library.Library("stepgauge", "FRAGMENT")
 def define_operator(
     name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any] | None = None
 ) -> Any:
-    """torch.ops.stepgauge.<name>, which `run` computes on every device, without a gradient.
+    """Defines torch.ops.stepgauge.<name>, which calls `run` on every device and has no gradient.
 
-    fake  gives empty tensors of the shapes, for torch.compile; None: nobody compiles it
+    fake  returns empty tensors of the right shapes, for torch.compile; None if the operator is
+          never compiled
     """
     _LIBRARY.define(name + schema)
     for device in ("CPU", "CUDA"):

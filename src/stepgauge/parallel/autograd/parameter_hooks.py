@@ -1,6 +1,4 @@
-"""Hooks of parameters and of modules: ours, and those of others, which torch lists under private
-names alone.
-"""
+"""Hooks of parameters and modules. torch lists the hooks of a parameter only under private names."""
 
 import contextlib
 import weakref
@@ -11,59 +9,61 @@ from torch import Tensor, nn
 
 
 @contextlib.contextmanager
-def taking_hooks(parameter: Tensor) -> Iterator[None]:
-    """What is frozen takes no hook, and may be trained later."""
-    trained = parameter.requires_grad
+def requiring_grad(parameter: Tensor) -> Iterator[None]:
+    """Sets requires_grad inside the context. torch refuses to register a hook on a frozen parameter,
+    but the parameter may be trained later.
+    """
+    required = parameter.requires_grad
     parameter.requires_grad_(True)
     yield
-    parameter.requires_grad_(trained)
+    parameter.requires_grad_(required)
 
 
-class Weakly:
-    """A hook that calls the method with the number of its parameter, as long as its object is there.
+class WrapperHook:
+    """A hook of a data-parallel wrapper: calls its method with the parameter's number, for as long as
+    the wrapper exists.
 
-    Autograd holds hooks where the garbage collector does not look: through them the wrapper, and
-    all weights, would never be freed.
+    The hook refers to the wrapper weakly: the garbage collector does not see the references that
+    autograd holds, so a strong one would keep the wrapper and all weights alive forever.
     """
 
     def __init__(self, method: Callable[[int], None], number: int):
         self._method, self._number = weakref.WeakMethod(method), number
 
     def __call__(self, _: Tensor) -> None:
-        if (call := self._method()) is not None:
-            call(self._number)
+        if (method := self._method()) is not None:
+            method(self._number)
 
 
-def hooks_before(parameter: Tensor) -> Collection[Any]:
-    """Those that autograd calls with a gradient before it adds it to `.grad`."""
+def tensor_hooks(parameter: Tensor) -> Collection[Any]:
+    """Returns the hooks of `register_hook`, which autograd calls with a gradient before it adds the
+    gradient to `.grad`.
+    """
     return (parameter._backward_hooks or {}).values()
 
 
-def others_before(parameter: Tensor) -> list[Any]:
-    """Of `hooks_before`, those that are not a wrapper's."""
-    return [hook for hook in hooks_before(parameter) if not isinstance(hook, Weakly)]
-
-
-def hooks_after(parameter: Tensor) -> Collection[Any]:
-    """Those that autograd calls with the parameter when its `.grad` is there."""
+def post_accumulate_hooks(parameter: Tensor) -> Collection[Any]:
+    """Returns the hooks of `register_post_accumulate_grad_hook`, which autograd calls with the
+    parameter after it has added to `.grad`.
+    """
     return (parameter._post_accumulate_grad_hooks or {}).values()
 
 
-def others_after(parameter: Tensor) -> list[Any]:
-    """Of `hooks_after`, those that are not a wrapper's."""
-    return [hook for hook in hooks_after(parameter) if not isinstance(hook, Weakly)]
+def without_wrapper_hooks(hooks: Collection[Any]) -> list[Any]:
+    """Returns the hooks that no data-parallel wrapper registered."""
+    return [hook for hook in hooks if not isinstance(hook, WrapperHook)]
 
 
 def num_hooks(parameter: Tensor) -> int:
-    return len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
+    return len(tensor_hooks(parameter)) + len(post_accumulate_hooks(parameter))
 
 
 def share_hooks(first: Tensor, second: Tensor) -> None:
-    """The second has the hooks of the first, with the handles that remove them."""
+    """Gives the hooks of the first tensor to the second. Their handles remove them from both."""
     second._backward_hooks = first._backward_hooks
     second._post_accumulate_grad_hooks = first._post_accumulate_grad_hooks
 
 
 def hooks_of_module(module: nn.Module) -> list[str]:
-    """The kinds of hooks that a module has; torch lists them in one attribute each."""
+    """Returns the names of the attributes in which the module has hooks, one for each kind."""
     return [name for name, value in vars(module).items() if name.endswith("_hooks") and value]

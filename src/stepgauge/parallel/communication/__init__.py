@@ -1,1 +1,1 @@
-"""What ranks send each other: torch's collectives, means over ranks, boxes that peers reach."""
+"""How ranks exchange data: torch's collectives, gradient means, and memory shared between peers."""

@@ -1,4 +1,4 @@
-"""The library's collectives under names that are the same in all versions of torch that we support."""
+"""The collectives of torch.distributed, under names that work with every supported version of torch."""
 
 import functools
 import weakref
@@ -20,7 +20,7 @@ Group = dist.ProcessGroup | None
 def all_gather_flat(
     output: Tensor, input: Tensor, group: Group = None, async_op: bool = False
 ) -> dist.Work | None:
-    """Every rank's input, one after another, into every rank's output of N times its size."""
+    """Writes the inputs of all N ranks, in rank order, into every rank's output of N times the size."""
     return _all_gather(output, input, group=group, async_op=async_op)
 
 
@@ -31,45 +31,48 @@ def reduce_scatter_flat(
     async_op: bool = False,
     op: Any = dist.ReduceOp.SUM,
 ) -> dist.Work | None:
-    """The sum (or what `op` says) over ranks of the N-th part that is this rank's."""
+    """Writes this rank's N-th of the input, summed over the N ranks (or reduced with `op`)."""
     return _reduce_scatter(output, input, op=op, group=group, async_op=async_op)
 
 
-def all_reduce_of(message: Tensor, operation: Any, group: dist.ProcessGroup) -> dist.Work:
-    """The work of an all-reduce in place: dist.all_reduce without the checks that cost as much
-    again as its launch.
+def launch_all_reduce(message: Tensor, operation: Any, group: dist.ProcessGroup) -> dist.Work:
+    """Starts an all-reduce in place. dist.all_reduce does the same, but its checks double the host
+    time of the launch.
     """
     return group.allreduce([message], _options(dist.AllreduceOptions, reduceOp=operation))
 
 
-def all_reduce_list(
+def launch_all_reduce_list(
     messages: Sequence[Tensor], operation: Any, group: dist.ProcessGroup
 ) -> dist.Work:
-    """The same of several tensors of one type and device: over NCCL one launch, and nothing is
-    packed.
+    """Starts an all-reduce in place of several tensors of one dtype and device. Over NCCL this is a
+    single launch without packing.
     """
     options = _options(dist.AllreduceCoalescedOptions, reduceOp=operation)
     return group.allreduce_coalesced(list(messages), options)
 
 
-def reduce_to(owner: int, message: Tensor, operation: Any, group: dist.ProcessGroup) -> dist.Work:
-    """The work of a reduction to one rank of the group, in place."""
+def launch_reduce(
+    owner: int, message: Tensor, operation: Any, group: dist.ProcessGroup
+) -> dist.Work:
+    """Starts a reduce in place to rank `owner` of the group."""
     return group.reduce([message], _options(dist.ReduceOptions, reduceOp=operation, rootRank=owner))
 
 
-def broadcast_from(owner: int, message: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """The work of sending a message of one rank of the group to all, in place."""
+def launch_broadcast(owner: int, message: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts a broadcast in place from rank `owner` of the group."""
     message = torch.view_as_real(message) if message.is_complex() else message
     return group.broadcast([message], _options(dist.BroadcastOptions, rootRank=owner))
 
 
-def all_gather_list(
+def launch_all_gather_list(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: dist.ProcessGroup
 ) -> list[Any]:
-    """The works of all_gather_flat of several tensors of one type and device: over NCCL one launch.
+    """Starts all_gather_flat of several tensors of one dtype and device; returns the works to wait
+    for. Over NCCL this is a single launch.
 
-    Over Gloo one by one: ranks of two test runs that gathered all at once ended by SIGSEGV
-    (docs/log/2026-11-23-data-parallel.md).
+    Over Gloo the tensors are gathered one by one: ranks of two test runs that gathered all of them
+    at once ended with SIGSEGV (docs/log/2026-11-23-data-parallel.md).
     """
     if group._get_backend(outputs[0].device).name() == "gloo":
         pairs = zip(outputs, inputs, strict=True)
@@ -92,21 +95,21 @@ def _options(kind: type, **fields: Any) -> Any:
 def launch_together(
     launches: Sequence[Callable[[], Any]], *, group: dist.ProcessGroup, device: torch.device
 ) -> list[Any]:
-    """What each launch of an asynchronous collective gives to wait for.
+    """Launches several asynchronous collectives and returns the work of each.
 
-    Over NCCL they are one kernel, whose work all share: collectives in different directions of a
-    link run at once.
+    Over NCCL they become one kernel, and all of them share its work: collectives in different
+    directions of a link then run at the same time.
     """
     if len(launches) < 2 or group._get_backend(device).name() != "nccl":
         return [launch() for launch in launches]
     with _coalescing_manager(group, device, async_ops=True) as together:
-        given = [launch() for launch in launches]
-    # Without any where the launches went another way than NCCL's.
-    return together.works * len(launches) or given
+        works = [launch() for launch in launches]
+    # The manager has no work if the launches did not go through NCCL.
+    return together.works * len(launches) or works
 
 
 def is_only_group(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether no other group of this process has NCCL on the device.
+    """Returns True if no other process group of this process uses NCCL on the device.
 
     The way out: a public list of a process's groups.
     """
@@ -118,16 +121,18 @@ def is_only_group(group: dist.ProcessGroup, device: torch.device) -> bool:
     )
 
 
-# Beside the default group there is now: what was made in it is gone with it.
+# The groups that `group_with_backend` made, by default group: they are destroyed together with it.
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]
 _groups = weakref.WeakKeyDictionary()
 
 
-def group_of(backend: str) -> dist.ProcessGroup:
-    """All ranks, over the backend. Made once in the life of a default group; all ranks must call."""
+def group_with_backend(backend: str) -> dist.ProcessGroup:
+    """Returns a group of all ranks with the backend. It is made once for each default group; all
+    ranks must call this.
+    """
     world = dist.group.WORLD
     assert world is not None, "collectives run in a process group"
-    made = _groups.setdefault(world, {})
-    if backend not in made:
-        made[backend] = dist.new_group(backend=backend)
-    return made[backend]
+    by_backend = _groups.setdefault(world, {})
+    if backend not in by_backend:
+        by_backend[backend] = dist.new_group(backend=backend)
+    return by_backend[backend]

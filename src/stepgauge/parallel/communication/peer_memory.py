@@ -1,11 +1,11 @@
-"""Boxes on every rank of one machine that all its ranks can read and write, and flags that say what
-is there.
+"""Memory that all ranks of one machine can read and write: fixed-size buffers, called boxes, and flags
+that say when a box is full or free.
 
 On GPUs this is torch's symmetric memory. Its own signals are kernels that spin on a multiprocessor,
-and so do NCCL's receives: a matrix product beside one takes a quarter longer. Here a flag is a copy
-of four bytes, and a stream waits for it by the driver's cuStreamWaitValue32: no multiprocessor has
-to do with either. The way out is a wait in torch's own symmetric memory that holds none
-(`torch.distributed._symmetric_memory` has only `wait_signal`, a kernel).
+as NCCL's receives do: a matrix product that runs at the same time takes a quarter longer. Here a flag
+is set by a copy of four bytes, and a stream waits for it with the driver's cuStreamWaitValue32.
+Neither needs a multiprocessor. The way out: a wait in torch's symmetric memory that needs none
+either (`torch.distributed._symmetric_memory` has only `wait_signal`, a kernel).
 """
 
 import ctypes
@@ -23,32 +23,36 @@ from torch import Tensor
 from stepgauge.runtime.world import gathered_objects
 
 SHARED_MEMORY = Path("/dev/shm")
-VALUES = 1024  # a flag takes the same value again after so many messages; more than there are boxes
+# Flags count messages modulo this number, which must be larger than the number of boxes.
+VALUES = 1024
 ALIGNMENT = 512
 _WAIT_UNTIL_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
-WAIT_S = 120.0  # on a CPU, as a collective's
+WAIT_S = 120.0  # timeout on a CPU, the same as that of a collective
 
 
 class PeerMemory(ABC):
-    """Boxes of `box_bytes`, and flags, on every rank. A stream is a handle, None the current one."""
+    """Boxes of `box_bytes` each, and flags, on every rank.
+
+    A `stream` argument is a CUDA stream's handle; None is the current stream.
+    """
 
     _box_bytes: int
-    _boxes: list[Tensor]  # of each rank, all of them as bytes
+    _boxes: list[Tensor]  # by rank: all boxes of that rank as one tensor of bytes
 
     def box(self, rank: int, number: int) -> Tensor:
         return self._boxes[rank][number * self._box_bytes : (number + 1) * self._box_bytes]
 
     def address(self, rank: int, number: int) -> int:
-        """Of the same box."""
+        """Returns the address of `box(rank, number)`."""
         return self._boxes[rank].data_ptr() + number * self._box_bytes
 
     @abstractmethod
     def copy(self, target: int, source: int, nbytes: int, stream: int | None = None) -> None:
-        """Bytes between addresses."""
+        """Copies bytes from the source address to the target address."""
 
     @abstractmethod
     def tell(self, rank: int, flag: int, value: int, stream: int | None = None) -> None:
-        """Sets a flag of a rank, after what the stream has copied before."""
+        """Sets a flag of a rank once the stream has done its earlier copies."""
 
     @abstractmethod
     def wait(self, flag: int, value: int, stream: int | None = None) -> None:
@@ -58,15 +62,17 @@ class PeerMemory(ABC):
 def peer_memory(
     boxes: int, box_bytes: int, flags: int, device: torch.device, group: dist.ProcessGroup | None
 ) -> PeerMemory:
-    """So many boxes and flags on each rank of the group, all flags 0. All ranks must call it."""
+    """Allocates boxes and flags on each rank of the group; all flags start at 0. All ranks must call
+    it.
+    """
     chosen = group or dist.group.WORLD
-    assert chosen is not None, "ranks are in a process group"
+    assert chosen is not None, "there is a default process group"
     make = GpuMemory if device.type == "cuda" else SharedMemory
     return make(boxes, box_bytes, flags, device, chosen)
 
 
 def on_one_machine(group: dist.ProcessGroup | None) -> bool:
-    """All ranks must call it."""
+    """Returns True if all ranks of the group run on one machine. All ranks must call it."""
     return len(set(gathered_objects(platform.node(), group))) == 1
 
 
@@ -83,7 +89,7 @@ class GpuMemory(PeerMemory):
 
         self._device, self._box_bytes = device, box_bytes
         size = boxes * box_bytes
-        # The tensor owns the memory; what the handle gives only points into it.
+        # This tensor owns the memory; the buffers of the handle only point into it.
         self._own = symmetric.empty(size + 4 * flags, dtype=torch.uint8, device=device).zero_()
         handle = symmetric.rendezvous(self._own, group.group_name)
         ranks = range(group.size())
@@ -112,8 +118,8 @@ class GpuMemory(PeerMemory):
 
 
 class Driver:
-    """Two functions of the CUDA driver, which torch has not or at more host time: a stream that
-    waits for a value, and a copy between addresses.
+    """Two functions of the CUDA driver: torch has no stream that waits for a value, and its copies
+    cost more host time.
     """
 
     def __init__(self) -> None:
@@ -123,18 +129,18 @@ class Driver:
         self._copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
 
     def wait(self, stream: int, address: int, value: int) -> None:
-        """The stream waits until the 32 bits there are the value."""
+        """Makes the stream wait until the 32 bits at the address equal the value."""
         if error := self._wait(stream, address, value, _WAIT_UNTIL_EQUAL):
-            raise RuntimeError(f"the CUDA driver refuses to wait for a value: error {error}")
+            raise RuntimeError(f"cuStreamWaitValue32 failed: CUDA error {error}")
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         if error := self._copy(target, source, nbytes, stream):
-            raise RuntimeError(f"the CUDA driver refuses to copy {nbytes} bytes: error {error}")
+            raise RuntimeError(f"cuMemcpyAsync of {nbytes} bytes failed: CUDA error {error}")
 
 
 class SharedMemory(PeerMemory):
-    """For ranks on CPUs: files that live in memory, without names once all have mapped them. The
-    host waits itself.
+    """Peer memory of ranks on CPUs: files in memory, which are unlinked once all ranks have mapped
+    them. The host itself copies and waits.
     """
 
     def __init__(
@@ -153,15 +159,15 @@ class SharedMemory(PeerMemory):
             os.ftruncate(handle, size)
             os.close(handle)
             paths = gathered_objects(path, group)
-            whole = [
-                torch.from_file(there, shared=True, size=size, dtype=torch.uint8) for there in paths
+            mapped = [
+                torch.from_file(each, shared=True, size=size, dtype=torch.uint8) for each in paths
             ]
             dist.barrier(group)
         finally:
             Path(path).unlink()
-        self._boxes = [memory[: boxes * box_bytes] for memory in whole]
-        self._flags = [memory[boxes * box_bytes :].view(torch.int32) for memory in whole]
-        self._mine = self._flags[dist.get_rank(group)]
+        self._boxes = [memory[: boxes * box_bytes] for memory in mapped]
+        self._flags = [memory[boxes * box_bytes :].view(torch.int32) for memory in mapped]
+        self._own_flags = self._flags[dist.get_rank(group)]
 
     def copy(self, target: int, source: int, nbytes: int, stream: int | None = None) -> None:
         ctypes.memmove(target, source, nbytes)
@@ -170,8 +176,8 @@ class SharedMemory(PeerMemory):
         self._flags[rank][flag] = value % VALUES
 
     def wait(self, flag: int, value: int, stream: int | None = None) -> None:
-        end = time.monotonic() + WAIT_S
-        while int(self._mine[flag]) != value % VALUES:
-            if time.monotonic() > end:
-                raise RuntimeError(f"a peer has sent nothing for {WAIT_S:g} s")
+        deadline = time.monotonic() + WAIT_S
+        while int(self._own_flags[flag]) != value % VALUES:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"another rank has sent nothing for {WAIT_S:g} s")
             time.sleep(0)

@@ -16,8 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepgauge.parallel.autograd.parameter_hooks import Weakly, hooks_after, taking_hooks
-from stepgauge.parallel.autograd.present_backward import at_end_of_backward
+from stepgauge.parallel.autograd.parameter_hooks import (
+    WrapperHook,
+    post_accumulate_hooks,
+    requiring_grad,
+)
+from stepgauge.parallel.autograd.running_backward import at_end_of_backward
 from stepgauge.parallel.communication.collectives import Group
 from stepgauge.parallel.communication.reducer import GradientReducer
 from stepgauge.parallel.data_parallel.bucket_gradients import BucketGradients
@@ -149,20 +153,20 @@ class DataParallel(nn.Module):
         self._readiness, self._in_flight = None, []
         handles: list[Any] = []
         for member in self._members:
-            with taking_hooks(member.parameter):
+            with requiring_grad(member.parameter):
                 handles += self._hooks_of(member)
         self._plan()
         self._remove_hooks = weakref.finalize(self, lambda: [each.remove() for each in handles])
         self._remove_hooks.atexit = False
 
     def _hooks_of(self, member: Averaged) -> list[Any]:
-        member.hook = Weakly(self._arrive, member.number)
+        member.hook = WrapperHook(self._arrive, member.number)
         return [member.parameter.register_post_accumulate_grad_hook(member.hook)]
 
     def _averages(self, member: Averaged) -> bool:
         """Whether this wrapper averages it: of several with the same parameter, the one made last."""
-        hooks = hooks_after(member.parameter)
-        return len(hooks) < 2 or [h for h in hooks if isinstance(h, Weakly)][-1] is member.hook
+        hooks = post_accumulate_hooks(member.parameter)
+        return len(hooks) < 2 or [h for h in hooks if isinstance(h, WrapperHook)][-1] is member.hook
 
     def _plan(self) -> None:
         """Buckets of what is trained, and of what no_sync has left."""
@@ -218,7 +222,7 @@ class DataParallel(nn.Module):
                 "are differentiated again with torch.autograd.grad"
             )
         member = self._members[number]
-        is_alone = len(hooks_after(member.parameter)) < 2
+        is_alone = len(post_accumulate_hooks(member.parameter)) < 2
         # frozen since forward (autograd has added nothing), or another wrapper's to average
         if not member.parameter.requires_grad or not (is_alone or self._averages(member)):
             return

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stepgauge.parallel.autograd.parameter_hooks import hooks_after, hooks_before
-from stepgauge.parallel.autograd.present_backward import at_end_of_backward
+from stepgauge.parallel.autograd.parameter_hooks import post_accumulate_hooks, tensor_hooks
+from stepgauge.parallel.autograd.running_backward import at_end_of_backward
 from stepgauge.parallel.communication.collectives import launch_together
 from stepgauge.parallel.data_parallel.usage import Usage
 from stepgauge.parallel.fsdp.flat_gradients import FlatGradients
@@ -130,14 +130,14 @@ class GradientReductions:
 
     def _accumulate(self, parameter: nn.Parameter, part: Tensor) -> None:
         """As autograd does, which forgets hooks of a DTensor that was converted."""
-        for hook in hooks_before(parameter):
+        for hook in tensor_hooks(parameter):
             changed = hook(part)
             part = part if changed is None else changed
         if parameter.grad is None:
             parameter.grad = part
         else:
             parameter.grad.add_(part)
-        for hook in hooks_after(parameter):
+        for hook in post_accumulate_hooks(parameter):
             hook(parameter)
 
     def _accumulate_used_elsewhere(self) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from stepgauge.parallel.autograd.parameter_hooks import num_hooks
-from stepgauge.parallel.autograd.present_backward import goes_on_to
-from stepgauge.parallel.communication.collectives import all_gather_list
+from stepgauge.parallel.autograd.running_backward import will_execute
+from stepgauge.parallel.communication.collectives import launch_all_gather_list
 from stepgauge.parallel.sharding import local, real, release, sent_dtype
 
 if TYPE_CHECKING:
@@ -75,7 +75,9 @@ class UnshardedUnit:
                 outputs.append(real(buffer))
                 inputs.append(real(part))
         self._works = [
-            work for of_type in alike.values() for work in all_gather_list(*of_type, sharding.group)
+            work
+            for of_type in alike.values()
+            for work in launch_all_gather_list(*of_type, sharding.group)
         ]
 
     def _padded(self) -> list[Tensor]:
@@ -243,7 +245,7 @@ class GatherWeights(torch.autograd.Function):
 def _is_wanted(node: Any) -> bool:
     """Whether backward goes on to a weight: not to all where it was given `inputs`."""
     try:
-        return node is not None and goes_on_to(node)
+        return node is not None and will_execute(node)
     except RuntimeError as error:
         raise RuntimeError(
             "torch.autograd.grad gives no gradients of sharded weights; take them from `.grad` after "

@@ -30,8 +30,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepgauge.parallel.autograd.first_derivatives import without_second_derivative
-from stepgauge.parallel.autograd.parameter_hooks import others_after, others_before
-from stepgauge.parallel.autograd.present_backward import is_transformed
+from stepgauge.parallel.autograd.parameter_hooks import (
+    post_accumulate_hooks,
+    tensor_hooks,
+    without_wrapper_hooks,
+)
+from stepgauge.parallel.autograd.running_backward import is_inside_func_transform
 from stepgauge.parallel.sharding import local_part
 
 
@@ -157,7 +161,7 @@ class Watch:
     def _called(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         assert isinstance(layer, nn.Linear)
         self._dtypes[layer].add(output.dtype)
-        if is_transformed():
+        if is_inside_func_transform():
             self._differentiated.add(layer)
         elif output.requires_grad:
             output.register_hook(lambda _: self._differentiated.add(layer))
@@ -186,7 +190,10 @@ class Watch:
 
 def _has_hooks(layer: nn.Module) -> bool:
     """A wrapper's are not counted: its pipeline tells it when a stage has all its gradients."""
-    return any(others_before(p) or others_after(p) for p in layer.parameters(recurse=False))
+    return any(
+        without_wrapper_hooks([*tensor_hooks(p), *post_accumulate_hooks(p)])
+        for p in layer.parameters(recurse=False)
+    )
 
 
 Calls = Sequence[tuple[SplitLinear, Slots]]  # of a forward
@@ -297,7 +304,7 @@ def _add_all(
             )
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is not None:
-            for hook in others_after(parameter):
+            for hook in without_wrapper_hooks(post_accumulate_hooks(parameter)):
                 hook(parameter)
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from stepgauge.parallel.autograd.parameter_hooks import num_hooks, taking_hooks
-from stepgauge.parallel.autograd.present_backward import adds_to, at_end_of_backward
+from stepgauge.parallel.autograd.parameter_hooks import num_hooks, requiring_grad
+from stepgauge.parallel.autograd.running_backward import accumulates_into, at_end_of_backward
 from stepgauge.parallel.replicas import registrations
 from stepgauge.parallel.tensor_parallel.cuts import CutParameter, Cuts
 from stepgauge.parallel.tensor_parallel.residual_stream import ResidualStream
@@ -105,7 +105,7 @@ class Hooking:
             if each.cut is None:
                 together.append(parameter)
                 continue
-            with taking_hooks(parameter):
+            with requiring_grad(parameter):
                 self._handles.append(parameter.register_hook(each))
         self._handles += SumsTogether(together, self._stream).handles
         self._looked = id(module), registrations()
@@ -127,7 +127,7 @@ class SumsTogether:
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self.handles: list[RemovableHandle] = []
         for number, parameter in enumerate(parameters):
-            with taking_hooks(parameter):
+            with requiring_grad(parameter):
                 hook = functools.partial(self._arrive, number)
                 self.handles.append(parameter.register_hook(hook))
 
@@ -181,4 +181,4 @@ class SumsTogether:
 def _is_seen_by_others(parameter: nn.Parameter, gradient: Tensor) -> bool:
     if num_hooks(parameter) > 1 or torch.is_grad_enabled() or gradient.is_sparse:
         return True
-    return not adds_to(parameter)
+    return not accumulates_into(parameter)

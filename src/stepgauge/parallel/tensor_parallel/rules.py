@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
-from stepgauge.parallel.autograd.parameter_hooks import hooks_before, hooks_of_module, num_hooks
+from stepgauge.parallel.autograd.parameter_hooks import hooks_of_module, num_hooks, tensor_hooks
 from stepgauge.parallel.tensor_parallel.adapters import ADAPTABLE, is_adapted, rules_of_adapted
 from stepgauge.parallel.tensor_parallel.layer_types import CUT_TYPES, base_of
 from stepgauge.spec.plan.tensor import KINDS, Rule, Table, matched
@@ -157,7 +157,7 @@ def _require_no_hooks(name: str, layer: nn.Module) -> None:
 def _require_no_earlier_hooks(name: str, part: nn.Module) -> None:
     """Which would see a gradient before it is summed over ranks."""
     for key, parameter in part.named_parameters():
-        if hooks_before(parameter):
+        if tensor_hooks(parameter):
             raise ValueError(
                 f"{name}.{key} has a hook, which would see the gradient of a part; register hooks "
                 f"after the layers are cut"

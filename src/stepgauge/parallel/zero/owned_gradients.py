@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stepgauge.parallel.autograd.parameter_hooks import Weakly
-from stepgauge.parallel.autograd.present_backward import adds_to
+from stepgauge.parallel.autograd.parameter_hooks import WrapperHook
+from stepgauge.parallel.autograd.running_backward import accumulates_into
 from stepgauge.parallel.communication.collectives import is_only_group, launch_together
 from stepgauge.parallel.data_parallel import BucketedDataParallel
 from stepgauge.parallel.data_parallel.bucket_gradients import BucketGradients, is_alone
@@ -77,7 +77,7 @@ class OwnerDataParallel(BucketedDataParallel):
     def _hooks_of(self, member: Averaged) -> list[Any]:
         hooks = super()._hooks_of(member)
         if member.name in self.owners:
-            hooks.append(member.parameter.register_hook(Weakly(self._expect, member.number)))
+            hooks.append(member.parameter.register_hook(WrapperHook(self._expect, member.number)))
         return hooks
 
     def expect_backward(self) -> None:
@@ -91,7 +91,7 @@ class OwnerDataParallel(BucketedDataParallel):
         member = self._members[number]
         if member.parameter.grad is None or member.is_local or not self._averages(member):
             return
-        if not adds_to(member.parameter):
+        if not accumulates_into(member.parameter):
             return
         if not self._synchronises:
             raise RuntimeError(

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from stepgauge.parallel.communication.collectives import broadcast_from, launch_together
+from stepgauge.parallel.communication.collectives import launch_broadcast, launch_together
 from stepgauge.parallel.communication.reducer import GradientReducer
 from stepgauge.parallel.replicas import (
     dense,
@@ -238,7 +238,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for owned in parameters if self.communicates else ():
             p = owned.parameter
             if p.numel():
-                send = functools.partial(broadcast_from, owned.owner, dense(p), group)
+                send = functools.partial(launch_broadcast, owned.owner, dense(p), group)
                 launches[p.device].append(send)
         works = [
             work
