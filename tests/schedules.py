@@ -1,10 +1,10 @@
-"""Pipeline schedules that nobody has published."""
+"""Random valid pipeline schedules."""
 
 from stepgauge.spec.plan.pipeline import Action, Schedule
 
 
 def random_schedule(source, *, ranks, stages, micro_batches):
-    """Any placement, and any order in which some rank always runs something that can run."""
+    """Returns a schedule with a random placement of stages and a random order that can run."""
     owners = list(range(ranks)) + [source.randrange(ranks) for _ in range(stages - ranks)]
     source.shuffle(owners)
     rows, done = [[] for _ in range(ranks)], set()

@@ -49,7 +49,7 @@ def test_every_form_that_show_prints_is_read_back(stepgauge, tmp_path):
     for text in ('{"ranks": 3}', '{"name": "mine"}', '{"ranks": [[', "{}"):
         path.write_text(text)
         status, _, err = stepgauge("schedule", "check", path)
-        assert status == 2 and "is no JSON of a schedule" in err
+        assert status == 2 and "is not the JSON of a schedule" in err
 
 
 def test_simulate_draws_a_line_a_rank_and_says_what_waits(stepgauge, tmp_path):
@@ -129,7 +129,7 @@ def test_check_says_what_is_held(stepgauge):
         (("check", "zb-h1", "--bound", "3"), "rank 0 holds 4 at 0F3; the bound is 3"),
         (("check", "izb", "--microbatches", "9"), "--microbatches is 9"),
         (("check", "{file}", "--ranks", "3"), "--ranks is 3; {file} is for 2"),
-        (("check", "{file}"), "the schedule cannot end: "),
+        (("check", "{file}"), "the schedule deadlocks: "),
         (
             ("simulate", "1f1b", "--stage-weights", "1,2"),
             "--stage-weights has 2 values; there are 4",

@@ -151,7 +151,7 @@ def mistakes():
         ),
         (
             lambda: Pipeline(modules, endless),
-            "the schedule cannot end",
+            "the schedule deadlocks",
         ),
         (
             lambda: Pipeline(modules, schedule).step((torch.zeros(6, 2),)),

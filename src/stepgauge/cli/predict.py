@@ -16,7 +16,7 @@ from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.pipeline import PipelineSpec
-from stepgauge.spec.plan.pipeline.schedules import USUAL_PER_RANK
+from stepgauge.spec.plan.pipeline.schedules import DEFAULT_PER_RANK
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.steps import AnyStep, as_layout_step, kind_for, under
 from stepgauge.spec.user_model import UserModel
@@ -122,7 +122,7 @@ def specs_of(layout: Layout, values: Values) -> list[Any]:
         "ranks": (layout.pipeline,),
         "schedule": (layout.schedule,),
         "micro_batches": (layout.microbatches,),
-        "per_rank": (layout.per_rank or USUAL_PER_RANK,),
+        "per_rank": (layout.per_rank or DEFAULT_PER_RANK,),
     }
     return expand(kind, {**values, **of_layout}, network=Networks)
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from stepgauge.spec.plan.buckets import FIRST_BUCKET_MB, Bucket, Parameter, plan_buckets
-from stepgauge.spec.plan.pipeline.schedules import LOOPED, SCHEDULES, USUAL_PER_RANK
+from stepgauge.spec.plan.pipeline.schedules import DEFAULT_PER_RANK, LOOPED, SCHEDULES
 
 SHARDED_PARTS = ("optimizer state", "gradients", "weights")
 
@@ -217,7 +217,7 @@ class Layout:
             raise ValueError(
                 f"v{self.per_rank} needs a schedule of several stages a rank: {' or '.join(LOOPED)}"
             )
-        if self.per_rank == USUAL_PER_RANK:  # one text for one layout
+        if self.per_rank == DEFAULT_PER_RANK:  # one text for one layout
             object.__setattr__(self, "per_rank", 0)
         if self.microbatches > 1 and self.pipeline == 1:
             raise ValueError(f"m{self.microbatches} needs a pipeline, such as pp2 1f1b")

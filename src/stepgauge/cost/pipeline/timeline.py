@@ -25,7 +25,7 @@ from stepgauge.spec.plan.pipeline.action import (
     ScheduleError,
 )
 from stepgauge.spec.plan.pipeline.check import Held, changes
-from stepgauge.spec.plan.pipeline.depend import cycle, dependencies, in_order
+from stepgauge.spec.plan.pipeline.depend import dependencies, find_cycle, topological_order
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,9 +157,9 @@ class Simulator:
         if not schedule.is_lowered and schedule.num_ranks > 1:
             raise ScheduleError("the schedule has no sends and receives; lower it first")
         self._schedule, self._waits = schedule, dependencies(schedule)
-        if stuck := cycle(self._waits):
+        if stuck := find_cycle(self._waits):
             raise ScheduleError(f"the schedule cannot end: {stuck[0]} waits for itself", stuck)
-        self._order = in_order(self._waits)
+        self._order = topological_order(self._waits)
 
     def timeline(self, durations: Durations) -> Timeline:
         """When each action runs."""

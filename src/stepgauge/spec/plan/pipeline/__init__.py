@@ -1,7 +1,7 @@
 """Pipeline schedules as data: which micro-batch runs where and when.
 
-The same object is written and read as text, checked, simulated (cost/pipeline/timeline.py) and
-executed (parallel/pipeline).
+The same Schedule object is read and written as text, checked, simulated
+(cost/pipeline/timeline.py) and executed (parallel/pipeline).
 """
 
 from stepgauge.spec.plan.pipeline.action import Action, Channel, Schedule, ScheduleError

@@ -1,5 +1,5 @@
-"""What a pipeline schedule is made of: an action is (stage, kind, micro-batch), a schedule a list
-of actions a rank. The names are those of torch.distributed.pipelining.
+"""The parts of a pipeline schedule: an action is (stage, kind, micro-batch), and a schedule has one
+list of actions per rank. Kinds are named as in torch.distributed.pipelining.
 """
 
 import dataclasses
@@ -12,12 +12,12 @@ COMPUTE = (FORWARD, BACKWARD, INPUT, WEIGHT)
 SEND_F, RECV_F, SEND_B, RECV_B = "SEND_F", "RECV_F", "SEND_B", "RECV_B"
 SENDS, RECEIVES = (SEND_F, SEND_B), (RECV_F, RECV_B)
 UNSHARD, RESHARD, REDUCE = "UNSHARD", "RESHARD", "REDUCE_GRAD"
-OF_STAGES = (UNSHARD, RESHARD, REDUCE)  # of a stage, whatever the micro-batch
-KINDS = (*COMPUTE, *SENDS, *RECEIVES, *OF_STAGES)
+STAGE_WORK = (UNSHARD, RESHARD, REDUCE)  # done once per stage, without a micro-batch
+KINDS = (*COMPUTE, *SENDS, *RECEIVES, *STAGE_WORK)
 
 
 class Channel(NamedTuple):
-    """One direction of the edge between two neighbouring stages; it has a communicator of its own."""
+    """One direction between two neighbouring stages. Each channel has its own communicator."""
 
     sender: int
     receiver: int
@@ -27,11 +27,12 @@ class Channel(NamedTuple):
 
 
 class Action(NamedTuple):
-    """What one rank does next.
+    """One step of a rank's work.
 
-    kind  F forward, B whole backward, I gradient of the stage's input, W gradient of its weights;
-          SEND_F, RECV_F of activations and SEND_B, RECV_B of their gradients; UNSHARD, RESHARD,
-          REDUCE_GRAD of a stage's weights, which have no micro-batch (-1)
+    kind         F: forward; B: whole backward; I: gradient of the stage's input; W: gradients of
+                 its weights; SEND_F, RECV_F: activations; SEND_B, RECV_B: gradients of activations;
+                 UNSHARD, RESHARD, REDUCE_GRAD: work on the stage's weights and gradients
+    micro_batch  -1 for UNSHARD, RESHARD and REDUCE_GRAD, which have none
     """
 
     stage: int
@@ -47,28 +48,28 @@ class Action(NamedTuple):
 
     @property
     def channel(self) -> Channel:
-        """Where a SEND or RECV travels."""
+        """The channel of a SEND or RECV."""
         after, before = self.stage + 1, self.stage - 1
         if self.kind in SENDS:
             return Channel(self.stage, after if self.kind == SEND_F else before)
-        assert self.kind in RECEIVES, f"{self} does not travel"
+        assert self.kind in RECEIVES, f"{self} is neither a send nor a receive"
         return Channel(before if self.kind == RECV_F else after, self.stage)
 
     @property
-    def sent(self) -> Self:
-        """The SEND that a RECV takes, and a SEND itself."""
+    def as_send(self) -> Self:
+        """The SEND that matches this RECV; a SEND returns itself."""
         kind = {RECV_F: SEND_F, RECV_B: SEND_B}.get(self.kind, self.kind)
         return self._replace(stage=self.channel.sender, kind=kind)
 
     @property
-    def received(self) -> Self:
-        """The RECV that takes a SEND, and a RECV itself."""
+    def as_receive(self) -> Self:
+        """The RECV that matches this SEND; a RECV returns itself."""
         kind = {SEND_F: RECV_F, SEND_B: RECV_B}.get(self.kind, self.kind)
         return self._replace(stage=self.channel.receiver, kind=kind)
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot run; `actions` are those that prove it."""
+    """A schedule cannot run. `actions` are the ones that show why."""
 
     def __init__(self, message: str, actions: Sequence[Action] = ()):
         super().__init__(message)
@@ -79,7 +80,7 @@ class ScheduleError(ValueError):
 class Schedule:
     """The actions of each rank, in the order in which it runs them.
 
-    Raises ScheduleError where there is nothing to run, or a stage is on two ranks.
+    Raises ScheduleError if a rank has nothing to compute or a stage is on two ranks.
     """
 
     ranks: tuple[tuple[Action, ...], ...]
@@ -89,24 +90,24 @@ class Schedule:
         for rank, actions in enumerate(self.ranks):
             if not any(action.is_compute for action in actions):
                 raise ScheduleError(f"rank {rank} of {len(self.ranks)} has nothing to compute")
-        self.rank_of  # noqa: B018 - raises where a stage is on two ranks
+        self.rank_of  # noqa: B018 - raises if a stage is on two ranks
 
     def __iter__(self) -> Iterator[tuple[int, Action]]:
-        """Every action with its rank, a rank after the other."""
+        """Yields every action with its rank, one rank after the other."""
         return ((rank, action) for rank, row in enumerate(self.ranks) for action in row)
 
     @functools.cached_property
     def rank_of(self) -> Mapping[int, int]:
         """The rank that each stage is on."""
-        found: dict[int, tuple[int, Action]] = {}
+        owners: dict[int, tuple[int, Action]] = {}
         for rank, action in self:
-            other, first = found.setdefault(action.stage, (rank, action))
+            other, first = owners.setdefault(action.stage, (rank, action))
             if other != rank:
                 raise ScheduleError(
                     f"stage {action.stage} is on rank {other} ({first}) and on rank {rank} ({action})",
                     (first, action),
                 )
-        return {stage: rank for stage, (rank, _) in sorted(found.items())}
+        return {stage: rank for stage, (rank, _) in sorted(owners.items())}
 
     @property
     def num_ranks(self) -> int:
@@ -122,28 +123,28 @@ class Schedule:
 
     @functools.cached_property
     def is_lowered(self) -> bool:
-        """Whether sends, receives and the like are in it."""
+        """True if the schedule has actions that `lower` adds, such as sends and receives."""
         return any(not action.is_compute for _, action in self)
 
     @property
     def compute(self) -> Self:
-        """The schedule without what lowering adds."""
+        """The schedule without the actions that `lower` adds."""
         rows = tuple(tuple(action for action in row if action.is_compute) for row in self.ranks)
         return dataclasses.replace(self, ranks=rows)
 
     def stages(self, rank: int) -> list[int]:
-        """The stages of a rank, the first one first."""
+        """The stages of a rank, in ascending order."""
         return [stage for stage, owner in self.rank_of.items() if owner == rank]
 
     def splits(self, stage: int) -> bool:
-        """Whether a backward of the stage is run in two parts, I and W."""
+        """True if the stage runs any backward in two parts, I and W."""
         return any(
             action.stage == stage and action.kind == INPUT
             for action in self.ranks[self.rank_of[stage]]
         )
 
     def in_flight(self, stage: int) -> int:
-        """The most micro-batches of a stage that are between their F and the end of their backward."""
+        """The largest number of the stage's micro-batches between F and the end of backward."""
         row = [action for action in self.ranks[self.rank_of[stage]] if action.stage == stage]
         ends = {action.micro_batch: action for action in row if action.kind in (BACKWARD, WEIGHT)}
         live = most = 0
@@ -153,6 +154,6 @@ class Schedule:
         return most
 
     def crosses(self, stage: int, other: int) -> bool:
-        """Whether both stages exist and are on different ranks."""
+        """True if both stages exist and are on different ranks."""
         ranks = self.rank_of
         return stage in ranks and other in ranks and ranks[stage] != ranks[other]

@@ -1,44 +1,44 @@
-"""How the parts of a network are cut into stages, so that no rank has more to do than the others."""
+"""Cuts the parts of a network into pipeline stages so that every rank has about the same load."""
 
 import itertools
 from collections.abc import Iterator, Sequence
 
 
 def balance(weights: Sequence[float], owners: Sequence[int]) -> list[int]:
-    """How many consecutive parts each stage gets, at least one.
+    """Returns how many consecutive parts each stage gets, at least one.
 
-    The load of a rank is that of all its stages: in a V the last stage, which has the head, may be
-    short because the first one on the same rank is. From equal stages on, borders move one or two
-    at a time while the heaviest rank, then the spread over ranks and then over stages, gets
-    smaller; more parts than there are stages make finer cuts.
+    A rank's load is the sum over all its stages. In a V, for example, the last stage has the head,
+    and the first stage of the same rank can be made shorter in exchange. The search starts from
+    stages of equal length and moves one or two borders by one part for as long as that reduces,
+    in this order: the load of the heaviest rank, the spread over ranks, the spread over stages.
 
-    weights  of each part, in any unit
+    weights  load of each part, in any unit
     owners   the rank of each stage
 
-    Raises ValueError for fewer parts than stages.
+    Raises ValueError if there are fewer parts than stages.
     """
     stages = len(owners)
     if len(weights) < stages:
         raise ValueError(f"stages is {stages}; the network has {len(weights)} parts to cut")
     sums = [0.0, *itertools.accumulate(weights)]
     borders = equal_borders(len(weights), stages)
-    best = _cost(borders, sums, owners)
+    best = _imbalance(borders, sums, owners)
     while True:
-        cost, moved = min((_cost(tried, sums, owners), tried) for tried in moves(borders))
-        if cost >= best:
+        value, moved = min((_imbalance(tried, sums, owners), tried) for tried in moves(borders))
+        if value >= best:
             return [after - before for before, after in itertools.pairwise(borders)]
-        best, borders = cost, moved
+        best, borders = value, moved
 
 
 def equal_borders(parts: int, stages: int) -> tuple[int, ...]:
-    """Between stages of as many parts, more or less."""
+    """Borders that give every stage the same number of parts, up to rounding."""
     return tuple(round(parts * n / stages) for n in range(stages + 1))
 
 
-def _cost(
+def _imbalance(
     borders: Sequence[int], sums: Sequence[float], owners: Sequence[int]
 ) -> tuple[float, ...]:
-    """What to make small: the longest rank, then the squares of ranks, then those of stages."""
+    """The largest rank's load, then the sum of squares over ranks, then over stages."""
     stages = [sums[after] - sums[before] for before, after in itertools.pairwise(borders)]
     ranks = [0.0] * (max(owners) + 1)
     for owner, stage in zip(owners, stages, strict=True):
@@ -51,7 +51,7 @@ def _squares(loads: Sequence[float]) -> float:
 
 
 def moves(borders: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The borders, and all that differ in one or two of the inner ones by one."""
+    """Yields the borders themselves and all variants with one or two inner borders moved by one."""
     inner = range(1, len(borders) - 1)
     yield borders
     for first, second in itertools.product(inner, repeat=2):

@@ -1,10 +1,13 @@
-"""Whether a schedule can run, and what it holds in memory while it does.
+"""Checks that a schedule can run, and computes how much memory it holds.
 
-A schedule that fails is refused with the actions that prove it. What is checked, in this order:
-each stage runs each micro-batch forward and backward once; in an order of a rank that makes sense;
-its weights are whole while it runs, and its gradients there when they are reduced; everything that
-is read is sent and received once, before it is read; no action waits for itself through others
-(deadlock); the memory bound holds.
+A schedule that fails raises ScheduleError with the actions that show why. The checks, in order:
+
+- each stage runs each micro-batch forward and backward once;
+- on each rank F comes before B or I, and I before W;
+- a stage runs between its UNSHARD and RESHARD, and its gradients are complete at REDUCE_GRAD;
+- all data that crosses ranks is sent and received once, before it is read;
+- there is no deadlock;
+- no rank holds more than the memory bound.
 """
 
 import collections
@@ -25,14 +28,16 @@ from stepgauge.spec.plan.pipeline.action import (
     Schedule,
     ScheduleError,
 )
-from stepgauge.spec.plan.pipeline.depend import cycle, dependencies
+from stepgauge.spec.plan.pipeline.depend import dependencies, find_cycle
 from stepgauge.spec.plan.pipeline.lower import lower, receives, with_sends
 
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """What one micro-batch of one stage holds, in any unit: activations from F until I or B, and
-    the part of them that W needs until W.
+    """Memory that one micro-batch of one stage holds, in any unit.
+
+    activations  held from F until I or B
+    for_weights  the part of them that W needs, held until W
     """
 
     activations: float = 1.0
@@ -41,12 +46,12 @@ class Held:
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """What the check of a schedule found, one value a rank.
+    """The lowered schedule with the memory of each rank.
 
-    peak         most that is held at once, in the unit asked for (micro-batches of a stage)
-    peak_action  the action at which it is
-    in_flight    most activations at once, whatever they weigh
-    saved        most inputs of W at once
+    peak         the most memory held at once, in the unit of `held` (by default micro-batches)
+    peak_action  the action during which the peak is reached
+    in_flight    the most micro-batches at once between F and I or B
+    saved        the most micro-batches at once between I and W
     """
 
     schedule: Schedule
@@ -63,36 +68,38 @@ def check(
     held: Mapping[int, Held] | None = None,
     bound: float | None = None,
 ) -> Checked:
-    """The lowered schedule and its memory. Raises ScheduleError with the actions that prove it.
+    """Returns the lowered schedule with its memory, or raises ScheduleError if it cannot run.
 
-    ranks  how many it must be for; None: any
-    held   of each stage; without it every stage holds 1 from F until B or W
-    bound  most that a rank may hold
+    ranks  the number of ranks that it must have; None: any
+    held   memory of each stage; by default every stage holds 1 from F until B or W
+    bound  the most memory that a rank may hold
     """
     if ranks is not None and schedule.num_ranks != ranks:
         raise ScheduleError(f"schedule is for {schedule.num_ranks} ranks; there are {ranks}")
-    _each_once(schedule)
-    _order_on_ranks(schedule)
+    _check_each_once(schedule)
+    _check_rank_order(schedule)
     lowered = lower(schedule)
-    _work_on_weights(lowered)
-    _communication(lowered)
-    _no_deadlock(lowered)
-    found = _memory(lowered, held or {})
-    for rank, peak in enumerate(found.peak):
+    _check_stage_work(lowered)
+    _check_transfers(lowered)
+    if stuck := find_cycle(dependencies(lowered)):
+        path = " waits for ".join(map(str, (*stuck, stuck[0])))
+        raise ScheduleError(f"the schedule deadlocks: {path}", stuck)
+    checked = _with_memory(lowered, held or {})
+    for rank, peak in enumerate(checked.peak):
         if bound is not None and peak > bound:
-            action = found.peak_action[rank]
+            action = checked.peak_action[rank]
             raise ScheduleError(
                 f"rank {rank} holds {peak:g} at {action}; the bound is {bound:g}", (action,)
             )
-    return found
+    return checked
 
 
-def _each_once(schedule: Schedule) -> None:
-    """One F, and one B or one I and one W, of every micro-batch in every stage."""
+def _check_each_once(schedule: Schedule) -> None:
+    """Checks that every stage has, for every micro-batch, one F and either one B or one I and W."""
     times = collections.Counter(action for _, action in schedule)
     for action, number in times.items():
         if number > 1:
-            raise ScheduleError(f"{action} is there {number} times", (action,))
+            raise ScheduleError(f"{action} is in the schedule {number} times", (action,))
     for stage in range(schedule.num_stages):
         for micro_batch in range(schedule.num_micro_batches):
             forward, whole, grad_input, weight = (
@@ -103,17 +110,21 @@ def _each_once(schedule: Schedule) -> None:
             parts = [part for part in (grad_input, weight) if part in times]
             if whole in times and parts:
                 raise ScheduleError(
-                    f"{whole} is a whole backward; {parts[0]} is one too many", (whole, *parts)
+                    f"{whole} is a whole backward, so {parts[0]} must not be there", (whole, *parts)
                 )
             if whole not in times and not parts:
-                raise ScheduleError(f"{forward} has no backward, {whole}", (forward, whole))
+                raise ScheduleError(f"{forward} has no backward {whole}", (forward, whole))
             if len(parts) == 1:
                 (missing,) = {grad_input, weight} - set(parts)
-                raise ScheduleError(f"{parts[0]} is there but {missing} is missing", (missing,))
+                raise ScheduleError(
+                    f"{parts[0]} is in the schedule but {missing} is missing", (missing,)
+                )
 
 
-def _order_on_ranks(schedule: Schedule) -> None:
-    """F before B, I and W; I before W. What waits for other stages is the graph's business."""
+def _check_rank_order(schedule: Schedule) -> None:
+    """Checks that F comes before B and I, and I before W. Dependencies on other stages are checked
+    by the deadlock check.
+    """
     for rank, row in enumerate(schedule.ranks):
         place = {action: number for number, action in enumerate(row)}
         for action in row:
@@ -124,23 +135,30 @@ def _order_on_ranks(schedule: Schedule) -> None:
                 raise ScheduleError(f"rank {rank} runs {action} before {first}", (action, first))
 
 
-def _work_on_weights(schedule: Schedule) -> None:
-    """UNSHARD before a stage's first action, REDUCE_GRAD after its last gradient, RESHARD after all."""
+def _check_stage_work(schedule: Schedule) -> None:
+    """Checks that UNSHARD comes before a stage's first action, REDUCE_GRAD after its last gradient,
+    and RESHARD after both.
+    """
     for rank, row in enumerate(schedule.ranks):
         place = {action: number for number, action in enumerate(row)}
         for stage in schedule.stages(rank):
             own = [action for action in row if action.stage == stage and action.is_compute]
-            graded = [action for action in own if action.kind in (BACKWARD, WEIGHT)]
+            gradients = [action for action in own if action.kind in (BACKWARD, WEIGHT)]
             unshard, reduce, reshard = (Action(stage, kind) for kind in (UNSHARD, REDUCE, RESHARD))
-            order = ((unshard, own[0]), (graded[-1], reduce), (own[-1], reshard), (reduce, reshard))
+            order = (
+                (unshard, own[0]),
+                (gradients[-1], reduce),
+                (own[-1], reshard),
+                (reduce, reshard),
+            )
             for first, later in order:
                 if {first, later} <= place.keys() and place[first] > place[later]:
                     raise ScheduleError(f"rank {rank} runs {later} before {first}", (later, first))
 
 
-def _communication(schedule: Schedule) -> None:
-    """Every result that another rank reads is sent after it is there and received before it is
-    read; nothing else is.
+def _check_transfers(schedule: Schedule) -> None:
+    """Checks that each result that another rank reads is sent after it is computed and received
+    before it is read, and that nothing else is sent or received.
     """
     plain = schedule.compute
     for rank, row in enumerate(schedule.ranks):
@@ -161,20 +179,13 @@ def _communication(schedule: Schedule) -> None:
                 raise ScheduleError(
                     f"rank {rank} runs {reader} before {receive}", (reader, receive)
                 )
-        known = {*sends, *needed.values()}
+        expected = {*sends, *needed.values()}
         for action in row:
-            if action.kind in (*SENDS, *RECEIVES) and action not in known:
-                raise ScheduleError(f"nobody needs {action} of rank {rank}", (action,))
+            if action.kind in (*SENDS, *RECEIVES) and action not in expected:
+                raise ScheduleError(f"no rank needs {action} of rank {rank}", (action,))
 
 
-def _no_deadlock(schedule: Schedule) -> None:
-    if stuck := cycle(dependencies(schedule)):
-        path = " waits for ".join(map(str, (*stuck, stuck[0])))
-        raise ScheduleError(f"the schedule cannot end: {path}", stuck)
-
-
-def _memory(schedule: Schedule, held: Mapping[int, Held]) -> Checked:
-    """The schedule, with the most that each rank holds and the action at which it does."""
+def _with_memory(schedule: Schedule, held: Mapping[int, Held]) -> Checked:
     peaks, actions = [], []
     for row in schedule.ranks:
         levels = live(row, held)
@@ -184,13 +195,13 @@ def _memory(schedule: Schedule, held: Mapping[int, Held]) -> Checked:
         schedule=schedule,
         peak=tuple(peaks),
         peak_action=tuple(actions),
-        in_flight=tuple(_most(row, (FORWARD,), (BACKWARD, INPUT)) for row in schedule.ranks),
-        saved=tuple(_most(row, (INPUT,), (WEIGHT,)) for row in schedule.ranks),
+        in_flight=tuple(_most_open(row, (FORWARD,), (BACKWARD, INPUT)) for row in schedule.ranks),
+        saved=tuple(_most_open(row, (INPUT,), (WEIGHT,)) for row in schedule.ranks),
     )
 
 
 def live(row: Sequence[Action], held: Mapping[int, Held]) -> list[float]:
-    """What a rank holds during each of its actions."""
+    """Returns the memory that a rank holds during each of its actions."""
     levels, now = [], 0.0
     for taken, freed in changes(row, held):
         now += taken
@@ -200,7 +211,7 @@ def live(row: Sequence[Action], held: Mapping[int, Held]) -> list[float]:
 
 
 def changes(row: Iterable[Action], held: Mapping[int, Held]) -> Iterator[tuple[float, float]]:
-    """Of each action what the rank holds more from its begin on, and less from its end on."""
+    """Yields for each action the memory allocated at its start and the memory freed at its end."""
     for action in row:
         of_stage = held.get(action.stage, Held())
         freed = {
@@ -212,8 +223,8 @@ def changes(row: Iterable[Action], held: Mapping[int, Held]) -> Iterator[tuple[f
         yield taken, freed.get(action.kind, 0.0)
 
 
-def _most(row: Sequence[Action], opening: Sequence[str], closing: Sequence[str]) -> int:
-    """Most micro-batches of stages that are between the two at once."""
+def _most_open(row: Sequence[Action], opening: Sequence[str], closing: Sequence[str]) -> int:
+    """Returns the most micro-batches at once between an opening and a closing action."""
     now = most = 0
     for action in row:
         now += (action.kind in opening) - (action.kind in closing)

@@ -1,12 +1,14 @@
-"""What every action of a lowered schedule waits for: the graph that the checker looks for cycles in
-and the simulator walks.
+"""The dependency graph of a lowered schedule. The checker looks for cycles in it, and the simulator
+walks it.
 
-A transfer is one node, named by its SEND: it begins when both sides are there. An action waits for
+A transfer is one node, named by its SEND. It starts when both ranks have posted their side. An
+action depends on
 
-- the computation before it on its rank, and the work on its stage's weights that stands before it;
-- the data that it reads: an earlier stage's forward, a later stage's backward, or the transfer;
-- a transfer also for the ones before it on its communicator, in the sender's order and in the
-  receiver's: where these differ there is a cycle.
+- the computation before it on its rank, and its stage's UNSHARD;
+- the data that it reads: the forward of the stage before, the backward of the stage after, or the
+  transfer that brings one of these;
+- for a transfer: the transfers posted before it on the same channel, in the sender's order and in
+  the receiver's order. If the two orders differ, the graph has a cycle.
 """
 
 import collections
@@ -18,6 +20,8 @@ from stepgauge.spec.plan.pipeline.action import (
     FORWARD,
     INPUT,
     RECEIVES,
+    SEND_B,
+    SEND_F,
     SENDS,
     UNSHARD,
     WEIGHT,
@@ -25,47 +29,47 @@ from stepgauge.spec.plan.pipeline.action import (
     Schedule,
 )
 
-Waits = dict[Action, list[Action]]
+Dependencies = dict[Action, list[Action]]
 
 
 def node(action: Action) -> Action:
-    """Both sides of a transfer are its SEND."""
-    return action.sent if action.kind in RECEIVES else action
+    """The graph node of an action: a SEND and its RECV share the node of the SEND."""
+    return action.as_send if action.kind in RECEIVES else action
 
 
-def dependencies(schedule: Schedule) -> Waits:
-    """Each action with those that it waits for; RECVs stand for their SENDs."""
-    waits: Waits = {node(action): [] for _, action in schedule}
+def dependencies(schedule: Schedule) -> Dependencies:
+    """Returns the actions that each action waits for, with every RECV replaced by its SEND."""
+    waits: Dependencies = {node(action): [] for _, action in schedule}
     for row in schedule.ranks:
-        for action, before in _placed_after(row):
-            waits[node(action)].append(before)
-        for before, after in _order_of_transfers(row):
-            waits[after].append(before)
+        for action, earlier in _rank_order(row):
+            waits[node(action)].append(earlier)
+        for earlier, later in _channel_order(row):
+            waits[later].append(earlier)
     for _, action in schedule:
         if action.is_compute or action.kind in SENDS:
-            waits[action] += [other for other in _read(schedule, action) if other in waits]
+            waits[action] += [source for source in _sources(schedule, action) if source in waits]
     return waits
 
 
-def _placed_after(row: Sequence[Action]) -> Iterable[tuple[Action, Action]]:
-    """Each action of a rank with the computation before it, and with what weights it waits for."""
-    before: Action | None = None
-    whole: dict[int, Action] = {}
-    for action in row:
-        if before is not None:
-            yield action, before
-        if action.is_compute:
-            before = action
-            if action.stage in whole:
-                yield action, whole.pop(action.stage)
-        if action.kind == UNSHARD:
-            whole[action.stage] = action
-
-
-def _order_of_transfers(row: Sequence[Action]) -> Iterable[tuple[Action, Action]]:
-    """Transfers that follow each other on a communicator, as this rank posts them: each direction of
-    each edge has one.
+def _rank_order(row: Sequence[Action]) -> Iterable[tuple[Action, Action]]:
+    """Yields each action of a rank with the computation before it, and the first computation of a
+    stage with the stage's UNSHARD.
     """
+    previous: Action | None = None
+    unshards: dict[int, Action] = {}
+    for action in row:
+        if previous is not None:
+            yield action, previous
+        if action.is_compute:
+            previous = action
+            if action.stage in unshards:
+                yield action, unshards.pop(action.stage)
+        if action.kind == UNSHARD:
+            unshards[action.stage] = action
+
+
+def _channel_order(row: Sequence[Action]) -> Iterable[tuple[Action, Action]]:
+    """Yields pairs of transfers that this rank posts one after the other on the same channel."""
     posted = collections.defaultdict(list)
     for action in row:
         if action.kind in (*SENDS, *RECEIVES):
@@ -74,47 +78,51 @@ def _order_of_transfers(row: Sequence[Action]) -> Iterable[tuple[Action, Action]
         yield from itertools.pairwise(transfers)
 
 
-def _read(schedule: Schedule, action: Action) -> list[Action]:
-    """What the action reads; of the backwards of a stage that may be either, both."""
+def _sources(schedule: Schedule, action: Action) -> list[Action]:
+    """Returns the actions whose results this action reads. A backward may be B or I: both are
+    listed, and the caller drops the one that is not in the schedule.
+    """
     stage, kind, micro_batch = action
-    own_backward = [Action(stage, BACKWARD, micro_batch), Action(stage, INPUT, micro_batch)]
-    if kind in SENDS:
-        return [Action(stage, FORWARD, micro_batch)] if kind == "SEND_F" else own_backward
+    if kind == SEND_B:
+        return [Action(stage, BACKWARD, micro_batch), Action(stage, INPUT, micro_batch)]
     if kind == WEIGHT:
         return [Action(stage, INPUT, micro_batch)]
     if kind == FORWARD:
-        if schedule.crosses(stage, stage - 1):
-            return [Action(stage - 1, "SEND_F", micro_batch)]
-        return [Action(stage - 1, FORWARD, micro_batch)]
+        source = SEND_F if schedule.crosses(stage, stage - 1) else FORWARD
+        return [Action(stage - 1, source, micro_batch)]
     forward = Action(stage, FORWARD, micro_batch)
-    if schedule.crosses(stage, stage + 1):
-        return [forward, Action(stage + 1, "SEND_B", micro_batch)]
-    after = [Action(stage + 1, name, micro_batch) for name in (BACKWARD, INPUT)]
-    return [forward, *after]
+    if kind == SEND_F:
+        return [forward]
+    sources = (SEND_B,) if schedule.crosses(stage, stage + 1) else (BACKWARD, INPUT)
+    return [forward, *(Action(stage + 1, source, micro_batch) for source in sources)]
 
 
-def in_order(waits: Mapping[Action, Sequence[Action]]) -> list[Action]:
-    """The actions so that each comes after those that it waits for; those of cycles are left out."""
-    left = {action: len(others) for action, others in waits.items()}
+def topological_order(waits: Mapping[Action, Sequence[Action]]) -> list[Action]:
+    """Returns the actions, each after those that it waits for. Actions that are on a cycle or wait
+    for one are left out.
+    """
+    missing = {action: len(earlier) for action, earlier in waits.items()}
     readers: dict[Action, list[Action]] = collections.defaultdict(list)
-    for action, others in waits.items():
-        for other in others:
+    for action, earlier in waits.items():
+        for other in earlier:
             readers[other].append(action)
-    ready = collections.deque(action for action, number in left.items() if not number)
+    ready = collections.deque(action for action, number in missing.items() if not number)
     ordered = []
     while ready:
         action = ready.popleft()
         ordered.append(action)
         for reader in readers[action]:
-            left[reader] -= 1
-            if not left[reader]:
+            missing[reader] -= 1
+            if not missing[reader]:
                 ready.append(reader)
     return ordered
 
 
-def cycle(waits: Mapping[Action, Sequence[Action]]) -> list[Action]:
-    """Actions each of which waits for the next, and the last for the first; none where all can run."""
-    stuck = set(waits) - set(in_order(waits))
+def find_cycle(waits: Mapping[Action, Sequence[Action]]) -> list[Action]:
+    """Returns actions of which each waits for the next and the last for the first; empty if there
+    is no cycle.
+    """
+    stuck = set(waits) - set(topological_order(waits))
     if not stuck:
         return []
     path = [min(stuck)]

@@ -1,18 +1,21 @@
-"""The published schedules, by name: each a function of ranks p, micro-batches m and stages a rank
-v.
+"""Generators of the published schedules, by name. Each is a function of the number of ranks p, of
+micro-batches m and of stages per rank v, and yields the actions of rank 0, rank 1, and so on.
 
 gpipe        all forwards, then all backwards (Huang et al. 2019)
-1f1b         a forward, a backward in turn: rank r holds p - r micro-batches (Narayanan et al. 2019)
-interleaved  1f1b over v stages a rank, which shortens the bubble v times (Narayanan et al. 2021)
-zb-h1        1f1b with backward in two: W waits and fills the bubble, which is a third of 1f1b's at
-             1f1b's memory (Qi et al. 2023, Zero Bubble Pipeline Parallelism)
-izb          the same over v stages a rank
-zbv          two stages a rank in a V, rank r having stages r and 2p - 1 - r; no bubble where F, I
-             and W take alike (Qi et al. 2023)
-dualpipev    DeepSeek's DualPipe (2024) folded into the same V: a forward beside each backward
-v-half,      the V with a building block that repeats every six units of work, so that a half and a
-v-min        third of 1f1b's activations are held, and a few more (Qi et al. 2024, Pipeline
-             Parallelism with Controllable Memory)
+1f1b         forwards and backwards alternate; rank r holds p - r micro-batches (Narayanan et al.
+             2019)
+interleaved  1f1b with v stages per rank; the bubble is v times shorter (Narayanan et al. 2021)
+zb-h1        1f1b with the backward split into I and W. W is delayed to fill the bubble, which
+             shrinks to a third of 1f1b's with 1f1b's memory (Qi et al. 2023, Zero Bubble Pipeline
+             Parallelism)
+izb          zb-h1 with v stages per rank
+zbv          two stages per rank in a V: rank r has stages r and 2p - 1 - r. No bubble if F, I and W
+             take equally long (Qi et al. 2023)
+dualpipev    DeepSeek's DualPipe (2024) folded into the same V; each forward is paired with a
+             backward
+v-half,      a V whose building block repeats every six units of work. They hold a half and a third
+v-min        of 1f1b's activations plus a small constant (Qi et al. 2024, Pipeline Parallelism with
+             Controllable Memory)
 """
 
 import collections
@@ -29,13 +32,14 @@ from stepgauge.spec.plan.pipeline.action import (
     Schedule,
 )
 
-F, B, I, W = FORWARD, BACKWARD, INPUT, WEIGHT  # noqa: E741 - as the papers name them
+F, B, I, W = FORWARD, BACKWARD, INPUT, WEIGHT  # noqa: E741 - the names used in the papers
 
 
 class RankActions:
-    """The actions of a rank as they are added: of a stage and kind the next micro-batch each time.
+    """Collects the actions of a rank. Each added action takes the next micro-batch of its stage and
+    kind.
 
-    Micro-batches from `micro_batches` on are left out: a pattern may need more to be complete.
+    A pattern may run past the last micro-batch; those actions are counted but not collected.
     """
 
     def __init__(self, micro_batches: int):
@@ -72,21 +76,24 @@ def one_f_one_b(p: int, m: int, v: int) -> Iterator[list[Action]]:
         yield row.actions
 
 
-def _rounds(p: int, m: int, v: int) -> int:
-    """Micro-batches that go through one stage of a rank before its next. Raises ValueError."""
-    number = max(1, m // p) if v > 1 else 1
-    if m % number:
+def _round_size(p: int, m: int, v: int) -> int:
+    """Returns how many micro-batches pass through one stage of a rank before its next stage.
+
+    Raises ValueError if the micro-batches do not divide into rounds.
+    """
+    rounds = max(1, m // p) if v > 1 else 1
+    if m % rounds:
         raise ValueError(
-            f"micro_batches is {m}; stages are interleaved in {number} rounds, which must divide it"
+            f"micro_batches is {m}; stages are interleaved in {rounds} rounds, which must divide it"
         )
-    return m // number
+    return m // rounds
 
 
 def _visits(p: int, m: int, v: int, rank: int) -> tuple[list[int], list[int]]:
-    """The stages of a rank in the order of its forwards, and of its backwards."""
-    own, size = [rank + p * chunk for chunk in range(v)], _rounds(p, m, v)
-    turns = [[stage] * size for stage in own]
-    forwards = [stage for _ in range(m // size) for turn in turns for stage in turn]
+    """Returns the stages of a rank in the order of its forwards, and of its backwards."""
+    size = _round_size(p, m, v)
+    one_round = [rank + p * chunk for chunk in range(v) for _ in range(size)]
+    forwards = one_round * (m // size)
     return forwards, [rank + p * (v - 1) - (stage - rank) for stage in forwards]
 
 
@@ -94,7 +101,7 @@ def interleaved(p: int, m: int, v: int) -> Iterator[list[Action]]:
     for rank in range(p):
         row = RankActions(m)
         forwards, backwards = _visits(p, m, v, rank)
-        warm_up = min(v * m, (v - 1) * _rounds(p, m, v) + 2 * (p - 1 - rank))
+        warm_up = min(v * m, (v - 1) * _round_size(p, m, v) + 2 * (p - 1 - rank))
         for stage in forwards[:warm_up]:
             row.add(stage, F)
         for number, stage in enumerate(backwards):
@@ -105,11 +112,13 @@ def interleaved(p: int, m: int, v: int) -> Iterator[list[Action]]:
 
 
 def interleaved_zero_bubble(p: int, m: int, v: int) -> Iterator[list[Action]]:
-    """Rank r holds back r inputs of W, as many as it has fewer activations than rank 0."""
+    """Rank r delays W by r backwards. It holds r fewer activations than rank 0, so all ranks hold
+    about the same memory.
+    """
     for rank in range(p):
         row = RankActions(m)
         forwards, backwards = _visits(p, m, v, rank)
-        warm_up = min(v * m, (v - 1) * _rounds(p, m, v) + p - 1 - rank)
+        warm_up = min(v * m, (v - 1) * _round_size(p, m, v) + p - 1 - rank)
         for stage in forwards[:warm_up]:
             row.add(stage, F)
         for number, stage in enumerate(backwards):
@@ -126,7 +135,7 @@ def interleaved_zero_bubble(p: int, m: int, v: int) -> Iterator[list[Action]]:
 def zbv(p: int, m: int, v: int) -> Iterator[list[Action]]:
     for rank in range(p):
         row, first, last = RankActions(m), rank, 2 * p - 1 - rank
-        needed = max(m, 2 * p - 1)  # to fill the V
+        needed = max(m, 2 * p - 1)  # the pattern needs 2p - 1 micro-batches to fill the V
         for _ in range(2 * (p - rank) - 1):
             row.add(first, F)
         for _ in range(rank):
@@ -155,7 +164,6 @@ def dualpipev(p: int, m: int, v: int) -> Iterator[list[Action]]:
         raise ValueError(f"micro_batches is {m}; dualpipev needs at least {2 * p} on {p} ranks")
     for rank in range(p):
         row, first, last = RankActions(m), rank, 2 * p - 1 - rank
-        waiting: collections.deque[int] = collections.deque()  # stages whose W is to come
         for _ in range(2 * (p - 1 - rank)):
             row.add(first, F)
         for _ in range(rank + 1):
@@ -172,13 +180,14 @@ def dualpipev(p: int, m: int, v: int) -> Iterator[list[Action]]:
             row.add(last, B)
             row.add(last, F)
             row.add(first, B)
-        _drain(row, waiting, p, rank)
-        yield _numbered(row.actions)
+        _drain_dualpipev(row, p, rank)
+        yield _renumbered(row.actions)
 
 
-def _drain(row: RankActions, waiting: collections.deque[int], p: int, rank: int) -> None:
-    """The end of dualpipev: from its middle on, backwards leave their W for the bubbles."""
+def _drain_dualpipev(row: RankActions, p: int, rank: int) -> None:
+    """Adds the end of dualpipev. From its middle on, backwards are split and W fills the bubbles."""
     first, last = rank, 2 * p - 1 - rank
+    waiting: collections.deque[int] = collections.deque()  # stages with a pending W
     stages = [stage for _ in range(rank + 1) for stage in (last, first)]
     split = 2 * ((rank + 1) // 2) + (1 if rank % 2 == 0 else 0)
     for number, stage in enumerate(stages):
@@ -194,8 +203,8 @@ def _drain(row: RankActions, waiting: collections.deque[int], p: int, rank: int)
         row.add(waiting.popleft(), W)
 
 
-def _numbered(actions: list[Action]) -> list[Action]:
-    """Numbers the backwards of a stage through, whether they are whole or in two parts."""
+def _renumbered(actions: list[Action]) -> list[Action]:
+    """Numbers the backwards of each stage consecutively, counting B as both I and W."""
     passed: collections.Counter[tuple[int, str]] = collections.Counter()
     numbered = []
     for stage, kind, _ in actions:
@@ -206,16 +215,16 @@ def _numbered(actions: list[Action]) -> list[Action]:
     return numbered
 
 
-PERIOD = 6  # units of work a micro-batch: F, I and W of two stages
+PERIOD = 6  # units of work per micro-batch: F, I and W of two stages
 
 
 def controllable(
     p: int, m: int, v: int, *, slopes: tuple[int, int, int, int]
 ) -> Iterator[list[Action]]:
-    """A building block that is repeated every PERIOD units, with F, I and W of one unit each.
+    """Repeats a building block every PERIOD units, with F, I and W of one unit each.
 
-    slopes  units from a rank to the next: of F down the V and up, of I down and up. Micro-batches
-            stay PERIOD / 12 · (sum of slopes) · p units on a rank, of which 1f1b has 2p
+    slopes  units between a rank and the next, for F down the V, F up, I down and I up. A micro-batch
+            stays PERIOD / 12 · (sum of slopes) · p units on a rank; under 1f1b it stays 2p
     """
     for rank, times in enumerate(_building_block(p, slopes)):
         stages = (rank, 2 * p - 1 - rank, 2 * p - 1 - rank, rank, 2 * p - 1 - rank, rank)
@@ -229,31 +238,34 @@ def controllable(
 
 @functools.cache
 def _building_block(p: int, slopes: tuple[int, int, int, int]) -> list[tuple[int, ...]]:
-    """When each rank runs F, F, I, I, W and W of the first micro-batch. Of the starts at which no
-    two fall on the same unit of the period, those with which the fewest units are held.
+    """Returns when each rank runs F, F, I, I, W and W of the first micro-batch.
+
+    Tries all delays between the four diagonals and keeps those with which no two actions of a rank
+    fall on the same unit of the period. Among these it picks the one that holds activations for
+    the fewest units.
     """
-    down, up, back, home = slopes
-    found: list[tuple[int, list[tuple[int, ...]]]] = []
-    for wait in itertools.product(range(PERIOD), repeat=3):
-        turn = (p - 1) * (down + up) + 1 + wait[0]
-        begin = turn + 1 + wait[1]
-        end = begin + (p - 1) * (back + home) + 1 + wait[2]
+    f_down, f_up, i_down, i_up = slopes
+    candidates: list[tuple[int, list[tuple[int, ...]]]] = []
+    for delay in itertools.product(range(PERIOD), repeat=3):
+        f_end = (p - 1) * (f_down + f_up) + 1 + delay[0]
+        i_start = f_end + 1 + delay[1]
+        i_end = i_start + (p - 1) * (i_down + i_up) + 1 + delay[2]
         ranks = [
-            _with_weights((down * r, turn - up * r, begin + back * r, end - home * r))
+            _with_weights((f_down * r, f_end - f_up * r, i_start + i_down * r, i_end - i_up * r))
             for r in range(p)
         ]
         if all(len({time % PERIOD for time in times}) == PERIOD for times in ranks):
             held = max(t[4] - t[1] + t[5] - t[0] for t in ranks)
-            found.append((held, ranks))
-    return min(found)[1]
+            candidates.append((held, ranks))
+    return min(candidates)[1]
 
 
 def _with_weights(times: tuple[int, int, int, int]) -> tuple[int, ...]:
-    """The times of F, F, I and I with those of both W, each in the first free unit after its I."""
+    """Appends the times of both W: each takes the first free unit of the period after its I."""
     taken = {time % PERIOD for time in times}
     placed = list(times)
-    for after in times[2:]:
-        time = after + 1
+    for grad_input_time in times[2:]:
+        time = grad_input_time + 1
         while time % PERIOD in taken and len(taken) < PERIOD:
             time += 1
         taken.add(time % PERIOD)
@@ -276,33 +288,34 @@ SCHEDULES: Mapping[str, Generator] = {
     "v-half": v_half,
     "v-min": v_min,
 }
-# One stage a rank; two in a V; any number one after the other.
+# Schedules with one stage per rank, with two in a V, and with any number.
 SINGLE, VSHAPED, LOOPED = (
     ("gpipe", "1f1b", "zb-h1"),
     ("zbv", "dualpipev", "v-half", "v-min"),
     ("interleaved", "izb"),
 )
-USUAL_PER_RANK = 2
+DEFAULT_PER_RANK = 2
 
 
-def stages_per_rank(name: str, asked: int = 0) -> int:
-    """How many stages a rank has: as asked (0: two) where the schedule leaves the choice."""
-    return 1 if name in SINGLE else 2 if name in VSHAPED else asked or USUAL_PER_RANK
+def stages_per_rank(name: str, requested: int = 0) -> int:
+    """Returns the stages per rank: `requested` (0: two) if the schedule allows any number."""
+    return 1 if name in SINGLE else 2 if name in VSHAPED else requested or DEFAULT_PER_RANK
 
 
 def build(name: str, *, ranks: int, micro_batches: int, per_rank: int = 0) -> Schedule:
-    """The schedule of that name, not lowered. Raises ValueError for an unknown one, and for numbers
-    that it does not do.
+    """Returns the schedule of that name, not lowered.
 
-    per_rank  stages a rank of interleaved schedules; 0: two
+    per_rank  stages per rank of interleaved schedules; 0: two
+
+    Raises ValueError for an unknown name and for numbers that the schedule does not support.
     """
     if name not in SCHEDULES:
         raise ValueError(f"schedule is {name!r}; choose one of {', '.join(SCHEDULES)}")
     for word, number in (("ranks", ranks), ("micro_batches", micro_batches)):
         if number < 1:
             raise ValueError(f"{word} is {number}; it must be at least 1")
-    own = stages_per_rank(name, per_rank)
-    if per_rank not in (0, own):
-        raise ValueError(f"per_rank is {per_rank}; {name} has {own} stages a rank")
-    rows = SCHEDULES[name](ranks, micro_batches, own)
+    actual = stages_per_rank(name, per_rank)
+    if per_rank not in (0, actual):
+        raise ValueError(f"per_rank is {per_rank}; {name} has {actual} stages a rank")
+    rows = SCHEDULES[name](ranks, micro_batches, actual)
     return Schedule(tuple(map(tuple, rows)), name)

@@ -1,8 +1,8 @@
-"""Schedules as people write them, and as torch.distributed.pipelining's CSV.
+"""Reads and writes schedules as text, as JSON and as the CSV of torch.distributed.pipelining.
 
-Text: a line a rank of actions such as `0F0 0F1 0B0`; `#` begins a remark, `.` stands for a pause
-and says nothing. CSV: a row a rank, a cell an action, empty cells are pauses. In both an action is
-its stage, its kind and its micro-batch.
+Text: one line per rank with actions such as `0F0 0F1 0B0`; `#` starts a comment, and `.` may mark a
+pause, which has no effect. CSV: one row per rank and one cell per action; empty cells are pauses.
+In all formats an action is written as stage, kind and micro-batch.
 """
 
 import csv
@@ -11,32 +11,32 @@ import json
 import re
 from collections.abc import Iterable
 
-from stepgauge.spec.plan.pipeline.action import KINDS, OF_STAGES, Action, Schedule, ScheduleError
+from stepgauge.spec.plan.pipeline.action import KINDS, STAGE_WORK, Action, Schedule, ScheduleError
 
-# longest first: I is a kind, and so would be the W of a longer name
+# Longest first, so that a kind is not mistaken for a shorter one that it begins with.
 _KINDS = "|".join(sorted(KINDS, key=len, reverse=True))
 _ACTION = re.compile(rf"([0-9]+)({_KINDS})([0-9]*)")
-# torch runs a forward and a backward "overlapped" in one cell: (0F3;7B0)OVERLAP_F_B
-_TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")
+# torch writes a forward and a backward that overlap in one cell: (0F3;7B0)OVERLAP_F_B
+_OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def parse(text: str) -> Action:
-    """Raises ScheduleError for what is no action."""
-    found = _ACTION.fullmatch(text)
-    if found is None:
+    """Reads one action. Raises ScheduleError if the text is not an action."""
+    match = _ACTION.fullmatch(text)
+    if match is None:
         raise ScheduleError(
             f"action is {text!r}; it must be a stage, a kind and a micro-batch such as 0F3, "
             f"with a kind of {', '.join(KINDS)}"
         )
-    stage, kind, micro_batch = found.groups()
-    if bool(micro_batch) == (kind in OF_STAGES):
-        wanted = "has no" if micro_batch else "needs a"
-        raise ScheduleError(f"action is {text!r}; {kind} {wanted} micro-batch")
+    stage, kind, micro_batch = match.groups()
+    if bool(micro_batch) == (kind in STAGE_WORK):
+        problem = "has no" if micro_batch else "needs a"
+        raise ScheduleError(f"action is {text!r}; {kind} {problem} micro-batch")
     return Action(int(stage), kind, int(micro_batch) if micro_batch else -1)
 
 
 def from_text(text: str, name: str = "custom") -> Schedule:
-    """Raises ScheduleError, which names the line, for what cannot be read."""
+    """Reads the text format. Raises ScheduleError, naming the rank, for text that it cannot read."""
     lines = [line.partition("#")[0].split() for line in text.splitlines()]
     return _schedule([words for words in lines if words], name)
 
@@ -46,15 +46,16 @@ def to_text(schedule: Schedule) -> str:
 
 
 def from_csv(text: str, name: str = "custom") -> Schedule:
-    """What torch's _dump_csv writes, with or without communication. Raises ScheduleError.
+    """Reads a CSV written by torch's _dump_csv, with or without communication.
 
-    A forward and backward that torch overlaps in one cell are read as one after the other.
+    If torch overlaps a forward and a backward in one cell, they are read as one after the other.
+    Raises ScheduleError for text that it cannot read.
     """
     rows = []
     for cells in csv.reader(io.StringIO(text)):
         words = []
         for cell in cells:
-            overlapped = _TOGETHER.fullmatch(cell.strip())
+            overlapped = _OVERLAPPED.fullmatch(cell.strip())
             actions = overlapped.group(1).split(";") if overlapped else [cell]
             words += [action.strip() for action in actions]
         if any(words):
@@ -63,22 +64,25 @@ def from_csv(text: str, name: str = "custom") -> Schedule:
 
 
 def to_csv(schedule: Schedule) -> str:
-    """What torch's _load_csv reads: with communication if the schedule is lowered."""
+    """Writes a CSV for torch's _load_csv, with communication if the schedule is lowered."""
     output = io.StringIO()
     csv.writer(output, lineterminator="\n").writerows(map(str, row) for row in schedule.ranks)
     return output.getvalue()
 
 
 def from_json(text: str, name: str = "custom") -> Schedule:
-    """What to_json writes; `name` where it has none. Raises ScheduleError for another document."""
+    """Reads JSON written by `to_json`. `name` is used if the document has no name. Raises
+    ScheduleError if the text is not such a document.
+    """
     try:
-        found = json.loads(text)
-        rows = [[str(action) for action in row] for row in found["ranks"]]
+        document = json.loads(text)
+        rows = [[str(action) for action in row] for row in document["ranks"]]
     except (ValueError, TypeError, KeyError):
         raise ScheduleError(
-            f'{name} is no JSON of a schedule, such as {{"name": ..., "ranks": [["0F0", "0B0"], ...]}}'
+            f"{name} is not the JSON of a schedule, such as "
+            '{"name": ..., "ranks": [["0F0", "0B0"], ...]}'
         ) from None
-    return _schedule(rows, str(found.get("name") or name))
+    return _schedule(rows, str(document.get("name") or name))
 
 
 def to_json(schedule: Schedule) -> str:
@@ -94,5 +98,5 @@ def _schedule(rows: Iterable[list[str]], name: str) -> Schedule:
         except ScheduleError as error:
             raise ScheduleError(f"rank {number}: {error}") from None
     if not ranks:
-        raise ScheduleError("the schedule is empty; it must have a line of actions for each rank")
+        raise ScheduleError("the schedule is empty; it needs a line of actions for each rank")
     return Schedule(tuple(ranks), name)
