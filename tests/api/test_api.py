@@ -196,5 +196,5 @@ def test_specs_are_run_opened_and_compared(tmp_path):
     RunStore(tmp_path / "none").prepare()
     with pytest.raises(ValueError, match="share no row"):
         sg.compare(run, sg.open_run(tmp_path)[:0])
-    with pytest.raises(ValueError, match="str is no spec"):
+    with pytest.raises(ValueError, match="str is not a spec"):
         sg.run(["step"], folder=tmp_path)

@@ -83,14 +83,14 @@ def test_a_disturbed_row_is_measured_again_and_else_marked(tmp_path, calm, measu
 
 
 def test_on_a_busy_machine_rows_are_not_measured_again_without_end():
-    from stepgauge.bench.sweep import MOST_HOPELESS, MOST_TRIES, Calm
+    from stepgauge.bench.sweep import MOST_HOPELESS, MOST_TRIES, Retries
 
-    measured, calm = [], Calm()
+    measured, retries = [], Retries()
     noise = Record(
         kind="toy", spec={}, metrics={"time_ms": Sample.of([1.0, 1.0, 9.0, 9.0, 9.0], "ms")}
     )
     for _ in range(10):
-        calm.measured(lambda: measured.append(1) or noise)
+        retries.run(lambda: measured.append(1) or noise)
     assert len(measured) == 10 + MOST_HOPELESS * (MOST_TRIES - 1)
 
 

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from stepgauge.bench.sweep import MOST_TRIES, Calm, sweep
+from stepgauge.bench.sweep import MOST_TRIES, Retries, sweep
 from stepgauge.calibrate import contention
 from stepgauge.calibrate.grids import CPU, GPU
 from stepgauge.calibrate.machine import hardware_file, jobs, require_same_machine
@@ -158,7 +158,7 @@ def cores(monkeypatch):
 
 def test_an_operation_that_others_disturbed_is_timed_again(cores):
     left = cores(1.0, 0.0, 1.0)
-    record = Calm().measured(lambda: run(spec("traffic")))
+    record = Retries().run(lambda: run(spec("traffic")))
     assert len(left) == 2 and not is_disturbed(record)  # the second was quiet
     assert record.environment[TRIES] == 2
     assert not table_of(record).disturbed
@@ -166,9 +166,9 @@ def test_an_operation_that_others_disturbed_is_timed_again(cores):
 
 def test_what_stays_disturbed_is_said_by_the_row_the_file_and_each_prediction(cores, tmp_path):
     left = cores(*[1.0] * MOST_TRIES)
-    record = Calm().measured(lambda: run(spec("traffic")))
+    record = Retries().run(lambda: run(spec("traffic")))
     assert not left and remark(record) == (
-        f"disturbed: other work had 1.0 of the cores that it needed, in the last of {MOST_TRIES} "
+        f"disturbed: other work took 1.0 of the cores that it needed, in the last of {MOST_TRIES} "
         f"measurements too"
     )
     path = tmp_path / "box.json"

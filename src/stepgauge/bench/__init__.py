@@ -1,1 +1,1 @@
-"""Where a spec becomes a record: builds what the spec names, hands it to measure, sweeps over many."""
+"""Turns specs into measured records: builds what a spec names, measures it, and runs sweeps."""

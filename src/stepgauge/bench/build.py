@@ -1,4 +1,4 @@
-"""A spec's step and batch, of a preset or of a user's model, and what is asked before they are built."""
+"""Builds the training step and batch of a spec, for a preset or a user's model, and checks it first."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,13 +18,12 @@ from stepgauge.train.precision import PRECISIONS, unavailable
 from stepgauge.train.step import TrainingStep
 from stepgauge.train.user_model import build_user_step, in_type
 
-LEARNING_RATE = 1e-4  # small enough that random tokens never drive a timed model to infinities
+LEARNING_RATE = 1e-4  # small enough that training on random tokens never reaches infinities
 
 
 def check(spec: WorkSpec) -> None:
-    """Raises ValueError for what the spec asks together but cannot have, before anything is built."""
-    reason = unavailable(spec.precision, torch.device(spec.device))
-    if reason:
+    """Raises ValueError if the spec's values cannot be combined; builds nothing."""
+    if reason := unavailable(spec.precision, torch.device(spec.device)):
         raise ValueError(reason)
     if isinstance(spec.model, UserModel):
         return
@@ -43,8 +42,10 @@ def build(
     recompute: RecomputePlan | None = None,
     weights: torch.dtype | None = None,
 ) -> tuple[TrainingStep, Sequence[Any]]:
-    """The step on the device and its batch, of a preset or of a user's model; `recompute` in place
-    of the spec's checkpointing. `weights`: another type of these and of inputs, as ZeRO 3 computes.
+    """Returns the training step on the device and its batch, for a preset or a user's model.
+
+    recompute  replaces the spec's checkpointing
+    weights    dtype to which weights and inputs are cast, as ZeRO 3 computes in it
     """
     if isinstance(spec.model, UserModel):
         built = build_user_step(spec, device, lr=LEARNING_RATE)
@@ -61,7 +62,7 @@ def build(
 
 
 def make_batch(spec: WorkSpec, device: torch.device) -> list[Tensor]:
-    """tokens_BT and targets_BT, the targets one position on; of BERT as its loss takes them."""
+    """Returns tokens_BT and targets_BT, the tokens shifted by one; for BERT, its loss's arguments."""
     if spec.data == "random":
         batch = batch_for(spec.network, spec.batch, spec.seed)
     else:
@@ -72,14 +73,14 @@ def make_batch(spec: WorkSpec, device: torch.device) -> list[Tensor]:
 
 
 def least_bytes(spec: WorkSpec | TrainSpec) -> int:
-    """Parameters, and where they are trained gradients and optimizer state too: no step can do with
-    less. Nothing of a user's model, which is not built yet.
+    """Returns a lower bound of a step's memory: parameters, and in training also gradients and
+    optimizer state. It is 0 for a user's model, which is not built yet.
     """
     if isinstance(spec.model, UserModel):
         return 0
     phases = spec.phases if isinstance(spec, WorkSpec) else "step"
     precision = PRECISIONS[spec.precision]
-    each = precision.parameters.itemsize * (1 if phases == "forward" else 2)
+    bytes_per_parameter = precision.parameters.itemsize * (1 if phases == "forward" else 2)
     if phases == "step":
-        each += precision.state_bytes(spec.optimizer)
-    return each * spec.network.num_parameters
+        bytes_per_parameter += precision.state_bytes(spec.optimizer)
+    return bytes_per_parameter * spec.network.num_parameters

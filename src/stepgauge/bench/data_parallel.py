@@ -1,4 +1,4 @@
-"""A DataParallelSpec run on ranks and timed: `ON_RANKS` makes its record of what all ranks gave."""
+"""Times a data-parallel step on several ranks: `ON_RANKS` measures a DataParallelSpec."""
 
 import dataclasses
 import functools
@@ -38,8 +38,12 @@ from stepgauge.train.user_model import build_user_step
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataParallelFigures(RankFigures):
-    """Also ms of the step with communication off, and of communication alone, where they can be had;
-    the buckets; traced steps.
+    """The figures of one rank of a data-parallel step.
+
+    without_communication  ms of the step with communication off; empty if it cannot be turned off
+    communication          ms of communication without compute; empty if it cannot run separately
+    plan                   number of buckets and bytes of the last one, if the wrapper has buckets
+    traced                 overlap of the profiled steps; None without tracing or communication
     """
 
     without_communication: list[float]
@@ -49,7 +53,9 @@ class DataParallelFigures(RankFigures):
 
 
 def measure(spec: DataParallelSpec) -> DataParallelFigures:
-    """Runs on every rank. Raises what torch raises: out of memory, mostly."""
+    """Measures the step on this rank. All ranks must call it. Raises torch's errors, mostly out of
+    memory.
+    """
     world = this_world()
     device = world.device(spec.device)
     step, batch = build(spec, device, world.rank)
@@ -59,14 +65,17 @@ def measure(spec: DataParallelSpec) -> DataParallelFigures:
         times = time_steps(spec, phases, device)
         kept = kept_bytes(step, phases, device, initial, has_graphs=spec.cuda_graphs)
         traced = trace_steps(phases, device) if spec.trace else None
-        without, communication = _without_and_alone(step, phases, device, spec.steps)
+        communication = _time_communication(step, phases, device, spec.steps)
+        # Last, because ranks that do not communicate end with different weights.
+        without = _time_without_communication(step, phases, device, spec.steps)
+    buckets = getattr(step.parallel.module, "buckets", ())
     return DataParallelFigures(
         phases=times,
         bytes=kept,
         optimizer=step.optimizer_name,
         without_communication=without,
         communication=communication,
-        plan=_plan(step),
+        plan={"buckets": len(buckets), "tail_bytes": buckets[-1].bytes} if buckets else {},
         traced=traced,
     )
 
@@ -74,7 +83,7 @@ def measure(spec: DataParallelSpec) -> DataParallelFigures:
 def build(
     spec: DataParallelSpec, device: torch.device, rank: int
 ) -> tuple[TrainingStep, Sequence[Any]]:
-    """The step of this rank and its batch. All ranks must call it."""
+    """Returns this rank's step and batch. All ranks must call it."""
     settings = wrapper_settings(spec, spec.wrapper)
     spread: Parallelise = functools.partial(parallelise, spec.wrapper, settings=settings)
     if isinstance(spec.model, UserModel):
@@ -89,38 +98,34 @@ def build(
     return step, [part.to(device) for part in batch]
 
 
-def _plan(step: TrainingStep) -> dict[str, int]:
-    """Number of buckets and bytes of the last one, where there is a plan that we know."""
-    buckets = getattr(step.parallel.module, "buckets", ())
-    return {"buckets": len(buckets), "tail_bytes": buckets[-1].bytes} if buckets else {}
-
-
-def _without_and_alone(
+def _time_communication(
     step: TrainingStep, phases: Phases, device: torch.device, steps: int
-) -> tuple[list[float], list[float]]:
-    """ms of the same step with communication off, and of its communication alone; empty where that
-    cannot be had.
-    """
-    without: list[float] = []
-    alone: list[float] = []
-    parallel = step.parallel
-    if parallel.communicate is not None:
-        for name in ("forward", "backward"):
-            phases[name]()
-        alone = time_phases({"communication": parallel.communicate}, device, warmup=2, steps=steps)[
-            "step"
-        ]
-        phases["optimizer"]()
-    # Last: ranks that do not talk have different weights afterwards.
-    if "data" in parallel.without_axis:
-        with parallel.without_axis["data"]():
-            without = time_phases(phases, device, warmup=2, steps=steps)["step"]
-    return without, alone
+) -> list[float]:
+    """Returns ms of the step's communication without compute; empty if it cannot run separately."""
+    communicate = step.parallel.communicate
+    if communicate is None:
+        return []
+    for name in ("forward", "backward"):  # fill the gradients
+        phases[name]()
+    times = time_phases({"communication": communicate}, device, warmup=2, steps=steps)["step"]
+    phases["optimizer"]()
+    return times
+
+
+def _time_without_communication(
+    step: TrainingStep, phases: Phases, device: torch.device, steps: int
+) -> list[float]:
+    """Returns ms of the step with communication off; empty if it cannot be turned off."""
+    if "data" not in step.parallel.without_axis:
+        return []
+    with step.parallel.without_axis["data"]():
+        return time_phases(phases, device, warmup=2, steps=steps)["step"]
 
 
 def record(spec: DataParallelSpec, ranks: list[DataParallelFigures]) -> Record:
+    """Returns the record of all ranks' figures."""
     rates = {}
-    if not isinstance(spec.model, UserModel):  # of which tokens are not known
+    if not isinstance(spec.model, UserModel):  # a user's model has no known tokens
         tokens = spec.batch * spec.model.context_length * spec.ranks
         rates = throughput(slowest_step(ranks), tokens=tokens)
     traced = [rank.traced for rank in ranks if rank.traced]
@@ -128,7 +133,7 @@ def record(spec: DataParallelSpec, ranks: list[DataParallelFigures]) -> Record:
         spec,
         ranks,
         rates=rates,
-        figures=_communication(ranks),
+        figures={**_communication(ranks), **_overlap(traced), **_plan(ranks[0].plan)},
         series=traced[0].tracks if traced else {},
     )
 
@@ -136,23 +141,19 @@ def record(spec: DataParallelSpec, ranks: list[DataParallelFigures]) -> Record:
 def _communication(ranks: list[DataParallelFigures]) -> dict[str, Sample]:
     metrics: dict[str, Sample] = {}
     if ranks[0].communication:
-        alone = slowest([rank.communication for rank in ranks])
-        metrics["communication_ms"] = Sample.of(alone, "ms")
+        communication = slowest([rank.communication for rank in ranks])
+        metrics["communication_ms"] = Sample.of(communication, "ms")
     if ranks[0].without_communication:
         without = slowest([rank.without_communication for rank in ranks])
         exposed = statistics.median(slowest_step(ranks)) - statistics.median(without)
         metrics["without_communication_ms"] = Sample.of(without, "ms")
         metrics["exposed_ms"] = Sample.exact(exposed, "ms")
-    if traced := [rank.traced for rank in ranks if rank.traced]:
-        metrics |= _overlap(traced)
-    plan = {
-        n: Sample.exact(value, "bytes" if n == "tail_bytes" else "")
-        for n, value in ranks[0].plan.items()
-    }
-    return {**metrics, **plan}
+    return metrics
 
 
 def _overlap(ranks: list[TraceFigures]) -> dict[str, Sample]:
+    if not ranks:
+        return {}
     overlaps = [rank.overlap for rank in ranks]
     exposed_us = [each.exposed_us / STEPS for each in overlaps]
     communication_us = [each.communication_us / STEPS for each in overlaps]
@@ -162,6 +163,11 @@ def _overlap(ranks: list[TraceFigures]) -> dict[str, Sample]:
         "traced_communication_us": Sample.of(communication_us, "us"),
         "profiled_step_ms": Sample.of(slowest([rank.step_ms for rank in ranks]), "ms"),
     }
+
+
+def _plan(plan: dict[str, int]) -> dict[str, Sample]:
+    units = {"buckets": "", "tail_bytes": "bytes"}
+    return {name: Sample.exact(value, units[name]) for name, value in plan.items()}
 
 
 ON_RANKS = OnRanks(measure=measure, record=record, shared=True)

@@ -1,5 +1,5 @@
-"""A DtypesSpec or an AccumulationSpec run: which types a step has, and what sums in a type lose, as
-records.
+"""Records the dtypes of a step's tensors (DtypesSpec), and the rounding errors of sums in different
+dtypes (AccumulationSpec).
 """
 
 import torch
@@ -13,11 +13,11 @@ from stepgauge.spec.user_model import UserModel
 
 
 def run(spec: DtypesSpec) -> Record:
-    """Table "dtypes": [what, where, module, type] of every parameter, module output, logit, loss
-    and gradient.
+    """Returns a record with the table "dtypes": a row for every parameter, module output, loss and
+    gradient, and for the logits.
     """
     check(spec)
-    rows = [[found.what, found.path, found.module, found.dtype] for found in _probed(spec)]
+    rows = [[tensor.what, tensor.path, tensor.module, tensor.dtype] for tensor in _probed(spec)]
     return Record.of(
         spec,
         tables={"dtypes": [["what", "where", "module", "type"], *rows]},
@@ -29,18 +29,21 @@ def _probed(spec: DtypesSpec) -> list[Found]:
     device = torch.device(spec.device)
     step, batch = build(spec, device)
     with step.precision.matmul_mode():
-        found = probe(step.module, lambda: step.forward(*batch), step.backward)
+        tensors = probe(step.module, lambda: step.forward(*batch), step.backward)
         if isinstance(spec.model, UserModel):
-            return found
-        # The loss takes the head's weight; its logits are a module's output only without targets.
+            return tensors
+        # With targets, the loss takes the head's weight and no module returns logits. Without
+        # targets, the model returns them.
         with torch.no_grad(), step.precision.autocasting(device):
             logits = step.module(batch[0])
-    here = [f.what for f in found].index("loss")
-    return [*found[:here], dtype_of("logits", "head", logits, "Linear"), *found[here:]]
+    loss = [tensor.what for tensor in tensors].index("loss")
+    return [*tensors[:loss], dtype_of("logits", "head", logits, "Linear"), *tensors[loss:]]
 
 
 def run_accumulation(spec: AccumulationSpec) -> Record:
-    """Table "sums": what a thousand times 0.01 add up to, by the types of terms and sum."""
+    """Returns a record with the table "sums": the sum of a thousand times 0.01, by the dtypes of
+    terms and sum.
+    """
     device = torch.device(spec.device)
     return Record.of(
         spec,

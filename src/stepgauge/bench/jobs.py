@@ -1,5 +1,5 @@
-"""Which functions check and measure a spec: the one table that commands, the study and Python
-callers share.
+"""Maps each kind of spec to the functions that check and measure it. Commands, the study and the
+Python API all use this table.
 """
 
 import functools
@@ -36,7 +36,7 @@ from stepgauge.spec.step import StepSpec, WorkSpec
 
 
 def check(spec: Any) -> None:
-    """Raises ValueError for what the spec asks together but cannot have, before anything is built."""
+    """Raises ValueError if the spec's values cannot be combined; builds nothing."""
     match spec:
         case MemorySpec():
             memory.check(spec)
@@ -51,8 +51,11 @@ def check(spec: Any) -> None:
 
 
 def jobs_of(spec: Any, folder: Path) -> list[Job]:
-    """The jobs that measure a spec, after those that predict it from the machine as it is; what
-    they write beside their records goes to the folder. Raises ValueError for what is no such spec.
+    """Returns the jobs that measure a spec, preceded by the jobs that predict it, if there are any.
+
+    folder  for the files that jobs write next to their records
+
+    Raises ValueError if no job measures this kind of spec.
     """
     match spec:
         case ProfileSpec():
@@ -79,13 +82,13 @@ def jobs_of(spec: Any, folder: Path) -> list[Job]:
             return [broadcast.job(spec)]
         case OpSpec():
             return [Job(op.run, spec)]
-    raise ValueError(f"{type(spec).__name__} is no spec that can be measured")
+    raise ValueError(f"{type(spec).__name__} is not a spec that can be measured")
 
 
 def checked_jobs(specs: Iterable[Any], folder: Path) -> list[Job]:
-    """The jobs of all specs. Raises ValueError as `check` and `jobs_of` do."""
-    found = []
+    """Checks all specs and returns their jobs. Raises ValueError as `check` and `jobs_of` do."""
+    jobs = []
     for spec in specs:
         check(spec)
-        found += jobs_of(spec, folder)
-    return found
+        jobs += jobs_of(spec, folder)
+    return jobs

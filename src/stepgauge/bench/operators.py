@@ -192,9 +192,9 @@ def _counted(
         sizes = [p.numel() for p in step.module.parameters() if p.requires_grad]
         elements = {name: sum(p.numel() for p in unit.parameters()) for name, unit in units.items()}
     gradients = [trace.input_gradients[name] for name in units if name in trace.input_gradients]
-    if stage.is_of_pipeline and gradients:  # of the first; an embedding's tokens have none
+    if stage.is_in_pipeline and gradients:  # of the first; an embedding's tokens have none
         trace.moved["backward"] = marked(trace.moved["backward"], gradients[0])
-    between = step.between_bytes if isinstance(step, StageStep) else 0
+    between = step.boundary_bytes if isinstance(step, StageStep) else 0
     return Counted(_runs(trace.moved, work.compile, by_unit=by_unit), sizes, elements, between)
 
 
@@ -299,7 +299,7 @@ def _tracked(stage: Stage, architecture: str, weights: torch.dtype | None) -> di
 
         step = predict_memory(asked, make=make).step
     hidden = [x for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()]
-    given = sum(x.nbytes for x in hidden) if stage.is_of_pipeline else 0
+    given = sum(x.nbytes for x in hidden) if stage.is_in_pipeline else 0
     left_out = () if stage.work.phases == "step" else (STATE,)
     return {
         "moments": [

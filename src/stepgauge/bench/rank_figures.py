@@ -1,4 +1,4 @@
-"""What each rank measures of a training step, and the record that all ranks' figures make."""
+"""Figures that each rank measures of a training step, and the record made from all ranks' figures."""
 
 import dataclasses
 import statistics
@@ -18,7 +18,9 @@ from stepgauge.train.step import TrainingStep
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankFigures:
-    """ms of each phase, one value a step; bytes by name; the optimizer's name."""
+    """The figures of one rank: ms of each phase, one value per step; bytes by metric name; the
+    optimizer's name.
+    """
 
     phases: dict[str, list[float]]
     bytes: dict[str, int]
@@ -26,8 +28,10 @@ class RankFigures:
 
 
 def time_steps(spec: Any, phases: Phases, device: torch.device) -> dict[str, list[float]]:
-    """ms of each phase after the spec's warm-up, whose first step makes optimizer state,
-    communicators and libraries; from there on peak memory counts.
+    """Returns ms of each phase, one value per step, after the spec's warm-up.
+
+    The first step allocates optimizer state, communicators and library workspaces. Peak memory is
+    counted from the second step on.
     """
     tell("first step" if spec.compile == "off" else "compiles in its first step")
     for phase in phases.values():
@@ -44,8 +48,11 @@ def kept_bytes(
     *,
     has_graphs: bool = False,
 ) -> dict[str, int]:
-    """Metrics in bytes: after building, before and after the update, at the peak; and what the step
-    keeps. Runs a step. What CUDA graphs keep counts in the peak, and in the rest of it.
+    """Runs a step and returns its memory metrics in bytes: parameters, gradients and optimizer state,
+    allocated memory after building and around the update, and the peak with the rest of it.
+
+    initial     allocated memory after building
+    has_graphs  True if the step replays CUDA graphs: their memory counts in the peak and the rest
     """
     module = step.parallel.module
     for name, phase in phases.items():
@@ -57,32 +64,32 @@ def kept_bytes(
     phases["optimizer"]()
     kept["parameter_bytes"] = footprint.bytes_of(module.parameters())
     kept["optimizer_bytes"] = footprint.state_bytes(step.optimizer)
-    after, found = devices.allocated_memory(device), devices.peak_memory(device)
-    if initial is not None and before_update is not None and after is not None:
-        found |= {
+    after_update, metrics = devices.allocated_memory(device), devices.peak_memory(device)
+    if initial is not None and before_update is not None and after_update is not None:
+        metrics |= {
             "initial_bytes": initial,
             "before_update_bytes": before_update,
-            "after_update_bytes": after,
+            "after_update_bytes": after_update,
         }
-    if "peak_bytes" in found:
-        found["peak_bytes"] += devices.kept_by_graphs(device) if has_graphs else 0
-        found["rest_bytes"] = found["peak_bytes"] - sum(kept.values())
-    return kept | found
+    if "peak_bytes" in metrics:
+        metrics["peak_bytes"] += devices.kept_by_graphs(device) if has_graphs else 0
+        metrics["rest_bytes"] = metrics["peak_bytes"] - sum(kept.values())
+    return kept | metrics
 
 
 def slowest_step(ranks: Sequence[RankFigures], phase: str = "step") -> list[float]:
-    """ms of each step, or of a phase, on the rank that took longest."""
+    """Returns ms of each step, or of one of its phases, on the slowest rank."""
     return slowest([rank.phases[phase] for rank in ranks])
 
 
 def spans_table(ranks: Sequence[Sequence[tuple[str, float, float]]]) -> dict[str, list[list[Any]]]:
-    """The record's table of when each rank's actions ran: (action, start, end) by rank."""
+    """Returns the record's table of when each rank's actions ran, from (action, start, end)."""
     rows = [[number, *span] for number, spans in enumerate(ranks) for span in spans]
     return {"spans": [["rank", "action", "start ms", "end ms"], *rows]} if rows else {}
 
 
 def held_table(ranks: Sequence[Sequence[tuple[float, float]]]) -> dict[str, list[list[Any]]]:
-    """The record's table of what each rank held: (ms, bytes from then on) by rank."""
+    """Returns the record's table of each rank's memory over time, from (ms, bytes from then on)."""
     rows = [[number, *point] for number, points in enumerate(ranks) for point in points]
     return {"held": [["rank", "ms", "bytes"], *rows]} if rows else {}
 
@@ -96,8 +103,11 @@ def record_of_ranks(
     series: Mapping[str, list[float]],
     **fields: Any,
 ) -> Record:
-    """One record of all ranks: of each step the slowest, of bytes the most. `rates` and `figures` are
-    the metrics that follow the phases, `fields` those of the record.
+    """Returns one record for all ranks, with the slowest rank's times and the largest bytes.
+
+    rates, figures  further metrics
+    series          further series
+    fields          further fields of the record
     """
     first = ranks[0]
     medians = [statistics.median(rank.phases["step"]) for rank in ranks]

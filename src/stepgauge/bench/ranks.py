@@ -1,9 +1,9 @@
-"""Rows that many ranks measure together.
+"""Rows that several ranks measure together.
 
-A Job whose `run` is an OnRanks has a spec with `ranks` (and `device`). Its function `measure` runs
-on every rank, in a process group; `record` makes one record of what they gave. On one machine the
-ranks are started here; in a process of torchrun they are there already, every rank walks the same
-list of jobs, and rank 0 alone has the store.
+The spec of a Job whose `run` is an OnRanks has the fields `ranks` and `device`. `measure` runs on
+every rank of a process group, and `record` turns the results of all ranks into one record. Without
+torchrun the ranks are started here. Under torchrun they already run: every rank goes through the
+same list of jobs, and only rank 0 writes to the store.
 """
 
 import dataclasses
@@ -25,13 +25,12 @@ from stepgauge.train.precision import unavailable
 
 @dataclasses.dataclass(frozen=True)
 class OnRanks:
-    """What a Job runs for a spec with `ranks`.
+    """The function of a Job that several ranks run.
 
-    measure    called with the spec on every rank; its value must be picklable
-    record     makes the record from the spec and the values in the order of ranks; runs on rank 0
-    shared     rows one after another may be measured by the same processes, which spares starting
-               them
-    timeout_s  of a collective: a rank that hangs longer ends the row
+    measure    called with the spec on every rank; its result must be picklable
+    record     called on rank 0 with the spec and the results in rank order; returns the record
+    shared     True if the processes may be reused for the next row
+    timeout_s  timeout of a collective: a rank that hangs longer ends the row
     """
 
     measure: Callable[[Any], Any]
@@ -40,11 +39,20 @@ class OnRanks:
     timeout_s: float = TIMEOUT_S
 
     def __call__(self, spec: Any) -> Record:
-        """The row, on a rank between its peers: rank 0's record, the same on all."""
-        return _measure_on_this_rank(self, spec)
+        """Measures the row on this rank and returns rank 0's record, on every rank."""
+        result = _run_and_free(self.measure, spec)
+        gathered = gathered_objects((result, platform.node(), _device_name(spec.device)))
+        results, hosts, devices = (list(part) for part in zip(*gathered, strict=True))
+        is_first = dist.get_rank() == 0
+        shared = [with_launchers(self.record(spec, results)) if is_first else None]
+        dist.broadcast_object_list(shared)
+        record = shared[0]
+        assert record is not None
+        where = {"hosts": hosts, "devices": devices, "threads_per_rank": torch.get_num_threads()}
+        return dataclasses.replace(record, environment={**record.environment, **where})
 
     def settings(self, spec: Any) -> dict[str, Any]:
-        """Which processes measure the row, as runtime.workers takes it."""
+        """Returns the arguments of `Workers.call` (runtime.workers) that choose the processes."""
         return {
             "ranks": spec.ranks,
             "device": spec.device,
@@ -55,7 +63,7 @@ class OnRanks:
 
 
 def require_ranks(spec: Any) -> None:
-    """Raises ValueError for what the spec asks but the machine has not, before ranks are started."""
+    """Raises ValueError if the machine lacks the spec's precision or GPUs; starts no ranks."""
     if reason := unavailable(spec.precision, torch.device(spec.device)):
         raise ValueError(reason)
     gpus = torch.cuda.device_count()
@@ -64,28 +72,18 @@ def require_ranks(spec: Any) -> None:
 
 
 def slowest(times: Sequence[Sequence[float]]) -> list[float]:
-    """Of each repetition, the rank that took longest: the job goes on when the last has finished.
+    """Returns the longest time of each repetition: a step ends when its slowest rank has finished.
 
-    times  one list a rank, of equal length
+    times  one list per rank, of equal length
     """
     return [max(step) for step in zip(*times, strict=True)]
 
 
-def _measure_on_this_rank(run: OnRanks, spec: Any) -> Record:
-    value = _value(run.measure, spec)
-    given = gathered_objects((value, platform.node(), _device_name(spec.device)))
-    values, hosts, devices = (list(part) for part in zip(*given, strict=True))
-    found = [with_launchers(run.record(spec, values)) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found)
-    record = found[0]
-    assert record is not None
-    where = {"hosts": hosts, "devices": devices, "threads_per_rank": torch.get_num_threads()}
-    return dataclasses.replace(record, environment={**record.environment, **where})
+def _run_and_free(measure: Callable[[Any], Any], spec: Any) -> Any:
+    """Measures the row, then frees its memory and compiled code.
 
-
-def _value(measure: Callable[[Any], Any], spec: Any) -> Any:
-    """What the row compiled ends with it: the next row's sizes would be taken for ones that change
-    from call to call, and compiled slower.
+    If the compiled code stayed, torch.compile would take the next row's sizes for dynamic shapes and
+    generate slower code.
     """
     try:
         return run_here(measure, spec)
@@ -100,10 +98,8 @@ def _device_name(device: str) -> str:
 
 
 def run_here(run: Callable[[Any], Any], spec: Any) -> Any:
-    """What the function gives of the spec. Raises MemoryError, with the reason, where memory ran
-    out.
-    """
-    libraries.calls.clear()  # what `with_launchers` names is what ran from here on
+    """Returns run(spec). Raises MemoryError with the reason if memory ran out."""
+    libraries.calls.clear()  # `with_launchers` then names only the kernels of this run
     if spec.device == "cpu":
         limit_host_memory()
     try:
@@ -115,9 +111,10 @@ def run_here(run: Callable[[Any], Any], spec: Any) -> Any:
 
 
 def with_launchers(record: Record) -> Record:
-    """The record of a run in this process with what launched its kernels."""
+    """Returns the record of a run in this process with the libraries that launched its attention
+    kernels.
+    """
     if not libraries.calls:
         return record
-    by_pass = libraries.titles_by_pass()
-    paths = {f"attention's {passes}": titles for passes, titles in by_pass.items()}
-    return dataclasses.replace(record, environment={**record.environment, NATIVE: paths})
+    launchers = {f"attention's {p}": titles for p, titles in libraries.titles_by_pass().items()}
+    return dataclasses.replace(record, environment={**record.environment, NATIVE: launchers})

@@ -1,4 +1,4 @@
-"""Tokens and FLOPs of a measured step by the second."""
+"""Tokens and FLOPs per second of a measured step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,14 +13,14 @@ from stepgauge.spec.throughput import throughput
 
 
 def rates(spec: Any, step_ms: Sequence[float], *, tokens: int, flops: float) -> dict[str, Sample]:
-    """Tokens and FLOPs of a step of the device by the second, and the share of its peak."""
+    """Returns tokens and FLOPs per second, and MFU if the device's peak is known."""
     known = peaks(device_name(torch.device(spec.device)))
     peak = known.of(spec.precision) if known else None
     return throughput(step_ms, tokens=tokens, flops=flops, peak=peak)
 
 
 def model_flops(spec: StepSpec) -> int:
-    """Model FLOPs of what the row times: the forward alone, or forward and backward."""
+    """Returns the model FLOPs of the timed phases: forward only, or forward and backward."""
     sequence = spec.network.context_length
     if spec.phases == "forward":
         return spec.network.forward_flops(batch=spec.batch, sequence=sequence)

@@ -1,4 +1,4 @@
-"""What a stage of a pipeline does for a micro-batch, without any other rank."""
+"""Forward and backward calls of one pipeline stage, without any other rank."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,29 +14,31 @@ from stepgauge.spec.plan.pipeline.action import BACKWARD, FORWARD, INPUT, WEIGHT
 def stage_calls(
     pipeline: Pipeline, stage: int, inputs: Batch, targets: Batch = ()
 ) -> dict[str, Callable[[int], Any]]:
-    """By kind, to be called with micro-batches, one kind after the other; after the pipeline's first
-    step, with its batch.
+    """Returns the stage's calls by action kind. Each takes the number of a micro-batch.
 
-    Where the stages beside would have written lies noise: on zeros a GPU draws less power and runs
-    faster.
+    Call this after the pipeline's first step, with that step's batch. Run all micro-batches of one
+    kind before those of the next kind.
+
+    Inputs and gradients that neighbouring stages would send are noise: on zeros a GPU draws less
+    power and runs faster.
     """
     run, metas, device = pipeline.stages[stage], pipeline.metas[stage], pipeline.device
-    parts = pipeline.schedule.num_micro_batches
+    num_chunks = pipeline.schedule.num_micro_batches
     if stage == 0:
-        given = on_device([tensor.chunk(parts)[0] for tensor in inputs], device)
+        received = on_device([tensor.chunk(num_chunks)[0] for tensor in inputs], device)
     else:
-        given = [meta.noise(device) for meta in metas]
+        received = [meta.noise(device) for meta in metas]
     gradients: list[Tensor | None]
     if stage == pipeline.schedule.num_stages - 1:
-        answers = on_device([tensor.chunk(parts)[0] for tensor in targets], device)
+        stage_targets = on_device([tensor.chunk(num_chunks)[0] for tensor in targets], device)
         gradients = [torch.ones((), device=device)]
     else:
-        answers = []
-        after = pipeline.metas[stage + 1]
-        gradients = [meta.noise(device) if meta.has_gradient else None for meta in after]
-    trained = [meta.is_trained for meta in metas]
+        stage_targets = []
+        sent = pipeline.metas[stage + 1]
+        gradients = [meta.noise(device) if meta.has_gradient else None for meta in sent]
+    needs_gradient = [meta.is_trained for meta in metas]
     calls: dict[str, Callable[[int], Any]] = {
-        FORWARD: lambda k: run.forward(k, given, trained, answers)
+        FORWARD: lambda k: run.forward(k, received, needs_gradient, stage_targets)
     }
     if not run.splits:
         return calls | {BACKWARD: lambda k: run.backward(k, gradients)}

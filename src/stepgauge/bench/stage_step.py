@@ -1,5 +1,5 @@
-"""What one rank of a layout computes as a step of its own: a stage of the network, with layers and
-sequences cut, in a world whose other ranks are imagined.
+"""Builds the work of one rank of a layout as a training step in a single process: a pipeline stage,
+with its layers and sequences sharded, in a process group whose other ranks are simulated.
 """
 
 import contextlib
@@ -37,12 +37,13 @@ from stepgauge.train.user_model import in_type, step_of_parts
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What a rank computes of a network.
+    """The share of a network that one rank computes.
 
-    work    the step of one process that has the whole
-    layout  how layers and sequences are cut; without a data axis. Of a user's model its pipeline too
-    parts   of the network, as spec.plan.stages numbers them; None: all
-    number  of the stage of a user's model, whose modules are cut when it is built
+    work    the step of a single process with the whole network
+    layout  how layers and sequences are sharded, without a data axis. For a user's model it includes
+            the pipeline.
+    parts   the stage's parts of the network, as numbered in spec.plan.stages; None: all
+    number  the stage's number; only for a user's model, which is split when it is built
     """
 
     work: WorkSpec
@@ -52,16 +53,16 @@ class Stage:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the step of one process."""
+        """True if the rank computes the whole network."""
         return self.layout.ranks == 1 and self.parts is None
 
     @property
-    def is_of_pipeline(self) -> bool:
+    def is_in_pipeline(self) -> bool:
         return self.parts is not None or self.layout.pipeline > 1
 
     @property
     def is_last(self) -> bool:
-        """Of a user's model."""
+        """True for the last stage; only for a user's model."""
         return self.number == schedule_of(self.layout).num_stages - 1
 
     @property
@@ -70,21 +71,21 @@ class Stage:
 
 
 class StageStep(TrainingStep):
-    """A stage between others: called with what the stage before it gives, it goes back from gradients
-    of what it gives itself.
+    """A pipeline stage between others: forward takes the previous stage's outputs, and backward
+    starts from gradients of its own outputs.
 
-    received  tensors of the batch that another stage gives
-    between_bytes  of those, or of what it gives, whichever are more
+    num_received    how many tensors of the batch come from the previous stage
+    boundary_bytes  size of the activations received or sent, whichever is larger
     """
 
-    received = 1
-    between_bytes = 0
+    num_received = 1
+    boundary_bytes = 0
 
     def forward(self, *batch: Any) -> Any:
-        given, others = batch[: self.received], batch[self.received :]
-        leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in given]
+        received, others = batch[: self.num_received], batch[self.num_received :]
+        leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in received]
         outputs = super().forward(*leaves, *others)
-        self.between_bytes = max(map(_moving_bytes, (leaves, as_tuple(outputs))))
+        self.boundary_bytes = max(map(_activation_bytes, (leaves, as_tuple(outputs))))
         return outputs
 
     def backward(self, loss: Any) -> None:
@@ -93,15 +94,16 @@ class StageStep(TrainingStep):
         torch.autograd.backward(outputs, gradients)
 
 
-def _moving_bytes(tensors: Sequence[Tensor]) -> int:
-    """Of what goes from stage to stage: no tokens, and no loss."""
+def _activation_bytes(tensors: Sequence[Tensor]) -> int:
+    """Returns the bytes of the activations, without tokens and the loss."""
     return sum(x.nbytes for x in tensors if x.is_floating_point() and x.ndim)
 
 
 @contextlib.contextmanager
 def other_ranks(layout: Layout) -> Iterator[Mapping[str, Any]]:
-    """The groups of the layout's axes, by the name of the axis. Before tensors have no memory: what
-    ranks are in a group is computed.
+    """Simulates the layout's other ranks and yields the process groups of its axes, by axis name.
+
+    Enter it before a fake tensor mode, because building a group computes with real tensors.
     """
     if layout.ranks == 1:
         yield {}
@@ -116,14 +118,17 @@ def other_ranks(layout: Layout) -> Iterator[Mapping[str, Any]]:
 
 
 def axes_of(groups: Mapping[str, Any]) -> dict[str, Axis]:
-    """By the name of the group."""
+    """Returns the axes by the name of their process group."""
     return {group.group_name: Axis(name, group.size()) for name, group in groups.items()}
 
 
 def build_stage_step(
     stage: Stage, device: torch.device, groups: Mapping[str, Any], weights: torch.dtype | None
 ) -> tuple[TrainingStep, Sequence[Any]]:
-    """The step and what it takes. `weights`: another type of these, as ZeRO 3 computes."""
+    """Returns the stage's step and its arguments.
+
+    weights  dtype to which the weights are cast, as ZeRO 3 computes in it
+    """
     if isinstance(stage.work.model, UserModel):
         return _build_user_stage(stage, device, groups, weights)
     work, model, layout, parts = stage.work, stage.work.network, stage.layout, stage.all_parts
@@ -145,16 +150,19 @@ def build_stage_step(
     )  # fmt: skip
     step = StageStep(module, optimizer, precision, device)
     batch = [part.to(device) for part in batch_for(model, work.batch, work.seed)]
-    hidden = functools.partial(
+    make_hidden = functools.partial(
         torch.empty, work.batch, model.context_length // layout.context // layout.tensor,
         model.d_model, device=device, dtype=weights or precision.parameters,
     )  # fmt: skip
-    return step, stage_batch(model, parts, batch, hidden)
+    return step, stage_batch(model, parts, batch, make_hidden)
 
 
 def _build_user_stage(
     stage: Stage, device: torch.device, groups: Mapping[str, Any], weights: torch.dtype | None
 ) -> tuple[TrainingStep, Sequence[Any]]:
+    """Builds a user's model on the device, splits it, and runs the stages before this one to get the
+    stage's inputs.
+    """
     work, layout = stage.work, stage.layout
     parts = build_user_parts(work, device)
     cut = UserCut.of(parts, layout, device)
@@ -180,11 +188,11 @@ def _build_user_stage(
     if layout.pipeline == 1:
         return step, batch
     inputs, targets = cut.batch(batch)
-    given: Sequence[Tensor] = [x.chunk(layout.microbatches)[0] for x in inputs]
+    received: Sequence[Tensor] = [x.chunk(layout.microbatches)[0] for x in inputs]
     with torch.no_grad(), step.precision.autocasting(device):
-        for before in stages[:-1]:
-            given = as_tuple(before(*given))
-    answers = [x.chunk(layout.microbatches)[0] for x in targets] if stage.is_last else []
-    of_stage = StageStep(step.module, step.optimizer, step.precision, device)
-    of_stage.received = len(given) if stage.number else 0
-    return of_stage, [*given, *answers]
+        for previous in stages[:-1]:
+            received = as_tuple(previous(*received))
+    stage_targets = [x.chunk(layout.microbatches)[0] for x in targets] if stage.is_last else []
+    stage_step = StageStep(step.module, step.optimizer, step.precision, device)
+    stage_step.num_received = len(received) if stage.number else 0
+    return stage_step, [*received, *stage_targets]

@@ -1,4 +1,4 @@
-"""A StepSpec run and timed: `run` gives its record."""
+"""Times the training step of a StepSpec: `run` returns the measured record."""
 
 import time
 from collections.abc import Callable
@@ -18,7 +18,11 @@ from stepgauge.spec.user_model import UserModel
 
 
 def run(spec: StepSpec) -> Record:
-    """Builds, warms up and times the step. Raises what torch raises: out of memory, mostly."""
+    """Builds, warms up and times the step, and returns its record.
+
+    Raises ValueError for a combination that the spec cannot have, MemoryError if host memory is too
+    small, and torch's own errors, mostly out of memory.
+    """
     check(spec)
     device = torch.device(spec.device)
     if device.type == "cpu":
@@ -39,7 +43,7 @@ def run(spec: StepSpec) -> Record:
 
 
 def _first_call(phases: dict[str, Callable[[], None]], device: torch.device) -> float:
-    """Seconds of the step in which torch.compile works."""
+    """Runs the step once, in which torch.compile compiles it, and returns its seconds."""
     tell("compiles in its first step")
     start = time.perf_counter()
     for phase in phases.values():
@@ -52,7 +56,7 @@ def _metrics(
     spec: StepSpec, times: dict[str, list[float]], device: torch.device, compile_s: float | None
 ) -> dict[str, Sample]:
     metrics = {f"{name}_ms": Sample.of(values, "ms") for name, values in times.items()}
-    if not isinstance(spec.model, UserModel):  # of which tokens and FLOPs are not known
+    if not isinstance(spec.model, UserModel):  # a user's model has no known tokens and FLOPs
         tokens = spec.batch * spec.network.context_length
         metrics |= rates(spec, times["step"], tokens=tokens, flops=model_flops(spec))
     metrics |= {

@@ -1,10 +1,9 @@
-"""Runs many specs, one after another, each in a process of its own, each record on disk before the
-next begins.
+"""Runs many specs one after another, each in its own process. Each record is on disk before the next
+spec is measured.
 """
 
 import contextlib
 import dataclasses
-import functools
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -30,18 +29,19 @@ from stepgauge.spec.store import FAILURES, RunStore
 from stepgauge.spec.turns import of_turns, turns_together
 
 preload(*(f"{bench.__name__}.{module.name}" for module in pkgutil.iter_modules(bench.__path__)))
-MOST_TRIES = 3  # of a row that was disturbed
-MOST_HOPELESS = 3  # rows that stay disturbed in all of them: the machine is busy
-LEAST_REPETITIONS = 5  # of a row whose spread says something
+MOST_TRIES = 3  # measurements of a disturbed row
+MOST_HOPELESS = 3  # after so many rows that stayed disturbed, the machine is busy: no more retries
+LEAST_REPETITIONS = 5  # with fewer, a row's spread does not show whether it was disturbed
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A spec (a dataclass with `kind` and `device`) and what turns it into a record: a function, or
-    an OnRanks.
+    """A spec and the function or OnRanks that turns it into a record.
 
-    Jobs that name the same `process` and follow one another share one, for as long as each of them
-    gives its record. `provenance` is that of the record: a prediction is a job too.
+    run         called with the spec, in another process
+    spec        a dataclass with `kind` and `device`
+    process     consecutive jobs with the same name share a process until one of them fails
+    provenance  the record's provenance: predictions are jobs too
     """
 
     run: Callable[[Any], Record]
@@ -51,7 +51,7 @@ class Job:
 
     @property
     def asked(self) -> Record:
-        """The record as far as it is known before the run."""
+        """The record before the run: spec and provenance, no results."""
         return Record.of(self.spec, provenance=self.provenance)
 
 
@@ -59,7 +59,7 @@ class Job:
 class JobResult:
     job: Job
     record: Record
-    was_there: bool  # measured by an earlier run of the same sweep
+    was_there: bool  # True if an earlier run of the same sweep measured it
 
 
 def sweep(
@@ -71,25 +71,27 @@ def sweep(
     hear: Hear = lambda text: None,
     is_command: bool = False,
 ) -> Iterator[JobResult]:
-    """Yields each job's record, in order, when it is on disk.
+    """Measures the jobs and yields each one's record, in order, once it is on disk.
 
-    What the store already holds for the same spec, device and torch version is not measured again
-    unless `fresh`; failed rows are. An error of one job is its record (status oom or failed), and
-    the sweep goes on. `starting` is told a job at each of its tries, `hear` what it does then.
-    `is_command`: nothing in this process has chosen its threads. Raises StoreError if a record cannot
-    be written.
+    fresh       measure all rows. By default a row is reused if the store has one with the same spec,
+                device and torch version that did not fail.
+    starting    called with the job before each of its measurements
+    hear        called with progress messages of the running job
+    is_command  True if nothing in this process has changed its number of threads
+
+    An error of one job becomes its record (status "oom" or "failed"), and the sweep continues.
+    Raises StoreError if a record cannot be written.
     """
     store.prepare()
-    done = {} if fresh else _done(store)
-    with Workers(hear) as processes:
-        rows = _Rows(store.folder, processes, starting, is_command)
+    stored = {} if fresh else _reusable(store)
+    with Workers(hear) as workers:
+        rows = _Rows(store.folder, workers, starting, is_command)
         for job in jobs:
-            identity = rows.asked(job).identity
-            known = done.get(identity)
-            if known:
-                yield JobResult(job, known, was_there=True)
+            identity = rows.pending(job).identity
+            if identity in stored:
+                yield JobResult(job, stored[identity], was_there=True)
                 continue
-            done[identity] = record = rows.measured(job)
+            stored[identity] = record = rows.measure(job)
             store.append(record)
             yield JobResult(job, record, was_there=False)
 
@@ -104,100 +106,125 @@ def sweep_in_turns(
     hear: Hear = lambda text: None,
     is_command: bool = False,
 ) -> Iterator[JobResult]:
-    """As `sweep`, but every row is measured so many times, all rows once before any a second time,
-    and back in the order in which the turn before came. Its record is that of the median turn, as
-    spec.turns makes it.
+    """Measures every job `turns` times, in rounds through all jobs, and yields one record per job.
 
-    Rows that the store already holds are measured again unless they had their turns together.
+    Every second round runs in reverse order, so that slow drift of the machine affects all rows
+    alike. A row's record is that of its median turn (spec.turns). Stored rows are reused only if
+    they were all measured in the same rounds. The other arguments are those of `sweep`.
     """
     store.prepare()
-    done = {} if fresh else _done(store)
-    with Workers(hear) as processes:
-        rows = _Rows(store.folder, processes, starting, is_command)
-        known = [done[i] for job in jobs if (i := rows.asked(job).identity) in done]
-        if len(known) == len(jobs) and turns_together(known) >= turns:
-            for job, record in zip(jobs, known, strict=True):
+    stored = {} if fresh else _reusable(store)
+    with Workers(hear) as workers:
+        rows = _Rows(store.folder, workers, starting, is_command)
+        reused = [stored[i] for job in jobs if (i := rows.pending(job).identity) in stored]
+        if len(reused) == len(jobs) and turns_together(reused) >= turns:
+            for job, record in zip(jobs, reused, strict=True):
                 yield JobResult(job, record, was_there=True)
             return
         began = now()
-        measured: list[list[Record]] = [[] for _ in jobs]
-        for left in reversed(range(turns)):
-            places = range(len(jobs))
-            for place in reversed(places) if left % 2 else places:
-                own = measured[place]
-                if not own or own[-1].status == "ok":
-                    own.append(rows.measured(jobs[place]))
-                    store.append(of_turns(own, began))
-                if not left:
-                    yield JobResult(jobs[place], of_turns(own, began), was_there=False)
+        records_by_job: list[list[Record]] = [[] for _ in jobs]
+        for turns_left in reversed(range(turns)):
+            pairs = list(zip(jobs, records_by_job, strict=True))
+            if turns_left % 2:  # the last round runs forward and yields the rows in order
+                pairs.reverse()
+            for job, records in pairs:
+                if not records or records[-1].status == "ok":
+                    records.append(rows.measure(job))
+                    store.append(of_turns(records, began))
+                if not turns_left:
+                    yield JobResult(job, of_turns(records, began), was_there=False)
 
 
-def _done(store: RunStore) -> dict[tuple[str, ...], Record]:
+def _reusable(store: RunStore) -> dict[tuple[str, ...], Record]:
+    """Returns the stored records by identity. Failed rows are left out and measured again."""
     return {r.identity: r for r in store.read().records if r.status != "failed"}
 
 
 class _Rows:
-    """Measures jobs in the processes; what goes wrong is told in the folder."""
+    """Measures jobs in worker processes and logs failures in the store's folder."""
 
     def __init__(
-        self, folder: Path, processes: Workers, starting: Callable[[Job], None], is_command: bool
+        self, folder: Path, workers: Workers, starting: Callable[[Job], None], is_command: bool
     ):
-        self.folder, self.processes, self.starting = folder, processes, starting
+        self.folder, self.workers, self.starting = folder, workers, starting
         self.is_command = is_command
         self.environments: dict[str, dict[str, Any]] = {}
-        self.calm = Calm()
+        self.retries = Retries()
 
-    def asked(self, job: Job) -> Record:
-        """The record as far as it is known before the run, with where it will be measured."""
+    def pending(self, job: Job) -> Record:
+        """Returns the record before the run: spec and environment, no results."""
         device = job.spec.device
         if device not in self.environments:
             here = _environment(torch.device(device), is_command=self.is_command)
             self.environments[device] = here
         return dataclasses.replace(job.asked, environment=self.environments[device])
 
-    def measured(self, job: Job) -> Record:
-        measure = functools.partial(
-            _measure, job, self.asked(job), self.folder, self.processes, self.starting
-        )
-        record = stamped(self.calm.measured(measure))
+    def measure(self, job: Job) -> Record:
+        """Measures the job, again if it was disturbed, and returns the record with its time."""
+        pending = self.pending(job)
+        record = stamped(self.retries.run(lambda: self._measure_once(job, pending)))
         if record.status != "ok":
-            self.processes.close()
+            self.workers.close()
         return record
+
+    def _measure_once(self, job: Job, pending: Record) -> Record:
+        self.starting(job)
+        try:
+            if isinstance(job.run, OnRanks):
+                record = self.workers.call(job.run, job.spec, **job.run.settings(job.spec))
+            else:
+                record = self.workers.call(_run, job, share=job.process)
+        except (RankError, ValueError) as error:
+            if _ran_out_of_memory(job, error):
+                reason = getattr(error, "reason", "") or str(error)
+                return dataclasses.replace(pending, status="oom", note=reason)
+            if is_first_process():
+                self._log(f"{pending.key}\n{getattr(error, 'trace', '') or error}\n")
+            return dataclasses.replace(pending, status="failed", note=failure_note(error, job.spec))
+        environment = {**record.environment, **pending.environment}
+        return dataclasses.replace(record, environment=environment)
+
+    def _log(self, text: str) -> None:
+        # The record matters more than the log: a full disk must not cost it.
+        with contextlib.suppress(OSError), (self.folder / FAILURES).open("a") as log:
+            log.write(text)
 
 
 def _environment(device: torch.device, *, is_command: bool) -> dict[str, Any]:
-    """As a process of its own has it: naming a GPU takes hundreds of MiB of it. Of a CPU a command
-    itself has the same, and starts no process where all rows are on disk.
+    """Returns the environment as a worker process has it.
+
+    Reading a GPU's name takes hundreds of MiB of its memory, so a worker does it. A command on a CPU
+    has the same environment as its workers, and needs no process if all rows are on disk.
     """
     if is_command and device.type == "cpu":
         return {**environment(device), "thread_settings": thread_settings()}
-    found: dict[str, Any] = run_isolated(environment, device)
-    return found
+    result: dict[str, Any] = run_isolated(environment, device)
+    return result
 
 
-class Calm:
-    """Measures disturbed rows again, until that has helped none of a few."""
+class Retries:
+    """Repeats disturbed measurements, until a few rows stayed disturbed in all their repetitions."""
 
     def __init__(self) -> None:
-        self._hopeless = 0
+        self._hopeless_rows = 0
 
-    def measured(self, measure: Callable[[], Record]) -> Record:
-        """The record of the first measurement that nothing disturbed, else of the last.
+    def run(self, measure: Callable[[], Record]) -> Record:
+        """Returns the first record that was not disturbed, or else the last one.
 
-        All ranks of torchrun decide alike, by the record that they share.
+        Under torchrun all ranks decide alike, because they share the record.
         """
-        most = MOST_TRIES if self._hopeless < MOST_HOPELESS else 1
+        most = MOST_TRIES if self._hopeless_rows < MOST_HOPELESS else 1
         record, tries = measure(), 1
-        while _is_worth_another(record) and tries < most:
+        while _should_repeat(record) and tries < most:
             record, tries = measure(), tries + 1
-        if _is_worth_another(record):
-            self._hopeless += 1
+        if _should_repeat(record):
+            self._hopeless_rows += 1
         return with_tries(record, tries)
 
 
-def _is_worth_another(record: Record) -> bool:
-    """Whether a row was disturbed: by other work on its cores, or by the spread of enough
-    repetitions that followed a warm-up.
+def _should_repeat(record: Record) -> bool:
+    """True if other work took cores that the row needed, or if the times spread far although there
+    were enough of them and a warm-up.
     """
     if not is_disturbed(record) or record.spec.get("warmup") == 0:
         return False
@@ -208,50 +235,25 @@ def _is_worth_another(record: Record) -> bool:
 
 
 def stamped(record: Record) -> Record:
-    """The record with the time of now, and with what ran in place of kernels that could not."""
+    """Returns the record with the current time and a note on kernels that fell back."""
     return dataclasses.replace(with_fallbacks(record), created=now())
 
 
-def _measure(
-    job: Job, asked: Record, folder: Path, processes: Workers, starting: Callable[[Job], None]
-) -> Record:
-    """The record of the job; the traceback of one that failed goes to a file beside the records."""
-    starting(job)
-    try:
-        if isinstance(job.run, OnRanks):
-            record = processes.call(job.run, job.spec, **job.run.settings(job.spec))
-        else:
-            record = processes.call(_run, job, share=job.process)
-        together = {**record.environment, **asked.environment}
-        return dataclasses.replace(record, environment=together)
-    except (RankError, ValueError) as error:
-        reason = getattr(error, "reason", "") or str(error)
-        if _ran_out_of_memory(job, error):
-            return dataclasses.replace(asked, status="oom", note=reason)
-        if is_first_process():
-            _log(f"{asked.key}\n{getattr(error, 'trace', '') or error}\n", folder)
-        return dataclasses.replace(asked, status="failed", note=what_failed(error, job.spec))
-
-
 def _ran_out_of_memory(job: Job, error: Exception) -> bool:
-    """A single process that is killed was, as a rule, ended by the system for its memory."""
+    """True for a MemoryError, and for a killed single process: the system kills processes mostly
+    because memory ran out.
+    """
     if getattr(error, "type", "") == MemoryError.__name__:
         return True
     return not isinstance(job.run, OnRanks) and getattr(error, "ended_by", None) == SIGKILL
-
-
-def _log(text: str, folder: Path) -> None:
-    # The record matters more than the log: a full disk must not cost it.
-    with contextlib.suppress(OSError), (folder / FAILURES).open("a") as log:
-        log.write(text)
 
 
 def _run(job: Job) -> Record:
     return with_launchers(run_here(job.run, job.spec))
 
 
-def what_failed(error: Exception, spec: Any) -> str:
-    """The error's first line; where a user's code raised it, after the file and the line."""
+def failure_note(error: Exception, spec: Any) -> str:
+    """Returns the error's first line, preceded by file and line if a user's code raised it."""
     file = getattr(getattr(spec, "model", spec), "file", "")
     where = user_line(getattr(error, "trace", ""), Path(file)) if file else ""
     message = str(error).strip().partition("\n")[0][:300] or "no message"

@@ -1,10 +1,7 @@
-"""How much of a step's communication is hidden behind computing, from traces of a few profiled
-steps.
-"""
+"""Measures how much of a step's communication overlaps with compute, from a few profiled steps."""
 
 import dataclasses
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,17 +16,17 @@ from stepgauge.trace.intervals import Intervals
 from stepgauge.trace.overlap import busy, overlap
 
 STEPS = 2
-MOST_INTERVALS = 500  # of a track in a record: what a picture can show
+MOST_INTERVALS = 500  # per track in a record; a picture cannot show more
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TraceFigures:
-    """What one rank's profiled steps said.
+    """Results of one rank's profiled steps.
 
-    step_ms  of each profiled step by the stopwatch: far from an unprofiled one's, the overlap is
-             not that one's
-    overlap  of all profiled steps together
-    tracks    when the last one communicated and computed, in ms from its begin
+    step_ms  wall time of each profiled step. If it differs much from that of an unprofiled step, the
+             overlap does not describe the unprofiled step.
+    overlap  over all profiled steps
+    tracks   when the last step communicated and computed, in ms from its start
     """
 
     step_ms: list[float]
@@ -38,35 +35,35 @@ class TraceFigures:
 
 
 def trace_steps(phases: Phases, device: torch.device) -> TraceFigures | None:
-    """Profiles a few steps, each in a trace of its own; None for steps without communication."""
+    """Profiles a few steps, one trace per step. Returns None if the steps do not communicate."""
     with tempfile.TemporaryDirectory() as folder:
         schedule = ProfilerSchedule(wait=0, warmup=1, active=1, repeat=STEPS)
-        # A rank whose profiler is ready late would let the others communicate for as long.
-        together = {"align": _align_hosts, **phases} if device.type == "cuda" else phases
-        paths, watched = profile_phases(
-            together, device, Path(folder), schedule=schedule, kernels_alone=True
+        # Without the barrier, ranks whose profiler is ready early would show the wait for the
+        # others as communication.
+        profiled = {"align": _align_hosts, **phases} if device.type == "cuda" else phases
+        paths, wall_ms = profile_phases(
+            profiled, device, Path(folder), schedule=schedule, kernels_alone=True
         )
-        found = overlap(load(*paths))
-        if found is None:
+        result = overlap(load(*paths))
+        if result is None:
             return None
-        step_ms = [sum(times) for times in zip(*(watched[name] for name in phases), strict=True)]
-        return TraceFigures(step_ms=step_ms, overlap=found, tracks=_tracks(paths))
+        step_ms = [sum(times) for times in zip(*(wall_ms[name] for name in phases), strict=True)]
+        return TraceFigures(step_ms=step_ms, overlap=result, tracks=_tracks(paths[-1]))
 
 
 def _align_hosts() -> None:
-    """A barrier over Gloo, of which nothing is on a GPU."""
+    """A barrier over Gloo, which runs nothing on the GPU."""
     dist.all_reduce(torch.zeros(1))
 
 
-def _tracks(paths: Sequence[Path]) -> dict[str, list[float]]:
-    trace = load(paths[-1])
+def _tracks(path: Path) -> dict[str, list[float]]:
+    trace = load(path)
     begin, end, _ = trace.steps[-1]
     if trace.on_device:
-        # The device runs behind the host: its own first kernel of the step is the beginning.
+        # The device runs behind the host, so the step starts with its first kernel.
         begin, end = min(k.start for k in trace.kernels), max(k.end for k in trace.kernels)
     tracks: dict[str, list[float]] = {}
-    works = list(Resolver(trace).work())
-    communication, computation = busy(trace, works)
+    communication, computation = busy(trace, list(Resolver(trace).work()))
     for name, intervals in zip(TRACKS, (computation, communication), strict=True):
         shown = _longest([(a, b) for a, b in intervals if a >= begin and b <= end])
         tracks[f"{name}_start_ms"] = [(a - begin) / 1e3 for a, _ in shown]

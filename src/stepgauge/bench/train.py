@@ -1,4 +1,4 @@
-"""A TrainSpec run to its end: `run` gives its record, with the loss curve as series."""
+"""Trains a TrainSpec to its end: `run` returns its record, with the loss curve as series."""
 
 import dataclasses
 import functools
@@ -31,7 +31,9 @@ from stepgauge.train.task import Task
 from stepgauge.train.text_task import text_task
 from stepgauge.train.user_task import user_task
 
-NEAR = 8  # activations of a small batch are a few times the parameters
+# The peak is predicted only if it could exceed the free memory: activations of a small batch are a
+# few times the size of the parameters.
+MOST_PEAK_PER_STATE = 8
 
 
 def run(
@@ -41,13 +43,12 @@ def run(
     report: Callable[[LossPoint], None] = lambda point: None,
     resumed: Callable[[int], None] = lambda step: None,
 ) -> Record:
-    """Trains in the folder, from its newest checkpoint if it has one. A run that was at its end
-    gives no rate.
+    """Trains in the folder, from its newest checkpoint if it has one, and returns the record. A run
+    that had already finished has no rate.
 
-    Of several ranks, every one must call it, and each gives the record of its own share's time and
-    memory.
+    All ranks must call it; each returns a record with its own time and memory.
 
-    Raises CorpusError, CheckpointError, DivergedError; ValueError of a user's model.
+    Raises CorpusError, CheckpointError, DivergedError, and ValueError if a user's model is wrong.
     """
     place = _place(spec)
     task = build_task(spec, place)
@@ -69,21 +70,23 @@ def run(
 
 
 def require_memory(spec: TrainSpec) -> None:
-    """Raises MemoryError where the ranks do not fit in this host's memory: their parameters,
-    gradients and optimizer state, or where these come near it the predicted peak of a step.
+    """Raises MemoryError if the ranks do not fit in this host's memory.
+
+    It compares their parameters, gradients and optimizer state with the free memory. If these take a
+    large part of it, it also predicts the peak of a step.
     """
     if spec.device != "cpu" or isinstance(spec.model, UserModel):
         return
-    whole = 1 if WRAPPERS[spec.parsed_layout.wrapper].stage else spec.parsed_layout.num_replicas
-    least = least_bytes(spec) * whole
-    devices.require_host_memory(least)
+    layout = spec.parsed_layout
+    num_copies = 1 if WRAPPERS[layout.wrapper].stage else layout.num_replicas
+    state_bytes = least_bytes(spec) * num_copies
+    devices.require_host_memory(state_bytes)
     free = devices.available_host_bytes()
-    if free is None or least * NEAR < free or spec.compile != "off":
+    if free is None or state_bytes * MOST_PEAK_PER_STATE < free or spec.compile != "off":
         return
-    work = as_kind(WorkSpec, spec, batch=spec.batch // spec.parsed_layout.data)
-    step = as_kind(MemorySpec, work)
+    step = as_kind(MemorySpec, as_kind(WorkSpec, spec, batch=spec.batch // layout.data))
     if peak := run_isolated(memory.predicted, step).median("peak_bytes"):
-        devices.require_host_memory(int(peak) * whole)
+        devices.require_host_memory(int(peak) * num_copies)
 
 
 def _rates(task: Task, steps: int, seconds: float) -> dict[str, Sample]:
@@ -95,7 +98,7 @@ def _rates(task: Task, steps: int, seconds: float) -> dict[str, Sample]:
 def _losses(
     curve: Sequence[LossPoint], task: Task
 ) -> tuple[dict[str, Sample], dict[str, list[float]]]:
-    """The curve's ends as metrics, and the curve as series."""
+    """Returns the first and last loss as metrics, and the whole curve as series."""
     metrics = {
         "first_loss": Sample.exact(curve[0].loss, task.loss_unit),
         "last_loss": Sample.exact(curve[-1].loss, task.loss_unit),
@@ -109,27 +112,25 @@ def _losses(
         *_, last = evaluated.values()
         metrics["held_out"] = Sample.exact(last, task.held_out_unit)
         series["held_out_step"] = [*evaluated]
-        of_text = "held_out_bits_per_byte"
-        series[of_text if task.held_out_unit else "held_out_loss"] = [*evaluated.values()]
+        name = "held_out_bits_per_byte" if task.held_out_unit else "held_out_loss"
+        series[name] = [*evaluated.values()]
     return metrics, series
 
 
 def _place(spec: TrainSpec) -> RankShare:
-    """This process's share of the run."""
+    """Returns this process's share of the run."""
     world = joined_world()
-    return (
-        SINGLE_PROCESS
-        if spec.ranks == 1 or world is None
-        else RankShare.of(spec.parsed_layout, world.rank)
-    )
+    if spec.ranks == 1 or world is None:
+        return SINGLE_PROCESS
+    return RankShare.of(spec.parsed_layout, world.rank)
 
 
 def build_task(spec: TrainSpec, place: RankShare = SINGLE_PROCESS) -> Task:
-    """What this process, of a run of one or of its rank, trains. All ranks must call it."""
+    """Returns what this process trains. All ranks must call it."""
     is_user = isinstance(spec.model, UserModel)
     if place is SINGLE_PROCESS:
         return user_task(spec) if is_user else _text_task(spec, place, build_step)
-    # torch's parts of it take a while to load.
+    # Imported late because torch's distributed modules take a while to load.
     from stepgauge.train.layout import build_layout_step
     from stepgauge.train.user_layout import over_layout
 
@@ -142,8 +143,8 @@ def build_task(spec: TrainSpec, place: RankShare = SINGLE_PROCESS) -> Task:
 
 
 def _text_task(spec: TrainSpec, place: RankShare, build: Callable[..., TrainingStep]) -> Task:
-    """With what backward computes again, where a budget asks for it, solved for the tokenizer's
-    vocabulary, and told.
+    """Returns the task of a text run. A memory budget is solved when the step is built, because the
+    tokenizer's vocabulary is known only then; the solution goes into the task's environment.
     """
     solutions = []
 
