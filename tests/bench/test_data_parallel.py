@@ -126,7 +126,7 @@ def test_the_command_line(stepgauge, tmp_path):
     assert status == 2
     assert "--wrapper is 'fsdp'; choose one of none, naive" in err
     status, _, err = stepgauge("bench", "data-parallel", *shape, "--backend", "nccl")
-    assert (status, "--backend is 'nccl', which moves GPU tensors only" in err) == (2, True)
+    assert (status, "--backend is 'nccl', which takes only GPU tensors" in err) == (2, True)
     status, _, err = stepgauge(
         "bench", "data-parallel", *shape, "--wrapper", "torch-ddp", "--reduce-dtype", "bf16"
     )

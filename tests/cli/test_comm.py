@@ -54,7 +54,7 @@ def test_bench_comm_then_fit(stepgauge, tmp_path):
             "--size is '1X'; it must be a number of bytes such as 65536, 512K, 1M or 2G",
         ),
         (("--nodes", "2"), "--nodes is 2; start several nodes with torchrun"),
-        (("--backend", "nccl"), "NCCL moves GPU tensors only"),
+        (("--backend", "nccl"), "--backend is 'nccl', which takes only GPU tensors"),
         (
             ("-b", "1K", "-e", "1M", "--size", "3K"),
             "size and a range from begin to end are both given",

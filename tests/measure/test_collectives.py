@@ -115,13 +115,13 @@ def test_a_wrong_collective_gives_no_time():
     ("fields", "words"),
     [
         ({"ranks": 1}, "ranks is 1; a collective needs at least 2"),
-        ({"backend": "nccl"}, "NCCL moves GPU tensors only"),
-        ({"timing": "graph"}, "only NCCL can be captured"),
+        ({"backend": "nccl"}, "'nccl', which takes only GPU tensors"),
+        ({"timing": "graph"}, "which only NCCL supports"),
         (
             {"algorithm": "ring", "op": "gather"},
-            "algorithm 'ring' has all_reduce, reduce_scatter, all_gather",
+            "algorithm 'ring' supports all_reduce, reduce_scatter, all_gather",
         ),
-        ({"size_bytes": 3}, "size_bytes is 3; all_reduce needs at least one element a rank"),
+        ({"size_bytes": 3}, "size_bytes is 3; all_reduce needs at least one element per rank"),
         ({"op": "dance"}, "op is 'dance'; choose one of broadcast, reduce"),
     ],
 )

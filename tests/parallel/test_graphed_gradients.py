@@ -79,7 +79,7 @@ def test_what_was_recorded_must_stay():
     with pytest.raises(RuntimeError, match="set it to None before"):
         graphed(batch, 1)
     module.zero_grad(set_to_none=True)
-    with pytest.raises(ValueError, match="2 batches add up"):
+    with pytest.raises(ValueError, match="accumulates 2 batches"):
         graphed(batch, 2)
     with pytest.raises(ValueError, match="the batch has shapes"):
         graphed([part[:2] for part in batch], 1)
@@ -91,16 +91,16 @@ def test_what_was_recorded_must_stay():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"wrapper": "flat"}, "whose averaging asks what has arrived"),
-        ({"wrapper": "zero3"}, "whose averaging asks what has arrived"),
-        ({"device": "cpu"}, "device is 'cpu', which has none"),
-        ({"backend": "gloo"}, "runs on the host"),
-        ({"compile": "reduce-overhead"}, "which records itself"),
-        ({"precision": "fp16"}, "whose loss scale the host reads"),
-        ({"reduce_dtype": "bf16"}, "whose copies wait"),
+        ({"wrapper": "flat"}, "wrapper is 'flat', which cannot be captured"),
+        ({"wrapper": "zero3"}, "wrapper is 'zero3', which cannot be captured"),
+        ({"device": "cpu"}, "device is 'cpu', which has no CUDA graphs"),
+        ({"backend": "gloo"}, "communicates on the host"),
+        ({"compile": "reduce-overhead"}, "which captures CUDA graphs itself"),
+        ({"precision": "fp16"}, "whose loss scaling reads values on the host"),
+        ({"reduce_dtype": "bf16"}, "which cannot be captured"),
     ],
 )
-def test_what_cannot_be_recorded_says_so(changes, sentence):
+def test_steps_that_cannot_be_captured_are_refused(changes, sentence):
     fields = {"wrapper": "bucketed", "device": "cuda", "cuda_graphs": True} | changes
     with pytest.raises(ValueError, match=sentence):
         DataParallelSpec(model=SHAPE, **fields)

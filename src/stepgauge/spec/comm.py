@@ -1,6 +1,4 @@
-"""Collectives as they are asked for, and what each one is: who sends what, how its bandwidth is
-counted.
-"""
+"""The spec of `bench comm`, and for each collective what it does and how its bandwidth is counted."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -18,10 +16,10 @@ ROOT = 0
 class Op:
     """A collective.
 
-    summary   what it does, one sentence
-    factor    bus bandwidth over algorithm bandwidth at N ranks, as nccl-tests derives it
-    split     the size counts N parts, one a rank (else every rank has all of it)
-    reduces   whether values are added
+    summary   one sentence on what it does
+    factor    bus bandwidth / algorithm bandwidth on N ranks, as nccl-tests derives it
+    split     the size is that of N parts, one per rank; otherwise every rank holds all of it
+    reduces   values are summed
     """
 
     summary: str
@@ -30,31 +28,33 @@ class Op:
     reduces: bool = False
 
 
-def _all_but_own(n: int) -> float:
+def _all_but_own_part(n: int) -> float:
     return (n - 1) / n
 
 
-# nccl-tests, doc/PERFORMANCE.md; gather, scatter and send/receive as in its programs.
+# Factors from nccl-tests, doc/PERFORMANCE.md; gather, scatter and send_recv from its source.
 OPS: Mapping[str, Op] = {
-    "broadcast": Op("Rank 0's values come to every rank.", lambda n: 1.0),
-    "reduce": Op("The sum over all ranks comes to rank 0.", lambda n: 1.0, reduces=True),
+    "broadcast": Op("Every rank receives rank 0's values.", lambda n: 1.0),
+    "reduce": Op("Rank 0 receives the sum over all ranks.", lambda n: 1.0, reduces=True),
     "all_reduce": Op(
-        "The sum over all ranks comes to every rank.", lambda n: 2 * (n - 1) / n, reduces=True
+        "Every rank receives the sum over all ranks.", lambda n: 2 * (n - 1) / n, reduces=True
     ),
-    "gather": Op("Every rank's part comes to rank 0.", _all_but_own, split=True),
-    "all_gather": Op("Every rank's part comes to every rank.", _all_but_own, split=True),
-    "scatter": Op("Rank 0's parts go out, one to each rank.", _all_but_own, split=True),
+    "gather": Op("Rank 0 receives the parts of all ranks.", _all_but_own_part, split=True),
+    "all_gather": Op("Every rank receives the parts of all ranks.", _all_but_own_part, split=True),
+    "scatter": Op("Rank 0 sends one part to each rank.", _all_but_own_part, split=True),
     "reduce_scatter": Op(
-        "Each rank gets the sum over all ranks of its own part.",
-        _all_but_own,
+        "Each rank receives its part of the sum over all ranks.",
+        _all_but_own_part,
         split=True,
         reduces=True,
     ),
-    "all_to_all": Op("Part j of rank i comes to rank j as its part i.", _all_but_own, split=True),
-    "send_recv": Op(
-        "Every rank sends to the next and receives from the one before.", lambda n: 1.0
+    "all_to_all": Op(
+        "Rank i sends its part j to rank j, where it becomes part i.", _all_but_own_part, split=True
     ),
-    "barrier": Op("No rank goes on before all have arrived.", lambda n: 1.0),
+    "send_recv": Op(
+        "Every rank sends to the next rank and receives from the previous one.", lambda n: 1.0
+    ),
+    "barrier": Op("No rank continues before all have arrived.", lambda n: 1.0),
 }
 
 
@@ -64,81 +64,80 @@ class CommSpec:
 
     kind: ClassVar[str] = "comm"
 
-    op: str = option("all_reduce", "the collective", choices=OPS, label=True)
+    op: str = option("all_reduce", "Collective to time", choices=OPS, label=True)
     backend: str = option(
         "gloo",
-        "library that moves the bytes; gloo takes CPU and GPU tensors",
+        "Communication library; gloo takes CPU and GPU tensors",
         choices=("gloo", "nccl"),
         label=True,
     )
     algorithm: str = option(
         "library",
-        "the backend's own, or our ring of sends over it",
+        "The backend's own algorithm, or a ring of sends and receives",
         choices=("library", "ring"),
         label="changed",
     )
     size_bytes: int = option(
         1 << 20,
-        "bytes of the whole operation; 512K, 1M, 1G are powers of 1024",
+        "Bytes of the whole operation, such as 512K, 1M or 1G (powers of 1024)",
         least=0,
         most=1 << 40,
         flag="size",
         label=True,
     )
-    ranks: int = option(2, "processes", least=1, most=4096, label=True)
+    ranks: int = option(2, "Number of processes", least=1, most=4096, label=True)
     nodes: int = option(
         1,
-        "machines that they are spread over; set by torchrun",
+        "Number of machines; set by torchrun",
         least=1,
         most=4096,
         label="changed",
     )
-    dtype: str = option("float32", "element type", choices=DTYPE_BYTES)
+    dtype: str = option("float32", "Element type", choices=DTYPE_BYTES)
     timing: str = option(
         "pipelined",
-        "pipelined: one after another without waiting; blocking: wait after each; graph: replayed "
-        "as a CUDA graph",
+        "pipelined: back to back; blocking: wait after each operation; graph: replay a CUDA graph",
         choices=("pipelined", "blocking", "graph"),
         label="changed",
     )
     iterations: int = option(
         20,
-        "operations in a timed batch (of one, where blocking)",
+        "Operations per timed batch; with blocking, each is timed",
         least=1,
         most=1_000_000,
         short="n",
     )
-    warmup: int = option(5, "untimed operations first", least=0, most=100_000, short="w")
+    warmup: int = option(5, "Untimed operations before them", least=0, most=100_000, short="w")
     seconds: float = option(
-        0.3, "time batches for this long, at least five", least=0.0, most=86_400.0
+        0.3, "Time batches for this long, at least five of them", least=0.0, most=86_400.0
     )
-    check: bool = option(True, "compare every element with what it should be", short="c")
-    device: str = option("cpu", "cpu, or cuda for one GPU a rank; auto takes the fastest there is")
+    check: bool = option(True, "Check every element of the result", short="c")
+    device: str = option("cpu", "cpu, cuda for one GPU per rank, or auto for the fastest available")
 
     def __post_init__(self) -> None:
         check(self)
         if self.ranks == 1:
             raise ValueError("ranks is 1; a collective needs at least 2")
         if self.algorithm == "ring" and self.op not in RING_OPS:
-            raise ValueError(f"op is {self.op!r}; algorithm 'ring' has {', '.join(RING_OPS)}")
+            raise ValueError(f"op is {self.op!r}; algorithm 'ring' supports {', '.join(RING_OPS)}")
         if self.backend == "nccl" and self.device == "cpu":
-            raise ValueError("backend is 'nccl' on device 'cpu'; NCCL moves GPU tensors only")
+            raise ValueError("backend is 'nccl', which takes only GPU tensors; device is 'cpu'")
         if self.timing == "graph" and self.backend != "nccl":
             raise ValueError(
-                f"timing is 'graph' with backend {self.backend!r}; only NCCL can be captured"
+                f"timing is 'graph', which only NCCL supports; backend is {self.backend!r}"
             )
         if self.op != "barrier" and self.count == 0:
             raise ValueError(
-                f"size_bytes is {self.size_bytes}; {self.op} needs at least one element a rank"
+                f"size_bytes is {self.size_bytes}; {self.op} needs at least one element per rank"
             )
 
     def canonical(self) -> Self:
-        """Without a size where nothing is sent: barriers that differ in it alone are one row."""
+        """Drops the size of a barrier, so that barriers that differ only in size are one row."""
         return dataclasses.replace(self, size_bytes=0) if self.op == "barrier" else self
 
     @property
     def count(self) -> int:
-        """Elements of the whole operation: as many as fit, equal shares where it is split."""
+        """Elements of the whole operation; for split operations a multiple of the ranks."""
         if self.op == "barrier":
             return 0
         elements = self.size_bytes // DTYPE_BYTES[self.dtype]
@@ -154,19 +153,22 @@ class CommSpec:
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes a rank needs: what it gives and gets, one tensor where the library allows it."""
+        """Bytes of a rank's tensors: input and output, which some operations share."""
         return self.bytes if self.op in IN_PLACE else 2 * self.bytes
 
 
 def sizes(begin: int, end: int, factor: float) -> list[int]:
-    """From begin to end, each `factor` times the last. Raises ValueError if it never ends."""
+    """Returns sizes from begin to end, each `factor` times the previous one.
+
+    Raises ValueError for a range or factor that gives no such list.
+    """
     if begin < 1 or end < begin:
         raise ValueError(
             f"sizes from {begin:,} to {end:,} bytes; begin must be at least 1, and end must not be less"
         )
     if factor <= 1:
         raise ValueError(f"factor is {factor}; it must be more than 1")
-    found = [begin]
-    while (larger := max(found[-1] + 1, round(found[-1] * factor))) <= end:
-        found.append(larger)
-    return found
+    result = [begin]
+    while (larger := max(result[-1] + 1, round(result[-1] * factor))) <= end:
+        result.append(larger)
+    return result

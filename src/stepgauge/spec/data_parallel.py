@@ -1,4 +1,4 @@
-"""A data parallel training step as it is asked for: network, wrapper, ranks and how it is timed."""
+"""The spec of a data parallel training step: network, wrapper, ranks and timing."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,21 +17,21 @@ BACKENDS: Mapping[str, str] = MappingProxyType({"gloo": "gloo", "nccl": "cpu:glo
 
 
 class OnBackend:
-    """What a spec with the fields `backend` and `device` says of its process group."""
+    """The process group of a spec with the fields `backend` and `device`."""
 
     backend: str
     device: str
 
     def check_backend(self) -> None:
-        """Raises ValueError for NCCL on CPUs."""
+        """Raises ValueError for NCCL on a CPU."""
         if self.backend == "nccl" and not self.device.startswith(("cuda", "auto")):
             raise ValueError(
-                f"backend is 'nccl', which moves GPU tensors only; device is {self.device!r}"
+                f"backend is 'nccl', which takes only GPU tensors; device is {self.device!r}"
             )
 
     @property
     def group_backend(self) -> str:
-        """As torch.distributed names it."""
+        """The backend as torch.distributed names it."""
         if self.backend != "auto":
             return BACKENDS[self.backend]
         return BACKENDS["nccl" if self.device.startswith("cuda") else "gloo"]
@@ -44,38 +44,41 @@ class DataParallelSpec(OnBackend):
     kind: ClassVar[str] = "data-parallel"
 
     model: ModelSpec | BertSpec | UserModel
-    size: str = option("custom", "preset that the model spec starts from", label=True)
+    size: str = option("custom", "Preset network", label=True)
     wrapper: str = option(
         "bucketed",
-        "how training is spread; none: each rank trains alone",
+        "Data parallel wrapper; none: ranks do not communicate",
         choices=WRAPPERS,
         label=True,
     )
     bucket_mb: float = option(
         25.0,
-        "MB (10^6 bytes) of gradients at which a bucket is sent; 0: a bucket a gradient",
+        "Bucket size in MB (10^6 bytes); 0: one gradient per bucket",
         least=0.0,
         most=1e6,
         label="changed",
     )
     ranks: int = option(
-        2, "processes, each with a device of its own", least=1, most=100_000, label=True
+        2, "Number of processes, each on its own device", least=1, most=100_000, label=True
     )
     backend: str = option(
-        "auto", "auto is nccl on GPUs, gloo on CPUs", choices=("auto", *BACKENDS), label="changed"
+        "auto",
+        "Communication library; auto: nccl on GPUs, gloo on CPUs",
+        choices=("auto", *BACKENDS),
+        label="changed",
     )
     reduce_dtype: str = option(
         "own",
-        "type that gradients are averaged in, by wrappers that leave weights whole; own: the "
-        "parameters'",
+        "dtype of the gradient all-reduce, for wrappers with unsharded weights; own: the "
+        "parameters' dtype",
         choices=REDUCE_DTYPES,
         label="changed",
     )
     batch: int = option(
-        4, "sequences a rank", least=1, most=1_000_000, label=True, named_with="context_length"
+        4, "Sequences per rank", least=1, most=1_000_000, label=True, named_with="context_length"
     )
     precision: str = as_in(
-        WorkSpec, "precision", "as in bench step; fully sharded wrappers also send it"
+        WorkSpec, "precision", "Precision, as in bench step; sharded wrappers also send in it"
     )
     compile: str = as_in(WorkSpec, "compile")
     optimizer: str = as_in(WorkSpec, "optimizer")
@@ -83,20 +86,20 @@ class DataParallelSpec(OnBackend):
     checkpoint_blocks: int = as_in(WorkSpec, "checkpoint_blocks")
     cuda_graphs: bool = option(
         False,
-        "record forward, backward and the averaging once as one CUDA graph, and replay it: for "
-        "steps that the host is too slow for",
+        "Capture forward, backward and the gradient all-reduce in one CUDA graph and replay it, to "
+        "save launch overhead",
         flag_value=True,
         label="changed",
     )
-    warmup: int = option(5, "untimed steps first", least=1, most=100_000)
-    steps: int = option(10, "timed steps", least=1, most=1_000_000)
+    warmup: int = option(5, "Untimed steps before them", least=1, most=100_000)
+    steps: int = option(10, "Timed steps", least=1, most=1_000_000)
     trace: bool = option(
         False,
-        "profile two more steps, for the overlap of communication and computing",
+        "Profile two more steps to measure how much communication is hidden",
         flag_value=True,
     )
-    device: str = option("cpu", "cpu or cuda: each rank takes the GPU of its own number")
-    seed: int = option(0, "of weights and tokens", least=0, most=2**63 - 1, label="changed")
+    device: str = option("cpu", "cpu, or cuda for one GPU per rank")
+    seed: int = option(0, "Seed of weights and tokens", least=0, most=2**63 - 1, label="changed")
 
     phases: ClassVar[str] = "step"
     accumulation: ClassVar[int] = 1
@@ -118,33 +121,37 @@ class DataParallelSpec(OnBackend):
             self._check_graphs()
         if isinstance(self.model, BertSpec) and self.model.dropout and self.checkpointing != "none":
             raise ValueError(
-                f"dropout is {self.model.dropout}; checkpointing would drop other values as it "
-                "computes again; choose 0"
+                f"dropout is {self.model.dropout}; with checkpointing, the recomputation would drop "
+                "other values: choose 0"
             )
 
     def _check_graphs(self) -> None:
-        """Raises ValueError for what cannot be recorded."""
-        reasons = {
-            f"wrapper is {self.wrapper!r}, whose averaging asks what has arrived": not WRAPPERS[
-                self.wrapper
-            ].recorded,
-            f"device is {self.device!r}, which has none": self.device.startswith("cpu"),
-            "backend is 'gloo', which runs on the host": self.group_backend == "gloo",
-            f"compile is {self.compile!r}, which records itself": self.compile == "reduce-overhead",
-            f"precision is {self.precision!r}, whose loss scale the host reads": self.precision
-            == "fp16",
-            f"reduce_dtype is {self.reduce_dtype!r}, whose copies wait": self.reduce_dtype != "own",
-            "a user's model gives its loss by a function of its own": isinstance(
-                self.model, UserModel
+        """Raises ValueError for a step that cannot be captured in a CUDA graph."""
+        wrapper = WRAPPERS[self.wrapper]
+        obstacles = (
+            (not wrapper.recorded, f"wrapper is {self.wrapper!r}, which cannot be captured"),
+            (self.device.startswith("cpu"), f"device is {self.device!r}, which has no CUDA graphs"),
+            (self.group_backend == "gloo", "backend is 'gloo', which communicates on the host"),
+            (
+                self.compile == "reduce-overhead",
+                f"compile is {self.compile!r}, which captures CUDA graphs itself",
             ),
-        }
-        for reason in (reason for reason, holds in reasons.items() if holds):
-            raise ValueError(f"cuda_graphs is True; {reason}")
+            (
+                self.precision == "fp16",
+                f"precision is {self.precision!r}, whose loss scaling reads values on the host",
+            ),
+            (
+                self.reduce_dtype != "own",
+                f"reduce_dtype is {self.reduce_dtype!r}, which cannot be captured",
+            ),
+            (isinstance(self.model, UserModel), "a user's model cannot be captured"),
+        )
+        for holds, obstacle in obstacles:
+            if holds:
+                raise ValueError(f"cuda_graphs is True; {obstacle}")
 
     def canonical(self) -> Self:
-        """With defaults for the options that the wrapper has no use for: rows that differ in these
-        alone are one.
-        """
+        """Resets options that the wrapper ignores, so that specs which differ only in them are equal."""
         wrapper = WRAPPERS[self.wrapper]
         used = {"bucket_mb": wrapper.buckets, "reduce_dtype": wrapper.reduce_dtype}
         return with_defaults(self, used)
@@ -155,13 +162,13 @@ class DataParallelSpec(OnBackend):
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all ranks."""
+        """Tokens of all ranks."""
         assert not isinstance(self.model, UserModel)
         return self.ranks * self.batch * self.model.context_length
 
     @property
     def parsed_layout(self) -> Layout:
-        """Without a wrapper each rank is alone."""
+        """The layout. Without a wrapper ranks do not communicate: each is a layout of one."""
         if self.wrapper == "none":
             return Layout()
         return Layout(data=self.ranks, wrapper=self.wrapper)

@@ -1,22 +1,24 @@
-"""When a measured row is disturbed: other work took cores that it needed, or its times spread far."""
+"""Detects disturbed rows: other work took cores they needed, or their times vary too much."""
 
 import dataclasses
 
 from stepgauge.spec.record import Record
 
-DISTURBED = 1.5
-MISSED_CORES = "missed_cores"  # a metric: what others had of the cores that a row needed
-LEAST_MISSED = 0.15  # a quiet machine's own services stay below
+DISTURBED = 1.5  # largest p90 / p10 of an undisturbed row
+MISSED_CORES = "missed_cores"  # metric: how many of the cores that a row needed other work took
+LEAST_MISSED = 0.15  # the services of a quiet machine take fewer cores than this
 CRITERION = (
     "other work took cores that they needed, or, where that is not known, their p90 is over "
     f"{DISTURBED} × their p10"
 )
-TRIES = "measurements"  # of an environment: how often a disturbed row was measured
+TRIES = "measurements"  # environment key: how often a disturbed row was measured
 
 
 def is_disturbed(record: Record) -> bool:
-    """Whether other work took cores that a row needed, or its times spread so far that its median is
-    doubtful: of the step or the operation, else of any of the peers that are timed.
+    """Returns True if other work took cores that the row needed.
+
+    Where that is unknown: if p90 / p10 of the step or operation time is too large, or, in a
+    comparison of peers, that of any peer.
     """
     if MISSED_CORES in record.metrics:
         return (record.median(MISSED_CORES) or 0.0) > LEAST_MISSED
@@ -26,16 +28,16 @@ def is_disturbed(record: Record) -> bool:
 
 
 def describe_disturbance(record: Record) -> str:
-    """What a row that is_disturbed was disturbed by, and that measuring it again did not help."""
+    """Returns a note on what disturbed the row, and on how often it was measured again."""
     tries = record.environment.get(TRIES, 1)
-    every = f", in the last of {tries} measurements too" if tries > 1 else ""
+    repeated = f", in the last of {tries} measurements too" if tries > 1 else ""
     if missed := record.median(MISSED_CORES):
-        return f"disturbed: other work had {missed:.1f} of the cores that it needed{every}"
-    return f"disturbed: p90 is over {DISTURBED} × p10{every}"
+        return f"disturbed: other work took {missed:.1f} of the cores that it needed{repeated}"
+    return f"disturbed: p90 is over {DISTURBED} × p10{repeated}"
 
 
 def with_tries(record: Record, tries: int) -> Record:
-    """The record, its environment saying how often it was measured where that was not once."""
+    """Returns the record with the number of measurements in its environment, if above 1."""
     if tries == 1:
         return record
     return dataclasses.replace(record, environment={**record.environment, TRIES: tries})

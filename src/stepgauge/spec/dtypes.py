@@ -1,15 +1,15 @@
-"""What is asked of types: those of a step, and what sums in each of them make of the same terms."""
+"""Specs about dtypes: which ones a step uses, and how exact sums are in each."""
 
 import dataclasses
 from typing import ClassVar
 
-from stepgauge.spec.fields import option
+from stepgauge.spec.fields import DEVICE_HELP, option
 from stepgauge.spec.step import WorkSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DtypesSpec(WorkSpec):
-    """One row of `profile dtypes`: an uncompiled step in which every output is looked at."""
+    """One row of `profile dtypes`: an uncompiled step that records the dtype of every output."""
 
     kind: ClassVar[str] = "dtypes"
 
@@ -17,15 +17,15 @@ class DtypesSpec(WorkSpec):
         super().__post_init__()
         if self.compile != "off":
             raise ValueError(
-                f"compile is {self.compile!r}; a compiled module shows no outputs, types are "
-                "probed eager"
+                f"compile is {self.compile!r}; the outputs of compiled modules cannot be observed: "
+                "choose off"
             )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AccumulationSpec:
-    """What `demo accumulation` runs."""
+    """The demonstration of `demo accumulation`."""
 
     kind: ClassVar[str] = "accumulation"
 
-    device: str = option("cpu", "cpu, cuda, cuda:1, mps; auto takes the fastest there is")
+    device: str = option("cpu", DEVICE_HELP)

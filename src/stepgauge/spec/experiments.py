@@ -1,4 +1,7 @@
-"""The study's experiments in their order, each a file of its name in study/, which loads torch."""
+"""The names of the study's experiments in order. Each is a file in study/ with the same name.
+
+The names are listed here because those files import torch.
+"""
 
 EXPERIMENTS = (
     "step-time",
@@ -19,4 +22,5 @@ EXPERIMENTS = (
     "broadcast",
     "validation",
 )
-MACHINE_FILE = "machine.json"  # beside the records of a study: what experiments decided by
+# In the folder of a study: the properties of the machine that the experiments depend on.
+MACHINE_FILE = "machine.json"

@@ -1,4 +1,4 @@
-"""A collective shown on small tensors: which can be asked for, and what was seen when it ran."""
+"""Collectives explained on small tensors: the available names, and the result of a run."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ Values = list[str]
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """A rank's tensor, written out, and how long it was inside the operation."""
+    """One rank's tensor before and after the collective, and the time it spent in the call."""
 
     before: Values
     after: Values
@@ -20,7 +20,7 @@ class Seen:
 
 @dataclasses.dataclass(frozen=True)
 class RingStep:
-    """What each rank sent in a step of a ring, and all ranks' chunks after it."""
+    """What each rank sent in one step of a ring, and the chunks of all ranks after it."""
 
     name: str
     sends: Values
@@ -29,6 +29,8 @@ class RingStep:
 
 @dataclasses.dataclass(frozen=True)
 class Explained:
+    """The run of one collective; `steps` only for the ring."""
+
     op: str
     summary: str
     ranks: list[Seen]
@@ -37,8 +39,9 @@ class Explained:
 
 
 def names_of(op: str, *, ranks: int) -> list[str]:
-    """The operations that a word means, "all" every one. Raises ValueError for an unknown one, or a
-    number of ranks that cannot be shown.
+    """Returns the collectives that `op` stands for: itself, or every one for "all".
+
+    Raises ValueError if it is unknown, or if a table cannot show so many ranks.
     """
     if not 2 <= ranks <= MOST_RANKS:
         raise ValueError(f"ranks is {ranks}; a table can show 2 to {MOST_RANKS}")

@@ -1,6 +1,4 @@
-"""How the GPUs of a machine are wired, as published: what collectives are priced by where nobody
-has measured them.
-"""
+"""Published interconnects of a machine: the basis for the cost of collectives without measurements."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,14 +7,15 @@ from typing import Any, Self
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wire:
-    """What one GPU sends, in one direction.
+    """The bandwidth of one GPU in one direction.
 
-    bytes_per_s  as published
-    latency_us   of a small collective within a node; between nodes, of each doubling of their number
-    efficiency   the part of it that a collective of many MB reaches
-    source       of all three
+    bytes_per_s  published bandwidth
+    latency_us   within a node: latency of a small collective; between nodes: latency per doubling
+                 of the number of nodes
+    efficiency   fraction of the bandwidth that a collective of many MB reaches
+    source       source of all three
 
-    Raises ValueError for numbers that no wire has.
+    Raises ValueError for impossible values.
     """
 
     bytes_per_s: float
@@ -28,7 +27,7 @@ class Wire:
         if not (self.bytes_per_s > 0 and self.latency_us >= 0 and 0 < self.efficiency <= 1):
             raise ValueError(
                 f"bytes_per_s is {self.bytes_per_s}, latency_us {self.latency_us}, efficiency "
-                f"{self.efficiency}; accepted are above 0, at least 0, and above 0 to 1"
+                f"{self.efficiency}; they must be above 0, at least 0, and above 0 up to 1"
             )
 
     @property
@@ -38,7 +37,7 @@ class Wire:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fabric:
-    """Nodes of equal GPUs: wires within a node, and each GPU's share of those between nodes."""
+    """Nodes of equal GPUs. `between` is each GPU's share of the network between nodes."""
 
     gpus_per_node: int
     within: Wire
@@ -50,7 +49,7 @@ class Fabric:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self:
-        """Of its fields, as JSON has them. Raises ValueError for what is no fabric."""
+        """Reads the fields from JSON. Raises ValueError if they are not a fabric."""
         try:
             return cls(
                 gpus_per_node=int(value["gpus_per_node"]),

@@ -1,7 +1,7 @@
-"""Dataclass fields that carry their own documentation and limits.
+"""Dataclass fields that carry their help text and limits.
 
-A field is declared once, here a spec's field; the command line, the validation and the docs all
-read it.
+Each field is declared once, in its spec. The command line, the validation and the row labels all
+read the declaration.
 """
 
 import dataclasses
@@ -11,6 +11,9 @@ from typing import Any, TypeVar
 
 Preset = TypeVar("Preset")
 Spec = TypeVar("Spec")
+
+# Help text of the option of every command that runs on one device.
+DEVICE_HELP = "cpu, cuda, cuda:1, mps, or auto for the fastest available"
 
 
 def option(
@@ -26,15 +29,15 @@ def option(
     label: bool | str = False,
     named_with: str = "",
 ) -> Any:
-    """A dataclass field with a help text and the values that it accepts (`least` and `most`
-    inclusive).
+    """Returns a dataclass field with a help text and its accepted values.
 
-    flag        its name on the command line, where that differs from the field's
-    short       its one-letter name
-    flag_value  what the flag alone, without a value, stands for
-    label       whether `key=value` of the field names a row; "changed": only one that is not at
-                its default
-    named_with  the field that names a row together with this one
+    least, most  inclusive limits
+    flag         name on the command line, if it differs from the field's
+    short        one-letter name on the command line
+    flag_value   value if the flag is given without one
+    label        True if `field=value` is part of a row's label; "changed": only if the value is not
+                 the default
+    named_with   another field that is always part of the label together with this one
     """
     metadata = {
         "help": help,
@@ -51,9 +54,7 @@ def option(
 
 
 def as_in(declared: type, name: str, help: str = "", choices: Iterable[str] | None = None) -> Any:
-    """The field of that name of another spec once more: its default, limits and label, and its help
-    and choices or these.
-    """
+    """Returns a copy of another spec's field, with its help and choices replaced if given."""
     (field,) = [field for field in dataclasses.fields(declared) if field.name == name]
     metadata = {**field.metadata, "help": help or field.metadata["help"]}
     if choices is not None:
@@ -62,7 +63,7 @@ def as_in(declared: type, name: str, help: str = "", choices: Iterable[str] | No
 
 
 def by_size(size: str, sizes: Mapping[str, Preset]) -> Preset:
-    """The preset of that name. Raises ValueError for an unknown one."""
+    """Returns the preset with that name. Raises ValueError if it is unknown."""
     try:
         return sizes[size.lower()]
     except KeyError:
@@ -70,23 +71,24 @@ def by_size(size: str, sizes: Mapping[str, Preset]) -> Preset:
 
 
 def with_defaults(spec: Spec, used: Mapping[str, bool]) -> Spec:
-    """The spec with the default of each field that it has no use for; what is not named is used."""
+    """Returns the spec with each field that is marked unused reset to its default.
+
+    used  field name -> whether the field has an effect; fields that are not named keep their value
+    """
     fields = dataclasses.fields(spec)  # type: ignore[arg-type]
     unused = {field.name: field.default for field in fields if not used.get(field.name, True)}
     return dataclasses.replace(spec, **unused)  # type: ignore[type-var]
 
 
 def as_kind(kind: type[Spec], spec: Any, **changes: Any) -> Spec:
-    """A spec of another kind: with the fields that both have, and changes; its own are as by
-    default.
-    """
-    own = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    shared = {name: value for name, value in vars(spec).items() if name in own}
+    """Converts a spec to another kind: copies the fields that both have, then applies changes."""
+    names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    shared = {name: value for name, value in vars(spec).items() if name in names}
     return kind(**{**shared, **changes})
 
 
 def naming_fields(field: "dataclasses.Field[Any]") -> tuple[str, ...]:
-    """The fields that name a row together with this one, itself first; none without a `label`."""
+    """Returns the names of the fields that the field adds to a row's label: itself first."""
     if not field.metadata.get("label"):
         return ()
     other = field.metadata.get("named_with")
