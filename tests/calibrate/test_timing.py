@@ -11,7 +11,7 @@ from stepgauge.calibrate.operations import operations
 from stepgauge.calibrate.timing import time_of
 from stepgauge.runtime.recording import on_its_stream, repeated
 from stepgauge.spec.calibration import CalibrationSpec
-from stepgauge.spec.fallbacks import ours_asked
+from stepgauge.spec.fallbacks import requested_kernels
 from stepgauge.spec.record import Record
 
 NAMES = list(operations(GPU))
@@ -77,7 +77,7 @@ def test_a_gpu_works_for_a_while_before_the_clock_runs():
 )
 def test_launches_in_cpp_are_built_for_a_kernel_of_ours(operation, ours):
     spec = {"operation": operation, "device": "cuda"}
-    assert ours_asked(Record(kind=CalibrationSpec.kind, spec=spec)) == ours
+    assert requested_kernels(Record(kind=CalibrationSpec.kind, spec=spec)) == ours
 
 
 @pytest.mark.gpu

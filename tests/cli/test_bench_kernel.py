@@ -30,12 +30,12 @@ def test_a_row_a_pass_and_the_absent_named(stepgauge, tmp_path):
         (("rms-norm", "--peers", "dance"), "--peers is 'dance'; rms-norm has ours, eager"),
         (
             ("rms-norm", "--grid", "dance"),
-            "--grid is 'dance'; rms-norm has default, anchors, norm-layers",
+            "--grid is 'dance'; choose one of default, anchors, norm-layers",
         ),
         (("adamw", "--passes", "forward"), "--passes is 'forward'; choose one of step"),
         (
             ("linear-cross-entropy", "--passes", "backward"),
-            "linear-cross-entropy has forward, both",
+            "linear-cross-entropy supports forward, both",
         ),
     ],
 )

@@ -1,80 +1,65 @@
-"""Where plain PyTorch computed in place of this package's kernels: the row says so."""
+"""Notes in records of rows where plain PyTorch ran because this package's kernels could not."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from stepgauge.spec.calibration import FULL_MASK
 from stepgauge.spec.kernel import KERNELS
 from stepgauge.spec.record import Record
 
-# The fields that choose an implementation, and the value of each that stands for ours.
-OURS: Mapping[str, str] = {
+# The fields that choose an implementation, and the value that chooses this package's kernel.
+OWN_KERNELS: Mapping[str, str] = {
     "norm": "triton",
     "attention": "triton",
     "loss": "fused",
     "optimizer": "fused",
 }
-NATIVE = "native"  # of an environment: what ran, by what was asked for
+NATIVE = "native"  # environment key: requested kernel -> what ran
 FALLBACK = "plain PyTorch"
 
 
 def with_fallbacks(record: Record) -> Record:
-    """The record, saying for each of our kernels that could not run what ran instead."""
-    reason = _reason(record)
+    """Returns the record with a note for each requested kernel that fell back to plain PyTorch."""
+    reason = _reason_for_fallback(record)
     if reason is None or record.status != "ok" or record.provenance != "measured":
         return record
-    asked = ours_asked(record)
-    if not asked:
+    kernels = requested_kernels(record)
+    if not kernels:
         return record
-    ran = {**record.environment.get(NATIVE, {}), **dict.fromkeys(asked, f"{FALLBACK}: {reason}")}
+    ran = {**record.environment.get(NATIVE, {}), **dict.fromkeys(kernels, f"{FALLBACK}: {reason}")}
     return dataclasses.replace(record, environment={**record.environment, NATIVE: ran})
 
 
 def fallbacks(record: Record) -> list[str]:
-    """One sentence a reason for which plain PyTorch ran in place of kernels of ours."""
-    return [_ran(names, path) for path, names in _by_path(record) if path.startswith(FALLBACK)]
+    """Returns one sentence per reason for which kernels fell back to plain PyTorch."""
+    return [sentence for sentence in what_ran(record) if f" ran in {FALLBACK}" in sentence]
 
 
 def what_ran(record: Record) -> list[str]:
-    """One sentence for what ran the kernels that were asked for: a library, or plain PyTorch and
-    why.
-    """
-    return [_ran(names, path) for path, names in _by_path(record)]
+    """Returns one sentence for each library that ran requested kernels, or for each fallback."""
+    kernels_of: dict[str, list[str]] = {}
+    for kernel, library in record.environment.get(NATIVE, {}).items():
+        if library != "C++":  # older records say so of this package's kernels
+            kernels_of.setdefault(library, []).append(kernel)
+    return [f"{', '.join(kernels)} ran in {library}" for library, kernels in kernels_of.items()]
 
 
-def _by_path(record: Record) -> Iterable[tuple[str, list[str]]]:
-    """What ran, and for which names. Older records say "C++" of our own kernels."""
-    by_path: dict[str, list[str]] = {}
-    for name, path in record.environment.get(NATIVE, {}).items():
-        if path != "C++":
-            by_path.setdefault(path, []).append(name)
-    return by_path.items()
+def requested_kernels(record: Record) -> list[str]:
+    """Returns the kernels of this package that the record's spec requests."""
+    if operation := record.spec.get("operation", ""):
+        # The record is of a calibration; the operation is such as "attention triton forward".
+        operation = operation.replace(FULL_MASK, "")
+        kernels = [f"{part} {name}" for part, name in OWN_KERNELS.items()]
+        return [kernel for kernel in kernels if operation.startswith(f"{kernel} ")]
+    if record.kind in KERNELS:
+        return ["ours"]
+    chosen = {**record.spec.get("model", {}), **record.spec}
+    if chosen.get("phases", "step") != "step":  # no optimizer runs
+        chosen.pop("optimizer", None)
+    return [f"{part} {name}" for part, name in OWN_KERNELS.items() if chosen.get(part) == name]
 
 
-def _ran(names: Sequence[str], path: str) -> str:
-    return f"{', '.join(names)} ran in {path}"
-
-
-def ours_asked(record: Record) -> list[str]:
-    """The kernels of this package that the record's spec asks for."""
-    if operation := record.spec.get(
-        "operation", ""
-    ):  # of a calibration: "attention triton forward"
-        names = [f"{part} {name}" for part, name in OURS.items()]
-        plain = operation.replace(FULL_MASK, "")
-        return [name for name in names if plain.startswith(f"{name} ")]
-    return ["ours"] if record.kind in KERNELS else _parts(record.spec)
-
-
-def _reason(record: Record) -> str | None:
+def _reason_for_fallback(record: Record) -> str | None:
     if not str(record.spec.get("device", "")).startswith("cuda"):
         return "no CUDA GPU"
     return None if record.environment.get("triton") else "no Triton"
-
-
-def _parts(spec: Mapping[str, Any]) -> list[str]:
-    chosen = {**spec.get("model", {}), **spec}
-    if chosen.get("phases", "step") != "step":  # no optimizer runs
-        chosen.pop("optimizer", None)
-    return [f"{part} {name}" for part, name in OURS.items() if chosen.get(part) == name]

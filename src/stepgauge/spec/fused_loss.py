@@ -1,9 +1,8 @@
-"""Which sizes of the fused linear + cross-entropy torch computes, by measured crossover, and how many
-logits the loop of the others holds.
+"""When the fused linear + cross-entropy uses torch's own operators, and its logits memory limit.
 
-Small ones are over before their launches are: torch's own operators take the host less time than the
-fused loop, and compiled they read the logits once. bf16 on CUDA, forward and backward; rows of
-benchmarks/results/2026-11-21-h200-kernels-third.jsonl, one H200.
+Small sizes are launch-bound: torch's operators take less host time than the fused loop, and when
+compiled they read the logits only once. The crossover was measured for bf16 forward and backward on
+one H200: benchmarks/results/2026-11-21-h200-kernels-third.jsonl.
 """
 
 from typing import NamedTuple
@@ -17,8 +16,9 @@ class Measured(NamedTuple):
     torch_ms: float
 
 
-# The largest of each is the limit: the next one measured, 8192 x 4096 x 32,000, is faster fused (9.61 ms,
-# compiled 10.03, eager 12.0). Eager, 2048 x 2560 x 10,000 is a draw (0.660 and 0.677).
+# Sizes at which torch is faster; the largest is the limit. At the next size measured,
+# 8192 x 4096 x 32,000, the fused loop is faster: 9.61 ms, against 10.03 compiled and 12.0 eager.
+# Eager torch and the fused loop take about as long at 2048 x 2560 x 10,000 (0.677 and 0.660 ms).
 COMPILED = (Measured(2048, 768, 10_000, 0.688, 0.471), Measured(2048, 2560, 10_000, 0.660, 0.491))
 EAGER = (Measured(2048, 768, 10_000, 0.688, 0.412),)
 
@@ -27,22 +27,23 @@ MOST_PRODUCTS_EAGER = max(row.tokens * row.width * row.vocabulary for row in EAG
 
 
 def torch_computes(tokens: int, width: int, vocabulary: int, *, compiled: bool) -> bool:
-    """Whether torch was measured faster at no smaller a size. It holds all logits, so that a narrow
-    network's many tokens stay with the fused loop.
+    """Returns True if torch was measured faster at this size or a larger one.
+
+    Torch holds all logits in memory, so their number is limited however narrow the network is.
     """
     logits = tokens * vocabulary
-    is_short = compiled or logits * width <= MOST_PRODUCTS_EAGER
-    return is_short and logits <= MOST_LOGITS
+    is_small = compiled or logits * width <= MOST_PRODUCTS_EAGER
+    return is_small and logits <= MOST_LOGITS
 
 
-# 16,384 tokens of a vocabulary of 128,256 in bf16 are then 8 chunks of 2048.
+# With this limit, 16,384 tokens and a vocabulary of 128,256 in bf16 make 8 chunks of 2048 tokens.
 MOST_LOGITS_BYTES = 512 * 2**20
-# Up to so many tokens for each column of the hidden states there is one chunk: its logits are at most
-# four times the weight's bytes, and the weight's gradient is rounded once, as one product rounds it.
+# Up to this many tokens per column of the hidden states, everything is one chunk: its logits are at
+# most four times as large as the weight, and the weight's gradient is rounded once, as in torch.
 WHOLE_UP_TO = 4
 
 
 def logits_bytes(tokens: int, width: int, row_bytes: int) -> int:
-    """The most bytes of logits that are held where nobody sets a limit."""
+    """Returns the default limit on the bytes of logits that are held at once."""
     whole = tokens * row_bytes if tokens <= WHOLE_UP_TO * width else 0
     return max(MOST_LOGITS_BYTES, whole)

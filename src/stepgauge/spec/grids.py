@@ -1,10 +1,9 @@
-"""The shapes that rows are asked for, by name: a grid is a list of the fields in which its rows
-differ.
+"""Named grids of `bench kernel`: each is a list of points, the fields in which its rows differ.
 
-default   one everyday shape in all passes
-anchors   where peers were measured before: the targets
+default   one common shape in all passes
+anchors   shapes at which other implementations are usually compared
 norm-layers, attention-batch, attention-heads
-          the grids of published write-ups on norm layers and attention
+          the grids of published benchmarks of norm layers and attention
 """
 
 import itertools
@@ -17,7 +16,7 @@ Point = Mapping[str, Any]
 
 
 def product(**values: Iterable[Any]) -> list[Point]:
-    """All combinations; the first field varies slowest."""
+    """Returns all combinations; the first field varies slowest."""
     return [
         dict(zip(values, combination, strict=True))
         for combination in itertools.product(*values.values())
@@ -25,30 +24,32 @@ def product(**values: Iterable[Any]) -> list[Point]:
 
 
 def names_of(kind: str) -> list[str]:
+    """Returns the names of the operation's grids."""
     return ["default", *GRIDS[kind]]
 
 
 def points(kind: str, name: str) -> list[Point]:
-    """The grid's points. Raises ValueError for a grid that the operation does not have."""
+    """Returns the points of a grid. Raises ValueError if the operation has no such grid."""
     if name == "default":
         return product(passes=KERNELS[kind].passes_offered)
     if name not in GRIDS[kind]:
-        raise ValueError(f"grid is {name!r}; {kind} has {', '.join(names_of(kind))}")
+        raise ValueError(f"grid is {name!r}; choose one of {', '.join(names_of(kind))}")
     return GRIDS[kind][name]
 
 
 def _rows(names: str, *values: tuple[Any, ...]) -> list[Point]:
-    """Points of these fields, a tuple each."""
-    return [dict(zip(names.split(), each, strict=True)) for each in values]
+    """Returns one point per tuple of values; `names` are the fields, separated by spaces."""
+    return [dict(zip(names.split(), point, strict=True)) for point in values]
 
 
 def _each(shapes: Iterable[Point], **values: Iterable[Any]) -> list[Point]:
+    """Returns every shape combined with every combination of the values."""
     return [{**shape, **rest} for shape in shapes for rest in product(**values)]
 
 
 FORWARD_BACKWARD = ("forward", "backward")
-# The most wanted first. A peer that is compiled for each shape costs 5 to 30 s before it is timed:
-# compiled eager code and those that no shape was ever fastest with stand in the first row alone.
+# The most important rows come first. A peer that is compiled for each shape takes 5 to 30 s before it
+# is timed, so torch.compile and peers that were never the fastest are only in the first row.
 RMS_NORM_ANCHORS = [
     *_rows(
         "rows width dtype passes peers",
@@ -77,8 +78,7 @@ NORM_LAYERS = product(
     peers=("eager torch compile layer_norm",),
 )
 
-# 16,384 tokens of width 2048 in all: batch and heads follow from the length and the width of a
-# head.
+# 16,384 tokens and a model width of 2048: batch and heads follow from sequence and head width.
 _MAIN_PEERS = "fa2 cudnn"
 ATTENTION_ANCHORS = [
     *_each(
@@ -95,7 +95,7 @@ ATTENTION_ANCHORS = [
         peers=(_MAIN_PEERS,),
         passes=FORWARD_BACKWARD,
     ),
-    # One sequence of 16 heads.
+    # One sequence with 16 heads.
     *_rows("batch heads sequence width peers passes", (1, 16, 16_384, 64, _MAIN_PEERS, "both")),
 ]
 ATTENTION_BATCH = product(

@@ -1,7 +1,7 @@
-"""Where hardware files lie, which one has a name, and which one is of a device.
+"""Finds hardware files by path, by name or by device.
 
-Files of the working folder's hardware/ come first, then those of the user: there `calibrate` writes
-without being told where. Last come those of the package, which are meant by their names alone.
+Files in hardware/ of the working folder come first, then those in the user's folder, where
+`calibrate` writes by default. Last come the files of the package, which are found only by name.
 """
 
 import os
@@ -11,19 +11,19 @@ from stepgauge.spec.hardware import SHIPPED, HardwareFile
 
 
 def user_folder() -> Path:
-    """As the XDG base directory specification has it."""
+    """Returns the user's folder of hardware files, by the XDG base directory specification."""
     data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
     return Path(data) / "stepgauge" / "hardware"
 
 
 def default_path(device: str) -> Path:
-    """Of the file that `calibrate` writes of a device of that name: "amd-epyc.json"."""
+    """Returns the path that `calibrate` writes to for a device name: ".../amd-epyc.json"."""
     words = "".join(c if c.isalnum() else " " for c in device.lower()).split()
     return user_folder() / f"{'-'.join(words) or 'device'}.json"
 
 
 def known_files() -> list[Path]:
-    """Those of the working folder and of the user, in the order in which they count."""
+    """Returns the files of the working folder, then those of the user."""
     return [
         path
         for folder in (Path("hardware"), user_folder())
@@ -33,26 +33,29 @@ def known_files() -> list[Path]:
 
 
 def file_named(text: str) -> Path:
-    """The file of a path, or of a name: "dgx-h100". Raises ValueError where there is none."""
+    """Returns the file with this path or name, such as "dgx-h100".
+
+    Raises ValueError, with similar names, if there is none.
+    """
     path = Path(text)
     if path.is_file():
         return path
-    every = [*known_files(), *sorted(SHIPPED.glob("*.json"))]
+    files = [*known_files(), *sorted(SHIPPED.glob("*.json"))]
     if path.parent == Path():
-        for known in every:
-            if path.name in (known.stem, known.name):
-                return known
-    names = dict.fromkeys(known.stem for known in every if _has_times(known))
-    near = [name for name in names if path.name and path.name in name]
+        for file in files:
+            if path.name in (file.stem, file.name):
+                return file
+    names = dict.fromkeys(file.stem for file in files if _can_predict(file))
+    similar = [name for name in names if path.name and path.name in name]
     raise ValueError(
         f"no hardware file at {text}: "
-        + (f"did you mean {' or '.join(near)}? " if near else "")
-        + f"stepgauge calibrate FILE makes one of this machine; by name there are {', '.join(names)}"
+        + (f"did you mean {' or '.join(similar)}? " if similar else "")
+        + f"known names are {', '.join(names)}; stepgauge calibrate makes a file of this machine"
     )
 
 
-def _has_times(path: Path) -> bool:
-    """Whether steps can be predicted from the file: from its own operations or another's."""
+def _can_predict(path: Path) -> bool:
+    """Returns True if the file has operation times, its own or those of its base."""
     try:
         hardware = HardwareFile.read(path)
     except ValueError:
@@ -61,8 +64,9 @@ def _has_times(path: Path) -> bool:
 
 
 def file_of(device: str, threads: int) -> Path | None:
-    """The first calibrated file of a device of that name, of a CPU with so many threads; None
-    without one.
+    """Returns the first calibrated file of the device, or None.
+
+    threads  for a CPU: the file must be for this number of threads
     """
     for path, hardware in calibrated_files().items():
         if hardware.device == device and hardware.threads in (0, threads):
@@ -71,13 +75,13 @@ def file_of(device: str, threads: int) -> Path | None:
 
 
 def calibrated_files() -> dict[Path, HardwareFile]:
-    """Of the known files; what is no hardware file is passed over."""
-    found = {}
+    """Returns the known files that have operation times; invalid files are skipped."""
+    calibrated = {}
     for path in known_files():
         try:
             hardware = HardwareFile.read(path)
         except ValueError:
             continue
         if hardware.operations:
-            found[path] = hardware
-    return found
+            calibrated[path] = hardware
+    return calibrated

@@ -1,5 +1,6 @@
-"""The specs by the kind of record that they lead to, so that a record from before a field was added
-still pairs.
+"""Maps each kind of record to its spec, so that older records still pair with new ones.
+
+Older records may lack a field that was added since, or have a field that was removed.
 """
 
 import dataclasses
@@ -44,24 +45,22 @@ SPECS: Mapping[str, type] = {
         OpSpec,
     )
 } | KERNELS
-# Of nested specs: the one that names the same network.
+# The spec of the field `model`, by its own field `network`.
 NETWORKS: Mapping[str, type] = {
     "": ModelSpec,
     BertSpec.network: BertSpec,
     UserModel.network: UserModel,
 }
-NESTED: Mapping[str, Mapping[str, type]] = {"model": NETWORKS}
 
-
-# Fields that there are no more, and the value that means what is done today. A record with that
-# value pairs with today's; one with another value keeps the field.
+# Removed fields, with the value that means what is done today. A record with that value pairs with
+# new records; a record with another value keeps the field.
 RETIRED: Mapping[str, Mapping[str, Any]] = {
     DataParallelSpec.kind: {"transport": "collectives", "max_ctas": 0},
     TrainSpec.kind: {"transport": "collectives", "tokenizer": "bytes"},
     **{kind: {"own": ""} for kind in (ProfileSpec.kind, MemorySpec.kind, DtypesSpec.kind)},
 }
 
-# Metrics that have another name today.
+# Metrics by their former names.
 RENAMED_METRICS: Mapping[str, str] = {
     "silent_step_ms": "without_communication_ms",
     **{f"{axis}_silent_ms": f"without_{axis}_ms" for axis in ("data", "context", "tensor")},
@@ -69,11 +68,10 @@ RENAMED_METRICS: Mapping[str, str] = {
 
 
 def completed(kind: str, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """The spec of a record with today's defaults for the fields that it does not have, and without
-    those that there are no more.
+    """Returns a record's spec with defaults for missing fields and without removed fields.
 
-    A new field's default must therefore mean what was done before there was the field, or its
-    records must be of a new kind.
+    The default of a new field must therefore mean what was done before the field existed;
+    otherwise its records need a new kind.
     """
     if kind not in SPECS:
         return dict(spec)
@@ -83,22 +81,17 @@ def completed(kind: str, spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def declarations(kind: str, spec: Mapping[str, Any]) -> list[type]:
-    """The spec of that kind, and the nested ones that the values are of; none for an unknown kind."""
+    """Returns the spec classes of a record: that of its kind and of its network; [] if unknown."""
     if kind not in SPECS:
         return []
-    return [
-        SPECS[kind],
-        *(declared for name, value in spec.items() if (declared := _nested(name, value))),
-    ]
+    network = _network_of(spec)
+    return [SPECS[kind], network] if network else [SPECS[kind]]
 
 
-def _nested(name: str, value: Any) -> type | None:
-    """The spec of a nested value; None where it is none, or a network we do not know."""
-    return (
-        NESTED[name].get(value.get("network", ""))
-        if name in NESTED and isinstance(value, Mapping)
-        else None
-    )
+def _network_of(spec: Mapping[str, Any]) -> type | None:
+    """Returns the class of the spec's network; None if it has none, or an unknown one."""
+    model = spec.get("model")
+    return NETWORKS.get(model.get("network", "")) if isinstance(model, Mapping) else None
 
 
 def _with_defaults(declared: type, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,9 +100,7 @@ def _with_defaults(declared: type, values: Mapping[str, Any]) -> dict[str, Any]:
         for field in dataclasses.fields(declared)
         if field.default is not dataclasses.MISSING
     }
-    inner = {
-        name: _with_defaults(nested, value)
-        for name, value in values.items()
-        if (nested := _nested(name, value))
-    }
-    return {**defaults, **values, **inner}
+    complete = {**defaults, **values}
+    if network := _network_of(values):
+        complete["model"] = _with_defaults(network, values["model"])
+    return complete
