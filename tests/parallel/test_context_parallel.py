@@ -17,7 +17,7 @@ from stepgauge.parallel.context_parallel.ring_attention import PartialAttention,
 from stepgauge.parallel.data_parallel import BucketedDataParallel
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.plan.context import half, plan_ring, positions_of
+from stepgauge.spec.plan.context import chunk_slice, plan_ring, ring_positions
 
 ATTENTION = PartialAttention(partial_forward, partial_backward)
 SPEC = ModelSpec(
@@ -38,8 +38,8 @@ def test_every_pair_of_tokens_meets_once(ranks):
         met = torch.zeros(length, length, dtype=torch.int64)
         for rank in range(ranks):
             for meeting in plan_ring(rank, ranks, is_causal=is_causal):
-                queries = positions_of(length, rank, ranks)[half(meeting.queries, 4)]
-                keys = positions_of(length, meeting.source, ranks)[half(meeting.keys, 4)]
+                queries = ring_positions(length, rank, ranks)[chunk_slice(meeting.queries, 4)]
+                keys = ring_positions(length, meeting.source, ranks)[chunk_slice(meeting.keys, 4)]
                 for i, query in enumerate(queries):
                     for j, key in enumerate(keys):
                         met[query, key] += i >= j or not meeting.is_causal

@@ -684,7 +684,7 @@ def test_mistakes_are_said(two_ranks):
     for _, found in two_ranks:
         said = found["mistakes"]
         assert said["odd sequence"].startswith("the sequence has 5 tokens, which 2 ranks")
-        assert said["no module"] == "'nobody' is the name of no module"
+        assert said["no module"] == "'nobody' matches no module"
         assert said["no linear"] == (
             "norm is a RMSNorm; the rule column cuts nn.Linear and transformers' Conv1D"
         )

@@ -198,7 +198,7 @@ def test_stages_have_about_equal_flops_and_shared_targets_keep_their_form():
         ((nn.Sequential(nn.Linear(4, 4)), torch.ones(4, 4)), "tp2", "factory returns as 'table'"),
         (
             {"module": nn.Linear(4, 4), "batch": torch.ones(4, 4), "table": {"up": Rule("row")}},
-            "tp2", "'up' is the name of no module",
+            "tp2", "'up' matches no module",
         ),
     ],
 )  # fmt: skip

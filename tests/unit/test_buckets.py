@@ -1,4 +1,4 @@
-"""Plans as data: nothing lost, nothing twice, closed at the cap, order of arrival."""
+"""Plans of buckets, owners and launches."""
 
 import pytest
 from hypothesis import given
@@ -26,14 +26,14 @@ def parameter(name, megabytes, **fields):
 
 
 @given(parameters, caps, caps)
-def test_every_parameter_travels_once(order, cap, first):
+def test_every_parameter_is_in_one_bucket(order, cap, first):
     buckets = plan_buckets(order, cap_mb=cap, first_mb=first)
     planned = [name for bucket in buckets for name in bucket.names]
     assert sorted(planned) == sorted(p.name for p in order)
 
 
 @given(parameters, caps)
-def test_a_bucket_is_of_one_kind_and_reaches_the_cap_with_its_last_gradient(order, cap):
+def test_a_bucket_has_one_dtype_and_device_and_reaches_the_cap_with_its_last_gradient(order, cap):
     for bucket in plan_buckets(order, cap_mb=cap):
         assert len({(p.dtype, p.device) for p in bucket.parameters}) == 1
         if cap is not None and len(bucket.parameters) > 1:
@@ -42,13 +42,13 @@ def test_a_bucket_is_of_one_kind_and_reaches_the_cap_with_its_last_gradient(orde
 
 
 @given(parameters, caps)
-def test_buckets_come_in_the_order_of_their_last_gradient(order, cap):
+def test_buckets_are_ordered_by_their_last_gradient(order, cap):
     arrival = [p.name for p in reversed(order)]
     last = [max(map(arrival.index, bucket.names)) for bucket in plan_buckets(order, cap_mb=cap)]
     assert last == sorted(last)
 
 
-def test_the_plan_of_a_small_network_by_hand():
+def test_the_plan_of_a_small_network():
     order = [
         parameter("embedding", 8),
         parameter("norm", 0.1),
@@ -60,13 +60,13 @@ def test_the_plan_of_a_small_network_by_hand():
     assert [bucket.names for bucket in plan] == [("c",), ("b", "a", "norm"), ("embedding",)]
 
 
-def test_without_a_cap_one_bucket_a_kind_and_with_none_one_a_gradient():
+def test_no_cap_gives_one_bucket_per_dtype_and_a_cap_of_0_one_per_gradient():
     order = [parameter("a", 1), parameter("b", 2, dtype="bfloat16"), parameter("c", 3)]
     assert [b.names for b in plan_buckets(order, cap_mb=None)] == [("b",), ("c", "a")]
     assert [b.names for b in plan_buckets(order, cap_mb=0)] == [("c",), ("b",), ("a",)]
 
 
-def test_owners_keep_their_gradients_apart():
+def test_gradients_of_different_owners_are_in_different_buckets():
     order = [parameter(name, 1) for name in "abcd"]
     plan = plan_buckets(order, cap_mb=None, owners={"a": 0, "b": 1, "c": 0, "d": 1})
     assert [(b.names, b.owner) for b in plan] == [(("d", "b"), 1), (("c", "a"), 0)]
@@ -93,8 +93,8 @@ def test_owners_are_balanced_by_elements(order, ranks):
 
 
 def test_neighbours_have_different_owners():
-    """What the ranks have received differs by the largest at most, though largest first gives whole
-    blocks to one.
+    """At any time, what the ranks have received differs by at most the largest gradient, although
+    assigning the largest first could give whole blocks to one rank.
     """
     names = [
         (f"{block}.{name}", size)
@@ -109,7 +109,7 @@ def test_neighbours_have_different_owners():
         assert abs(received[0] - received[1]) <= 3 * MB
 
 
-def test_buckets_for_different_owners_are_launched_at_once():
+def test_buckets_for_different_owners_are_launched_together():
     def launches(*owners, devices="c" * 11):
         buckets = [
             Bucket((parameter("p", 1, device=d),), owner)
@@ -120,18 +120,18 @@ def test_buckets_for_different_owners_are_launched_at_once():
 
     assert launches(0, 1, 1, 0, 0, 0, 1) == [[0, 1], [2, 3], [4, 5, 6]]
     assert launches(0, 1, 2, 2, 2, 0) == [[0, 1, 2], [3, 4, 5]]
-    assert launches(1, 0, 0, 0) == [[0, 1], [2], [3]]  # nobody to wait for
-    assert launches(*[0] * 10, 1) == [[*range(8)], [8, 9, 10]]  # not for long
+    assert launches(1, 0, 0, 0) == [[0, 1], [2], [3]]  # no other owner follows
+    assert launches(*[0] * 10, 1) == [[*range(8)], [8, 9, 10]]  # at the limit of 4 per owner
     assert launches(0, 1, 1, 0, devices="cdcc") == [[0], [1], [2, 3]]
     assert launches(None, None) == [[0], [1]]
     assert launches() == []
 
 
 @given(parameters, caps, st.integers(1, 5))
-def test_every_bucket_is_launched_once_in_the_plans_order(order, cap, ranks):
+def test_every_bucket_is_launched_once_in_the_order_of_the_plan(order, cap, ranks):
     buckets = plan_buckets(order, cap_mb=cap, owners=plan_owners(order, ranks=ranks).owners)
     assert [bucket for launch in plan_launches(buckets) for bucket in launch] == [*buckets]
 
 
-def test_a_later_group_fills_the_emptier_rank():
+def test_a_later_group_goes_to_the_rank_that_owns_least():
     assert plan_owners([parameter("late", 1)], ranks=2, held=[10, 3]).owners == {"late": 1}

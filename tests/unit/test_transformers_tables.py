@@ -1,4 +1,4 @@
-"""Tables of the transformers library's networks, by the names that version 5.23 gives their parts."""
+"""Tables for networks of the transformers library, with the module names of version 5.23."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from stepgauge.spec.plan.tensor import Count, Section, matched
 from stepgauge.spec.plan.transformers_tables import FAMILIES, table_of_config
 
 SHAPE = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
-SHAPE |= {"n_embd": 32, "n_head": 4}  # as GPT-2 has them
+SHAPE |= {"n_embd": 32, "n_head": 4}  # the same in GPT-2's config
 ATTENTION = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
 GATED = ["mlp", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 LLAMA = ["self_attn", *ATTENTION, *GATED]
@@ -16,7 +16,7 @@ BERT = [
 ]
 GPT2 = ["attn", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
 NEOX = ["attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"]
-# The module of the base network, its blocks, its embedding, and a block's modules.
+# model_type -> (base network, its blocks, its embedding, modules of a block)
 NAMES = {
     "llama": ("model", "layers", "embed_tokens", LLAMA),
     "gemma2": ("model", "layers", "embed_tokens", LLAMA),
@@ -32,11 +32,11 @@ NAMES = {
 
 
 def names_of(kind, base="", head=True):
-    """Of the modules of a network with two blocks."""
+    """Returns the names of the modules of a network with two blocks."""
     _, blocks, embedding, inside = NAMES[kind]
-    every = [embedding, *(f"{blocks}.{i}.{name}" for i in range(2) for name in ["", *inside])]
-    named = [f"{base}.{name}".strip(".") for name in every]
-    return [*named, "lm_head"] if head else named
+    names = [embedding, *(f"{blocks}.{i}.{name}" for i in range(2) for name in ["", *inside])]
+    names = [f"{base}.{name}".strip(".") for name in names]
+    return [*names, "lm_head"] if head else names
 
 
 @pytest.mark.parametrize("kind", NAMES)
@@ -44,30 +44,30 @@ def test_a_network_and_its_base_have_the_same_rules(kind):
     base, _, _, inside = NAMES[kind]
     config = {**SHAPE, "model_type": kind}
     whole = names_of(kind, base)
-    told = {name for name, _ in matched(table_of_config(config, whole), whole)}
-    assert {f"{name}" for name in told if ".0." in name} == {
+    with_rule = {name for name, _ in matched(table_of_config(config, whole), whole)}
+    assert {name for name in with_rule if ".0." in name} == {
         name for name in whole if any(name.endswith(f".0.{part}") for part in inside)
     }
-    assert ("lm_head" in told) == (FAMILIES[kind][1] != "")
-    alone = names_of(kind, head=False)
-    told_alone = {name for name, _ in matched(table_of_config(config, alone), alone)}
-    assert told - {"lm_head"} == {f"{base}.{name}" for name in told_alone}
+    assert ("lm_head" in with_rule) == (FAMILIES[kind][1] != "")
+    base_names = names_of(kind, head=False)
+    base_with_rule = {name for name, _ in matched(table_of_config(config, base_names), base_names)}
+    assert with_rule - {"lm_head"} == {f"{base}.{name}" for name in base_with_rule}
 
 
-def test_heads_stay_whole_and_are_counted():
+def test_heads_are_not_cut_and_their_counts_are_per_rank():
     names = names_of("llama", "model")
     table = table_of_config({**SHAPE, "model_type": "llama"}, names)
     attention = "model.layers.*.self_attn"
     assert table[f"{attention}.q_proj"].sections == (Section(32, unit=8),)
     assert table[f"{attention}.[kv]_proj"].sections == (Section(16, unit=8, shared=True),)
     (count,) = table[attention].counts
-    assert [count.on(0, ranks) for ranks in (1, 2, 4)] == [2, 2, 1], "query heads a key head"
-    assert Count("num_heads", Section(4)).on(1, 2) == 2
+    assert [count.value(ranks) for ranks in (1, 2, 4)] == [2, 2, 1], "query heads per key head"
+    assert Count("num_heads", Section(4)).value(2) == 2
     with pytest.raises(ValueError, match="4 rows cannot be cut into 8 equal parts"):
-        count.on(0, 8)
+        count.value(8)
 
 
-def test_a_head_within_another_module_is_cut_unless_peft_keeps_two_of_it():
+def test_a_nested_head_is_cut_unless_peft_keeps_two_copies_of_it():
     names = [f"base_model.model.{name}" for name in names_of("llama", "model")]
     table = table_of_config({**SHAPE, "model_type": "llama"}, names)
     assert table["base_model.model.lm_head"].kind == "head"
@@ -77,7 +77,7 @@ def test_a_head_within_another_module_is_cut_unless_peft_keeps_two_of_it():
     }
 
 
-def test_what_has_no_table_is_said():
+def test_a_network_without_a_table_is_refused():
     with pytest.raises(
         ValueError, match="model_type is 'bloom', whose networks have no table; give"
     ):

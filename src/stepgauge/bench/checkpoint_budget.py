@@ -31,7 +31,7 @@ from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.plan.recompute import AGAIN, BlockCosts, RecomputePlan, cheapest
+from stepgauge.spec.plan.recompute import CHECKPOINTED, BlockCosts, RecomputePlan, cheapest
 from stepgauge.spec.step import WorkSpec
 from stepgauge.spec.train import TrainSpec
 from stepgauge.spec.units import GIB
@@ -91,7 +91,7 @@ def solve(spec: WorkSpec | TrainSpec | LayoutSpec) -> Solution:
         return Solution(RecomputePlan(layers), budget, whole, 0.0)
     # a block that is not compiled cannot look for its weights in zero3's backward
     within = layout.wrapper != "zero3" or spec.compile != "off"
-    costs = _costs(step, [name for name in AGAIN if within or name != "feed-forward"])
+    costs = _costs(step, [name for name in CHECKPOINTED if within or name != "feed-forward"])
     plan, found = _first_that_fits(layers, costs, peak, whole, budget)
     return Solution(plan, budget, found, costs.us(plan) / 1e3)
 
@@ -193,7 +193,7 @@ def _costs(spec: MemorySpec, ways: Sequence[str]) -> BlockCosts:
         passes = 2 * (kept["none"] - kept[name]) / rates.memory_bytes_per_s
         return 1e6 * (passes + products.get(name, 0) / (rates.of(spec.precision) or 1.0))
 
-    return BlockCosts(kept_bytes=kept, again_us={name: again_us(name) for name in kept})
+    return BlockCosts(kept_bytes=kept, recompute_us={name: again_us(name) for name in kept})
 
 
 def _rates(spec: MemorySpec) -> Peaks:

@@ -5,7 +5,7 @@ layout.
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.layout import WRAPPERS, Layout, check_wrapper
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.plan.context import positions_of, run_of
+from stepgauge.spec.plan.context import contiguous_positions, ring_positions
 from stepgauge.spec.plan.pipeline import Schedule, build
 from stepgauge.spec.plan.stages import cut_blocks
 from stepgauge.spec.plan.tensor import Section
@@ -174,7 +174,7 @@ def _check_context(layout: Layout, model: Network) -> None:
     if layout.ulysses:
         _check_head_exchange(layout, model)
         return
-    positions_of(model.context_length, 0, layout.context)
+    ring_positions(model.context_length, 0, layout.context)
     if model.attention != "triton":
         raise ValueError(
             f"attention is {model.attention!r}; {name} sends keys around a ring of ours: choose "
@@ -185,7 +185,7 @@ def _check_context(layout: Layout, model: Network) -> None:
 
 
 def _check_head_exchange(layout: Layout, model: ModelSpec) -> None:
-    run_of(model.context_length, 0, layout.context)
+    contiguous_positions(model.context_length, 0, layout.context)
     if model.kv_heads % (layout.tensor * layout.context):
         ranks = layout.tensor * layout.context
         raise ValueError(

@@ -18,7 +18,7 @@ from stepgauge.cost.streams.program import (
 )
 from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.plan.buckets import Bucket, Parameter
-from stepgauge.spec.plan.shards import dealt, num_update_parts, plan_launches, plan_owners
+from stepgauge.spec.plan.shards import deal_out, num_update_parts, plan_launches, plan_owners
 from stepgauge.spec.units import ceil_div
 
 BYTES: Mapping[str, int] = {"own": 0, "bf16": 2, "fp16": 2}
@@ -62,7 +62,7 @@ def most_owned(operations: Operations, ranks: int) -> int:
     """
     matrices = operations.block_matrices * len(operations.blocks) + operations.end_matrices
     vectors = operations.num_parameters - sum(matrices)
-    return max(dealt(matrices, [0] * ranks)[0]) + ceil_div(vectors, ranks)
+    return max(deal_out(matrices, [0] * ranks)[0]) + ceil_div(vectors, ranks)
 
 
 class Bucketed(DataParallelCost):

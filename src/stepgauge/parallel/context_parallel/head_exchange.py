@@ -23,7 +23,7 @@ from torch import Tensor
 
 from stepgauge.parallel.context_parallel.split_sequences import SplitSequences
 from stepgauge.parallel.tensor_parallel.residual_stream import arrived, begin_all_to_all
-from stepgauge.spec.plan.context import num_head_groups, run_of
+from stepgauge.spec.plan.context import contiguous_positions, num_head_groups
 
 
 @dataclasses.dataclass
@@ -32,7 +32,7 @@ class HeadExchange(SplitSequences):
 
     def tokens(self, length: int, rank: int) -> Sequence[int]:
         """Raises ValueError for a length that N does not divide."""
-        return run_of(length, rank, self.ranks)
+        return contiguous_positions(length, rank, self.ranks)
 
     @torch.compiler.disable
     def attend(

@@ -20,7 +20,7 @@ from stepgauge.parallel.autograd.first_derivatives import without_second_derivat
 from stepgauge.parallel.autograd.operators import define_operator
 from stepgauge.parallel.context_parallel.key_travel import Messages, Staying, Travel
 from stepgauge.parallel.context_parallel.split_sequences import SplitSequences
-from stepgauge.spec.plan.context import Meeting, half, plan_ring, positions_of
+from stepgauge.spec.plan.context import RingStep, chunk_slice, plan_ring, ring_positions
 from stepgauge.spec.units import ceil_div
 
 
@@ -46,7 +46,7 @@ class RingAttention(SplitSequences):
 
     def tokens(self, length: int, rank: int) -> Sequence[int]:
         """Raises ValueError for a length that 2N does not divide."""
-        return positions_of(length, rank, self.ranks)
+        return ring_positions(length, rank, self.ranks)
 
     @contextlib.contextmanager
     def travel(self, k: Tensor, v: Tensor) -> Iterator[Travel]:
@@ -197,7 +197,7 @@ class RingBackward:
         middle = ceil_div(self.k.shape[1], 2)
         return slice(middle), slice(middle, None)
 
-    def _meet_own(self, meeting: Meeting, heads: slice, found: Sequence[Tensor]) -> None:
+    def _meet_own(self, meeting: RingStep, heads: slice, found: Sequence[Tensor]) -> None:
         """Writes the gradients of these key heads and of the query heads that read them."""
         begin, end, _ = heads.indices(self.k.shape[1])
         if begin == end:
@@ -210,7 +210,7 @@ class RingBackward:
             total[:, own] = part
 
     def _meet(
-        self, meeting: Meeting, rows: slice, k: Tensor, v: Tensor, heads: slice = slice(None)
+        self, meeting: RingStep, rows: slice, k: Tensor, v: Tensor, heads: slice = slice(None)
     ) -> tuple[Tensor, ...]:
         grad_o, q, o = (x[:, heads, rows] for x in (self.grad_o, self.q, self.o))
         lse = self.lse[:, heads, rows].contiguous()
@@ -219,5 +219,5 @@ class RingBackward:
         )
 
 
-def _halves(meeting: Meeting, q: Tensor, k: Tensor) -> tuple[slice, slice]:
-    return half(meeting.queries, q.shape[-2]), half(meeting.keys, k.shape[-2])
+def _halves(meeting: RingStep, q: Tensor, k: Tensor) -> tuple[slice, slice]:
+    return chunk_slice(meeting.queries, q.shape[-2]), chunk_slice(meeting.keys, k.shape[-2])

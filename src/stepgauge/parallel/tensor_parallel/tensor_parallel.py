@@ -152,7 +152,7 @@ def _apply(module: nn.Module, rules: Rules, stream: ResidualStream, cuts: Cuts) 
         if rule.kind == "gather":
             _leave_gathered(part)
         for count in rule.counts:
-            setattr(part, count.attribute, count.on(stream.rank, stream.ranks))
+            setattr(part, count.attribute, count.value(stream.ranks))
 
 
 def table_by_config(module: nn.Module) -> Table:

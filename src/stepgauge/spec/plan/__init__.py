@@ -1,1 +1,1 @@
-"""Plans as data: parallel executes them, cost simulates the same object."""
+"""Plans as data: `parallel` executes them and `cost` simulates the same objects."""

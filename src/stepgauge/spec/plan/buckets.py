@@ -1,16 +1,16 @@
-"""Which gradients travel together: computed once as data, executed by parallel and predicted from."""
+"""Gradient buckets as data: `parallel` executes the plan and `cost` predicts from it."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 
 MB = 10**6
-# as torch's DistributedDataParallel: communication starts with the first layers of backward
+# A small first bucket, as in DistributedDataParallel, lets communication start early in backward.
 FIRST_BUCKET_MB = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """A parameter in a plan. `dtype` and `device` are names that only tell kinds apart."""
+    """A parameter in a plan. `dtype` and `device` are only compared, never interpreted."""
 
     name: str
     numel: int
@@ -25,9 +25,9 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Parameters whose gradients are one message, in the order in which they lie in it.
+    """Parameters whose gradients are sent as one message, in the order of the message.
 
-    owner  the rank that alone receives the average, or None where all do
+    owner  the only rank that receives the average; None: all ranks do
     """
 
     parameters: tuple[Parameter, ...]
@@ -50,14 +50,14 @@ def plan_buckets(
     owners: Mapping[str, int] | None = None,
     alone: bool = True,
 ) -> tuple[Bucket, ...]:
-    """Buckets, the one that is complete first in front, of trained parameters in order of use, whose
-    gradients come in reverse and are packed until they reach the cap, apart by dtype, device, owner.
+    """Returns the buckets for trained parameters, the first complete one first. Gradients arrive in
+    reverse order of use and are packed until a bucket reaches the cap. Each combination of dtype,
+    device and owner has its own buckets.
 
-    cap_mb    where a bucket is closed, in MB of 10^6 bytes: it is less than twice that. A gradient
-              of that size travels alone, since packing would copy it. None is no limit
-    first_mb  where the first is closed, so that communication starts early
-    owners    the rank that the gradient of a name is for; one without a rank is for all
-    alone     a gradient as large as the cap is its own bucket; False: it closes the open one
+    cap_mb    size at which a bucket is closed, in MB of 10^6 bytes. None: no limit
+    first_mb  size at which the first bucket is closed, so that communication starts early
+    owners    name -> the rank that receives the gradient; all ranks receive the others
+    alone     gives a gradient of at least the cap its own bucket, since packing would copy it
 
     Raises ValueError for a negative cap.
     """
@@ -65,20 +65,20 @@ def plan_buckets(
         if value is not None and not value >= 0:
             raise ValueError(f"{name} is {value}; it must be at least 0")
     cap = float("inf") if cap_mb is None else cap_mb * MB
-    first = cap if first_mb is None else min(cap, first_mb * MB)
+    first_cap = cap if first_mb is None else min(cap, first_mb * MB)
     open_buckets: dict[tuple[str, str, int | None], Bucket] = {}
     closed: list[Bucket] = []
     for parameter in reversed(order_of_use):
-        owner = (owners or {}).get(parameter.name)
-        kind = (parameter.dtype, parameter.device, owner)
+        owner = owners.get(parameter.name) if owners else None
         if alone and parameter.bytes >= cap:
             closed.append(Bucket((parameter,), owner))
             continue
+        kind = (parameter.dtype, parameter.device, owner)
         packed = Bucket((*open_buckets.pop(kind, Bucket(())).parameters, parameter), owner)
-        if packed.bytes >= (cap if closed else first):
+        if packed.bytes >= (cap if closed else first_cap):
             closed.append(packed)
         else:
             open_buckets[kind] = packed
     arrival = {parameter.name: place for place, parameter in enumerate(reversed(order_of_use))}
-    every = [*closed, *open_buckets.values()]
-    return tuple(sorted(every, key=lambda bucket: arrival[bucket.parameters[-1].name]))
+    closed += open_buckets.values()
+    return tuple(sorted(closed, key=lambda bucket: arrival[bucket.parameters[-1].name]))

@@ -1,21 +1,23 @@
-"""Which blocks backward computes again, as data, and the cheapest such plan that memory allows.
+"""Recompute plans as data: how each block is checkpointed, and the cheapest plan that fits memory.
 
-Blocks of which the least is kept are the first: backward reaches them last, when the others have
-given their memory back.
+The first blocks keep the least: backward reaches them last, when the other blocks have already
+freed their activations.
 """
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 
-# From what keeps least to what keeps most; the rest of the blocks keep everything.
-AGAIN = ("blocks", "feed-forward", "selective")
+# Ways to checkpoint a block, from the one that keeps least. Blocks without any keep everything.
+CHECKPOINTED = ("blocks", "feed-forward", "selective")
 
 
 @dataclasses.dataclass(frozen=True)
 class RecomputePlan:
-    """Of `num_layers` blocks the first `blocks` keep their input alone, the next `feed_forward`
-    attention with its products too, the next `selective` the results of all products, the others
-    everything.
+    """How the blocks of a network are checkpointed, from the first block to the last.
+
+    blocks        number of blocks that keep only their input
+    feed_forward  number of following blocks that keep attention and its products too
+    selective     number of following blocks that keep the results of all matrix products
     """
 
     num_layers: int
@@ -25,12 +27,15 @@ class RecomputePlan:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The number of blocks by their checkpointing, as --checkpointing names it, in order."""
-        again = dict(zip(AGAIN, (self.blocks, self.feed_forward, self.selective), strict=True))
-        return {**again, "none": self.num_layers - sum(again.values())}
+        """The number of blocks for each value of --checkpointing, in the order of the blocks."""
+        numbers = (self.blocks, self.feed_forward, self.selective)
+        return {
+            **dict(zip(CHECKPOINTED, numbers, strict=True)),
+            "none": self.num_layers - sum(numbers),
+        }
 
     def of(self, layer: int) -> str:
-        """The block's checkpointing."""
+        """Returns the block's value of --checkpointing."""
         return [name for name, count in self.counts.items() for _ in range(count)][layer]
 
     def __str__(self) -> str:
@@ -39,24 +44,27 @@ class RecomputePlan:
 
 @dataclasses.dataclass(frozen=True)
 class BlockCosts:
-    """Of one block, by each checkpointing that can be had: bytes that it keeps for backward, and
-    microseconds to compute again what it does not.
+    """Costs of one block for each available value of --checkpointing.
+
+    kept_bytes    memory that the block keeps for backward
+    recompute_us  time to recompute the rest, in microseconds
     """
 
     kept_bytes: Mapping[str, float]
-    again_us: Mapping[str, float]
+    recompute_us: Mapping[str, float]
 
     def us(self, plan: RecomputePlan) -> float:
-        return sum(self.again_us[name] * count for name, count in plan.counts.items() if count)
+        """Returns the plan's total recompute time, in microseconds."""
+        return sum(self.recompute_us[name] * count for name, count in plan.counts.items() if count)
 
     def saved_bytes(self, plan: RecomputePlan) -> float:
-        """What the plan keeps less than no checkpointing does."""
+        """Returns the memory that the plan saves compared with no checkpointing."""
         kept = sum(self.kept_bytes[name] * count for name, count in plan.counts.items() if count)
         return self.kept_bytes["none"] * plan.num_layers - kept
 
 
-def plans(num_layers: int, among: Collection[str] = AGAIN) -> Iterator[RecomputePlan]:
-    """All that compute blocks again in the ways named."""
+def plans(num_layers: int, among: Collection[str] = CHECKPOINTED) -> Iterator[RecomputePlan]:
+    """Yields all plans that use only the given ways of checkpointing."""
     for blocks in range(num_layers + 1 if "blocks" in among else 1):
         left = num_layers - blocks
         for feed_forward in range(left + 1 if "feed-forward" in among else 1):
@@ -65,11 +73,11 @@ def plans(num_layers: int, among: Collection[str] = AGAIN) -> Iterator[Recompute
 
 
 def cheapest(num_layers: int, costs: BlockCosts, needed_bytes: float) -> RecomputePlan:
-    """The plan that takes the least time of those that save so many bytes; if none does, the one
-    that saves the most.
+    """Returns the fastest of the plans that save `needed_bytes`, or the plan that saves most if none
+    saves that much.
     """
-    every = list(plans(num_layers, costs.kept_bytes))
-    enough = [plan for plan in every if costs.saved_bytes(plan) >= needed_bytes]
-    if not enough:
-        return max(every, key=costs.saved_bytes)
-    return min(enough, key=lambda plan: (costs.us(plan), -costs.saved_bytes(plan)))
+    candidates = list(plans(num_layers, costs.kept_bytes))
+    fitting = [plan for plan in candidates if costs.saved_bytes(plan) >= needed_bytes]
+    if not fitting:
+        return max(candidates, key=costs.saved_bytes)
+    return min(fitting, key=lambda plan: (costs.us(plan), -costs.saved_bytes(plan)))

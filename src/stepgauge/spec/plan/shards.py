@@ -1,4 +1,4 @@
-"""Which rank holds what under ZeRO 1 and 2: whole parameters by owner."""
+"""Plans for ZeRO: which rank owns which parameter in ZeRO 1 and 2, and what is in flight in ZeRO 3."""
 
 import dataclasses
 import heapq
@@ -7,18 +7,20 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from stepgauge.spec.plan.buckets import Bucket, Parameter
 
-# Of parameters that are updated and then broadcast under ZeRO 1 and 2, while the next are updated.
-PART_BYTES, LEAST_PARTS, MOST_PARTS = 2**28, 2, 8
-MOST_FOR_AN_OWNER = 4  # buckets of a launch in ZeRO 2, so that none waits for long
-# Of ZeRO 3, units whose gradients are on their way, as flat messages: more only takes memory.
+# ZeRO 1 and 2 update parameters in parts, and broadcast one part while the next is updated.
+UPDATE_PART_BYTES, MIN_UPDATE_PARTS, MAX_UPDATE_PARTS = 2**28, 2, 8
+MAX_BUCKETS_PER_OWNER = 4  # in one launch of ZeRO 2, so that no bucket waits for long
+# ZeRO 3: units whose gradients are in flight at once. More would only take memory.
 MOST_IN_FLIGHT = 2
-PREFETCHED = 1  # units whose weights are gathered ahead, in forward and in backward
+PREFETCHED = 1  # ZeRO 3: units whose weights are gathered ahead, in forward and in backward
 
 
 @dataclasses.dataclass(frozen=True)
 class OwnerPlan:
-    """The rank that keeps the optimizer state of each parameter, by name, and the elements of each
-    rank.
+    """The owner of each parameter, which keeps its optimizer state.
+
+    owners    parameter name -> rank
+    elements  number of elements that each rank owns
     """
 
     owners: Mapping[str, int]
@@ -28,68 +30,74 @@ class OwnerPlan:
 def plan_owners(
     parameters: Iterable[Parameter], *, ranks: int, held: Sequence[int] | None = None
 ) -> OwnerPlan:
-    """Largest parameter first, each to the rank that holds least (Graham 1969: within 4/3 of the
-    best balance).
+    """Assigns parameters to ranks, the largest first, each to the rank that owns least so far.
+    (Graham 1969: the result is within 4/3 of the best balance.)
 
-    Which of several equally large ones goes to whom is free then: as gradients arrive, in reverse
-    order of the parameters, each goes to the rank that has received least, so that neighbours have
-    different owners.
+    That fixes how many parameters of each size a rank owns, but not which. Gradients arrive in
+    reverse order of the parameters, and each goes to the rank that has received least so far, so
+    that neighbours have different owners.
 
-    `held` is what the ranks hold already, in elements: a later group fills up the emptiest. Raises
-    ValueError for fewer than one rank.
+    held  elements that each rank owns already, from earlier parameter groups
+
+    Raises ValueError for fewer than one rank.
     """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; it must be at least 1")
     by_name = {parameter.name: parameter for parameter in parameters}
-    elements, of_size = dealt([p.numel for p in by_name.values()], held or [0] * ranks)
-    owners = _in_turns(list(reversed(by_name.values())), of_size, ranks)
+    elements, counts = deal_out([p.numel for p in by_name.values()], held or [0] * ranks)
+    owners = _alternate(list(reversed(by_name.values())), counts, ranks)
     return OwnerPlan({name: owners[name] for name in by_name}, elements)
 
 
 def num_update_parts(nbytes: float) -> int:
-    """In how many parts an optimizer step under ZeRO 1 and 2 updates parameters of so many bytes.
-    The last part's broadcast is waited for; each costs the host a call of the optimizer. Two show
-    an optimizer that keeps what depends on all parameters.
+    """Returns the number of parts in which an optimizer step of ZeRO 1 or 2 updates its parameters.
+
+    Only the last part's broadcast is exposed, but every part costs the host one call of the
+    optimizer. There are at least two parts because that reveals an optimizer whose state depends
+    on all parameters together.
     """
-    return max(LEAST_PARTS, min(MOST_PARTS, round(nbytes / PART_BYTES)))
+    return max(MIN_UPDATE_PARTS, min(MAX_UPDATE_PARTS, round(nbytes / UPDATE_PART_BYTES)))
 
 
-def dealt(
+def deal_out(
     sizes: Iterable[int], held: Sequence[int]
 ) -> tuple[tuple[int, ...], Counter[tuple[int, int]]]:
-    """Elements of each rank when parameters of these sizes are dealt out, the largest first, and
-    how many of a size each rank has.
+    """Gives each size to the rank with the fewest elements, the largest size first. Returns each
+    rank's elements and, by (size, rank), how many parameters of that size the rank gets.
     """
-    fill = [(elements, rank) for rank, elements in enumerate(held)]
-    heapq.heapify(fill)
-    of_size: Counter[tuple[int, int]] = Counter()  # parameters by elements and rank
+    load = [(elements, rank) for rank, elements in enumerate(held)]
+    heapq.heapify(load)
+    counts: Counter[tuple[int, int]] = Counter()
     for size in sorted(sizes, reverse=True):
-        elements, rank = heapq.heappop(fill)
-        of_size[size, rank] += 1
-        heapq.heappush(fill, (elements + size, rank))
-    by_rank = {rank: elements for elements, rank in fill}
-    return tuple(by_rank[rank] for rank in range(len(held))), of_size
+        elements, rank = heapq.heappop(load)
+        counts[size, rank] += 1
+        heapq.heappush(load, (elements + size, rank))
+    by_rank = {rank: elements for elements, rank in load}
+    return tuple(by_rank[rank] for rank in range(len(held))), counts
 
 
-def _in_turns(
-    arriving: Sequence[Parameter], of_size: Counter[tuple[int, int]], ranks: int
+def _alternate(
+    arriving: Sequence[Parameter], counts: Counter[tuple[int, int]], ranks: int
 ) -> dict[str, int]:
+    """Gives each arriving parameter to the rank that has received least, among the ranks that may
+    still take one of its size. Uses `counts` up.
+    """
     owners, received = {}, [0] * ranks
     for parameter in arriving:
-        takers = [rank for rank in range(ranks) if of_size[parameter.numel, rank]]
-        owner = owners[parameter.name] = min(takers, key=lambda rank: received[rank])
-        of_size[parameter.numel, owner] -= 1
+        candidates = [rank for rank in range(ranks) if counts[parameter.numel, rank]]
+        owner = owners[parameter.name] = min(candidates, key=lambda rank: received[rank])
+        counts[parameter.numel, owner] -= 1
         received[owner] += parameter.numel
     return owners
 
 
 def plan_launches(buckets: Sequence[Bucket]) -> list[Sequence[Bucket]]:
-    """The buckets that are sent at once: those for all ranks one by one.
+    """Groups buckets that are sent at the same time. Buckets for all ranks are sent one by one.
 
-    A bucket for an owner travels towards that rank only. Sent with buckets for the others it leaves
-    no direction of the links idle: a launch goes on until it has a bucket for every owner that the
-    rest of the plan has one for, or MOST_FOR_AN_OWNER times as many buckets as there are owners. It
-    is of one device.
+    A bucket with an owner uses only the links towards that rank, so it is sent together with
+    buckets for other owners. A launch grows until it has a bucket for every owner that occurs in
+    the rest of the plan, or MAX_BUCKETS_PER_OWNER times as many buckets as there are owners. All
+    buckets of a launch are on one device.
     """
     launches: list[Sequence[Bucket]] = []
     num_owners, start = len({bucket.owner for bucket in buckets}), 0
@@ -99,7 +107,7 @@ def plan_launches(buckets: Sequence[Bucket]) -> list[Sequence[Bucket]]:
         if (
             launch[0].owner is None
             or len(devices) > 1
-            or len(launch) == MOST_FOR_AN_OWNER * num_owners
+            or len(launch) == MAX_BUCKETS_PER_OWNER * num_owners
             or {bucket.owner for bucket in rest} <= {bucket.owner for bucket in launch}
         ):
             launches.append(launch)

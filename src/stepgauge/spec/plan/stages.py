@@ -1,6 +1,7 @@
-"""Which parts of a network each stage of a pipeline has.
+"""Cuts a network into the stages of a pipeline.
 
-Parts are numbered through: the embeddings, two of each block (attention, feed-forward), the head.
+The parts of a network are numbered: the embeddings, then two halves of each block (attention and
+feed-forward), then the head.
 """
 
 import itertools
@@ -13,13 +14,13 @@ from stepgauge.spec.plan.pipeline.action import Schedule
 from stepgauge.spec.plan.pipeline.balance import balance
 
 FLOPS, TIME, STEP = "flops", "time", "step"
-BY_TIMES = (TIME, STEP)  # what parts take, measured or predicted
+BY_TIMES = (TIME, STEP)  # these use the time of each part, measured or predicted
 HALVES = ("attention", "feed_forward")
 
 
 class PartTimes(NamedTuple):
-    """ms of forward and backward of a micro-batch, measured or predicted: of the embeddings, of the
-    halves of a block, of the head with the loss.
+    """Times of one micro-batch's forward plus backward, in ms, measured or predicted. `head`
+    includes the loss; `attention` and `feed_forward` are the halves of one block.
     """
 
     embedding: float
@@ -28,37 +29,39 @@ class PartTimes(NamedTuple):
     head: float
 
     def of(self, num_layers: int) -> list[float]:
-        """A value for each part of a network of so many blocks."""
+        """Returns the time of each part of a network with `num_layers` blocks."""
         return [self.embedding, *[self.attention, self.feed_forward] * num_layers, self.head]
 
 
 def num_parts(num_layers: int) -> int:
-    """Of a network of so many blocks."""
+    """Returns the number of parts of a network with `num_layers` blocks."""
     return 2 * num_layers + 2
 
 
 def parts_of(blocks: range, num_layers: int) -> range:
-    """The parts of a stage of whole blocks, the first with the embeddings, the last with the head."""
+    """Returns the parts of a stage of whole blocks. The first stage includes the embeddings, the
+    last one the head.
+    """
     first = 2 * blocks.start + (blocks.start > 0)
     return range(first, 2 * blocks.stop + 1 + (blocks.stop == num_layers))
 
 
 def halves_of(parts: range, num_layers: int) -> dict[int, tuple[str, ...]]:
-    """What of each block is among the parts, by the block's number."""
+    """Returns which halves of each block are among the parts, by block number."""
     inside = range(max(1, parts.start), min(parts.stop, num_parts(num_layers) - 1))
-    found: dict[int, tuple[str, ...]] = {}
+    halves: dict[int, tuple[str, ...]] = {}
     for block, half in (divmod(part - 1, 2) for part in inside):
-        found[block] = (*found.get(block, ()), HALVES[half])
-    return found
+        halves[block] = (*halves.get(block, ()), HALVES[half])
+    return halves
 
 
 def cut_blocks(
     model: ModelSpec | BertSpec, schedule: Schedule, times: PartTimes | None = None
 ) -> list[range]:
-    """The blocks of each stage, whole ones, such that the ranks have about equal times, or FLOPs
-    where times are not given. The first stage has the embedding too, the last one the head.
+    """Returns the blocks of each stage, never half ones, such that ranks have about equal times, or
+    equal FLOPs without `times`. The first stage also has the embedding, the last one the head.
 
-    Raises ValueError for a network of fewer blocks than stages.
+    Raises ValueError if the network has fewer blocks than stages.
     """
     stages, layers = schedule.num_stages, model.num_layers
     if stages > layers:
@@ -70,7 +73,9 @@ def cut_blocks(
 
 
 def block_weights(model: ModelSpec | BertSpec, times: PartTimes | None = None) -> list[float]:
-    """Time, or FLOPs, of each block, with the embedding's in the first and the head's in the last."""
+    """Returns the time, or the FLOPs, of each block. The first block includes the embedding, the
+    last one the head.
+    """
     first, *halves, last = times.of(model.num_layers) if times else part_flops(model)
     weights = [sum(halves[n : n + 2]) for n in range(0, len(halves), 2)]
     weights[0] += first
@@ -79,39 +84,41 @@ def block_weights(model: ModelSpec | BertSpec, times: PartTimes | None = None) -
 
 
 def cut_parts(weights: Sequence[float], schedule: Schedule, *, overweight: int = 0) -> list[range]:
-    """The parts of each stage, by what each part weighs: of PartTimes, or part_flops. The second
-    stage has `overweight` blocks more than its share.
+    """Returns the parts of each stage such that ranks have about equal weights.
+
+    weights     weight of each part, from PartTimes or part_flops
+    overweight  blocks that the second stage gets beyond its share
     """
-    return _cut(weights, schedule, more=len(HALVES) * overweight)
+    return _cut(weights, schedule, extra=len(HALVES) * overweight)
 
 
-def _cut(weights: Sequence[float], schedule: Schedule, more: int = 0) -> list[range]:
-    return cut_at(balance(weights, list(schedule.rank_of.values())), more)
+def _cut(weights: Sequence[float], schedule: Schedule, extra: int = 0) -> list[range]:
+    return cut_at(balance(weights, list(schedule.rank_of.values())), extra)
 
 
-def cut_at(sizes: Sequence[int], more: int = 0) -> list[range]:
-    """Stages of these sizes, the second one larger."""
+def cut_at(sizes: Sequence[int], extra: int = 0) -> list[range]:
+    """Returns consecutive ranges of these sizes. The second one is longer by `extra`."""
     second = min(1, len(sizes) - 1)
-    own = [size + more * (place == second) for place, size in enumerate(sizes)]
-    borders = [0, *itertools.accumulate(own)]
+    lengths = [size + extra * (number == second) for number, size in enumerate(sizes)]
+    borders = [0, *itertools.accumulate(lengths)]
     return [range(first, end) for first, end in itertools.pairwise(borders)]
 
 
-def describe_cuts(cuts: Sequence[range], unit: str) -> str:
-    """How a row names its stages, such as "stages of 5, 3 blocks"."""
-    return f"stages of {', '.join(str(len(cut)) for cut in cuts)} {unit}"
-
-
 def describe_balance(cuts: Sequence[range], unit: str, *, balance: str, times: str) -> str:
-    """How a row names stages that are cut by what parts take; `times` are measured or predicted."""
+    """Describes stages cut by time, such as "stages of 5, 3 blocks, by measured time"; "" for other
+    stages.
+
+    times  "measured" or "predicted"
+    """
     if balance not in BY_TIMES:
         return ""
     step = "for the shortest step " if balance == STEP else ""
-    return f"{describe_cuts(cuts, unit)}, {step}by {times} time"
+    sizes = ", ".join(str(len(cut)) for cut in cuts)
+    return f"stages of {sizes} {unit}, {step}by {times} time"
 
 
 def part_flops(model: ModelSpec | BertSpec) -> list[float]:
-    """Forward FLOPs of each part for a sequence. Embeddings are looked up."""
+    """Returns the forward FLOPs of each part for one sequence. An embedding lookup counts as 0."""
     length, d = model.context_length, model.d_model
     head = 2.0 * length * d * model.vocab_size
     block = (float(model.forward_flops(batch=1, sequence=length)) - head) / model.num_layers

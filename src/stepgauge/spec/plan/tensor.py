@@ -1,10 +1,8 @@
-"""Tensor parallel as data: which parameter is cut along which dim, and which collective stands
-where (Shoeybi et al. 2019; on a residual stream that is cut by sequence, Korthikanti et al. 2022).
+"""Tensor parallel as data: along which dim each parameter is cut, and which collectives run where
+(Shoeybi et al. 2019; with the residual stream cut by sequence, Korthikanti et al. 2022).
 
-A table gives modules, by the pattern of their names, a rule. `*` in a pattern stands for one part
-of a name: "blocks.*.attention.input".
-
-Legend: B batch, T sequence, D model width, N ranks.
+A table maps patterns of module names to rules. `*` in a pattern matches one part of a name, as in
+"blocks.*.attention.input".
 """
 
 import dataclasses
@@ -15,11 +13,11 @@ from types import MappingProxyType
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """Rows of a parameter that are cut into equal parts, one a rank.
+    """Rows of a parameter that are cut into equal parts, one per rank.
 
-    unit    rows that stay together, such as those of a head
-    shared  where there are fewer units than ranks, neighbouring ranks have the same one: key heads
-            that several query heads read
+    unit    rows that stay together, such as the rows of one head
+    shared  if there are fewer units than ranks, neighbouring ranks have the same unit; for key
+            heads that several query heads read
     """
 
     rows: int
@@ -27,7 +25,9 @@ class Section:
     shared: bool = False
 
     def copies(self, ranks: int) -> int:
-        """Ranks that have the same rows. Raises ValueError where units and ranks do not divide."""
+        """Returns how many ranks have the same rows. Raises ValueError if neither units nor ranks
+        divide the other, or if the units are not shared.
+        """
         units = self.rows // self.unit
         if units % ranks == 0:
             return 1
@@ -36,33 +36,36 @@ class Section:
         noun = "rows" if self.unit == 1 else f"units of {self.unit} rows"
         raise ValueError(f"{units} {noun} cannot be cut into {ranks} equal parts")
 
+    def part_rows(self, ranks: int) -> int:
+        """Returns the number of rows that each rank has."""
+        return self.rows * self.copies(ranks) // ranks
+
     def part(self, rank: int, ranks: int) -> slice:
-        """The rank's rows, counted from the section's first."""
-        copies = self.copies(ranks)
-        size = self.rows * copies // ranks
-        start = rank // copies * size
+        """Returns the rank's rows, counted from the first row of the section."""
+        size = self.part_rows(ranks)
+        start = rank // self.copies(ranks) * size
         return slice(start, start + size)
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """A parameter that is cut along `dim`, in each of its sections. Without sections the parts of
-    the ranks are as equal as can be.
+    """How a parameter is cut: along `dim`, separately in each of its sections. Without sections,
+    ranks get parts whose sizes differ by at most one.
     """
 
     dim: int
     sections: tuple[Section, ...] = ()
 
     def parts(self, size: int, rank: int, ranks: int) -> list[slice]:
-        """The rank's slices of a dim of that size, one a section. Raises ValueError for sections
-        that cannot be cut, and where a rank would have nothing.
+        """Returns the rank's slices of a dim of that size, one per section. Raises ValueError for
+        sections that cannot be cut, and if a rank would get nothing.
         """
         if not self.sections:
             if size < ranks:
                 raise ValueError(f"{size} rows cannot be cut into {ranks} parts")
             return [slice(size * rank // ranks, size * (rank + 1) // ranks)]
-        if (told := sum(section.rows for section in self.sections)) != size:
-            raise ValueError(f"its sections have {told} rows, and it has {size}")
+        if (rows := sum(section.rows for section in self.sections)) != size:
+            raise ValueError(f"its sections have {rows} rows, and it has {size}")
         slices, first = [], 0
         for section in self.sections:
             part = section.part(rank, ranks)
@@ -73,13 +76,14 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What a rule does to a module.
+    """The effect of a rule on a module.
 
-    cuts      the dim along which each of its parameters is cut, of a weight (outputs, inputs);
-              others are whole on every rank
-    forward   collectives of the residual stream in forward, and the same of backward
-    sums      gradients of whole parameters are parts, of a piece of the sequence or of some heads:
-              they are summed over ranks
+    cuts      parameter name -> dim along which it is cut, for a weight of shape (outputs, inputs);
+              other parameters are whole on every rank
+    forward   collectives on the residual stream in forward
+    backward  collectives on the residual stream in backward
+    sums      each rank's gradients of whole parameters cover only its piece of the sequence or its
+              heads, so they are summed over ranks
     """
 
     cuts: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -88,77 +92,80 @@ class Kind:
     sums: bool = False
 
 
-# With a residual stream that is cut by sequence. Where it is whole an all-reduce takes the place of
-# each reduce-scatter, and of the all-gather nothing.
+# These collectives are for a residual stream cut by sequence. If the stream is whole, an all-reduce
+# replaces each reduce-scatter, and the all-gathers are not needed.
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
-        # A linear layer by rows: each rank has some outputs.
+        # A linear layer cut by rows of its weight: each rank has some outputs.
         "column": Kind(
             cuts={"weight": 0, "bias": 0}, forward=("all-gather",), backward=("reduce-scatter",)
         ),
-        # A linear layer by columns: each rank has some inputs, and the outputs are summed.
+        # A linear layer cut by columns of its weight: each rank has some inputs, and the outputs of
+        # all ranks are summed.
         "row": Kind(
             cuts={"weight": 1}, forward=("reduce-scatter",), backward=("all-gather",), sums=True
         ),
-        # An embedding by tokens. Its output is whole, for positions are added to it.
+        # An embedding cut by vocabulary. Its output is whole because positions are added to it.
         "embedding": Kind(cuts={"weight": 0}, forward=("all-reduce",)),
-        # The output matrix by tokens; logits are gathered only where someone asks for them.
+        # The output matrix cut by vocabulary. Logits are gathered only if the caller needs them.
         "head": Kind(
             cuts={"weight": 0, "bias": 0}, forward=("all-gather",), backward=("reduce-scatter",)
         ),
-        # The first module on the residual stream takes its rank's piece of the sequence.
+        # The first module on the residual stream: its input is cut to the rank's piece of the
+        # sequence.
         "split": Kind(backward=("all-gather",)),
-        # A module that only gives its first argument to its columns gathers it once for them all.
+        # A module that passes its first argument only to column layers gathers it once for all.
         "gather": Kind(forward=("all-gather",), backward=("reduce-scatter",)),
-        # A module that works on its rank's piece of the sequence, or on its rank's heads.
+        # A module that works on the rank's piece of the sequence, or on the rank's heads.
         "sequence": Kind(sums=True),
         "heads": Kind(sums=True),
-        # A module behind the first split that works on what every rank has whole.
+        # A module behind the first split whose input is whole on every rank.
         "whole": Kind(),
     }
 )
 
 
-# A piece that a rank sends another, from which on collectives beside products win. Layers 4096 wide
-# on 2 x H200, forward and backward, eager: pieces of 32 MiB take 3 to 7 % less, of 16 MiB the widest
-# takes 4 % less, and smaller ones are bound by the host, which has more to launch
+# The smallest piece, sent from one rank to another, for which overlapping collectives with products
+# pays. Measured with layers 4096 wide on 2 x H200, forward and backward, eager: with pieces of
+# 32 MiB overlap takes 3 to 7 % less time, with 16 MiB the widest layer takes 4 % less. With smaller
+# pieces the host limits the speed, since overlap launches more work
 # (docs/log/2026-11-22-tensor-parallel.md).
 LEAST_OVERLAPPED_BYTES = 16 * 2**20
 
 
 def overlaps(stream_bytes: int, ranks: int) -> bool:
-    """Whether the collectives of a residual stream of so many bytes are large enough."""
+    """True if the collectives of a residual stream of that size are large enough to overlap."""
     return stream_bytes // ranks >= LEAST_OVERLAPPED_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """An attribute of a module that counts what is cut, and must say what a rank has.
+    """An attribute of a module that holds a count, such as the number of heads, and must be set to
+    the count of one rank.
 
-    of   what it counts, such as heads
-    per  of a quotient, what it divides by: query heads a key head
+    of   the section that is counted, with one row per head for example
+    per  if the attribute is a quotient, the section of its divisor: "query heads per key head"
     """
 
     attribute: str
     of: Section
     per: Section | None = None
 
-    def on(self, rank: int, ranks: int) -> int:
-        """Its value on a rank. Raises ValueError for what cannot be cut into equal parts."""
-        counted = _length(self.of.part(rank, ranks))
-        return counted if self.per is None else counted // _length(self.per.part(rank, ranks))
-
-
-def _length(part: slice) -> int:
-    length: int = part.stop - part.start
-    return length
+    def value(self, ranks: int) -> int:
+        """Returns the attribute's value on each of `ranks` ranks. Raises ValueError if the section
+        cannot be cut into equal parts.
+        """
+        divisor = 1 if self.per is None else self.per.part_rows(ranks)
+        return self.of.part_rows(ranks) // divisor
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A kind of KINDS, and a column's sections; none: the rows are one of single rows.
+    """How one module is parallelized.
 
-    counts  attributes of the module that its forward reads
+    kind      a key of KINDS
+    sections  of the weight's rows, for "column"; empty: one section of all rows with a unit of 1
+    counts    attributes that the module's forward reads and that must be set per rank
     """
 
     kind: str
@@ -172,36 +179,37 @@ class Rule:
     def cut_of(
         self, parameter: str, shape: Sequence[int], *, is_transposed: bool = False
     ) -> Cut | None:
-        """How the module's parameter of that shape is cut; None: it is whole.
+        """Returns how the module's parameter of that shape is cut; None if it stays whole.
 
-        is_transposed  matrices of the module are (inputs, outputs), not (outputs, inputs)
+        is_transposed  the module's matrices are (inputs, outputs) instead of (outputs, inputs)
         """
         dim = KINDS[self.kind].cuts.get(parameter)
         if dim is None:
             return None
         if is_transposed and len(shape) == 2:
             dim = 1 - dim
-        by_tokens = self.kind in ("embedding", "head")
-        return Cut(dim, () if by_tokens else self.sections or (Section(shape[dim]),))
+        if self.kind in ("embedding", "head"):  # a vocabulary need not be a multiple of the ranks
+            return Cut(dim)
+        return Cut(dim, self.sections or (Section(shape[dim]),))
 
 
 Table = Mapping[str, Rule]
 
 
 def is_by_sequence(table: Table) -> bool:
-    """Whether the table has a residual stream of which each rank has a piece of the sequence."""
+    """True if, with this table, each rank has only a piece of the sequence in the residual stream."""
     return any(rule.kind in ("split", "sequence") for rule in table.values())
 
 
 def is_named(name: str, pattern: str) -> bool:
-    """Whether a module of that name is meant by a pattern of a table."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+    """True if a table's pattern matches the name of a module."""
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
 def matched(table: Table, names: Iterable[str]) -> Iterator[tuple[str, Rule]]:
-    """Names with their rule, in the order of the names; a name may have several. Raises ValueError
-    for a pattern that no name matches.
+    """Yields each name with each rule that matches it, in the order of the names. Raises ValueError
+    for a pattern that matches no name.
     """
     unused = set(table)
     for name in names:
@@ -210,4 +218,4 @@ def matched(table: Table, names: Iterable[str]) -> Iterator[tuple[str, Rule]]:
                 unused.discard(pattern)
                 yield name, rule
     if unused:
-        raise ValueError(f"{min(unused)!r} is the name of no module")
+        raise ValueError(f"{min(unused)!r} matches no module")

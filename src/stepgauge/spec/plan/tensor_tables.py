@@ -1,4 +1,4 @@
-"""The tensor parallel tables of our networks, from their specs."""
+"""Tensor parallel tables of stepgauge's networks, built from their specs."""
 
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.model import ModelSpec
@@ -8,23 +8,24 @@ SPLIT, SEQUENCE, ROW = Rule("split"), Rule("sequence"), Rule("row")
 
 
 def table_of(spec: ModelSpec | BertSpec, blocks: range | None = None) -> Table:
-    """The table of a network, or of the stage of it that has these blocks. Between stages the
-    residual stream stays in pieces: each rank takes its piece, and gives it.
+    """Returns the table of a network, or of the pipeline stage with these blocks. Between stages the
+    residual stream stays cut by sequence: each rank receives and sends its piece.
 
-    Raises ValueError for a network that has no table.
+    Raises ValueError for a network without a table.
     """
     blocks = range(spec.num_layers) if blocks is None else blocks
     is_first, is_last = blocks.start == 0, blocks.stop == spec.num_layers
-    end: tuple[str, ...]
+    after_blocks: tuple[str, ...]
     if isinstance(spec, BertSpec):
-        embedding, inside, end = "tokens", _bert_block(spec), ("transform", "transform_norm")
+        embedding, block = "tokens", _bert_block(spec)
+        after_blocks = ("transform", "transform_norm")
     else:
-        embedding, inside = "embedding", _transformer_block(spec)
-        end = () if spec.block == "post-norm" else ("norm",)
+        embedding, block = "embedding", _transformer_block(spec)
+        after_blocks = () if spec.block == "post-norm" else ("norm",)
     table = {embedding: Rule("embedding"), "blocks.0": SPLIT} if is_first else {}
-    table |= {f"blocks.*.{name}": rule for name, rule in inside.items()}
+    table |= {f"blocks.*.{name}": rule for name, rule in block.items()}
     if is_last:
-        table |= {**dict.fromkeys(end, SEQUENCE), "head": Rule("head")}
+        table |= {**dict.fromkeys(after_blocks, SEQUENCE), "head": Rule("head")}
     return table
 
 

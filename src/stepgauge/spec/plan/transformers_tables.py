@@ -1,8 +1,8 @@
-"""The tensor parallel tables of networks of the transformers library, from their configs.
+"""Tensor parallel tables of networks from the transformers library, built from their configs.
 
-Such networks take lengths from what their layers are given, so that the residual stream stays whole
-on every rank. What has no rule here is whole too: embeddings that scale, experts, heads of other
-tasks.
+These networks read the sequence length from the inputs of their layers, so the residual stream
+stays whole on every rank. Modules without a rule stay whole too: embeddings that scale their
+output, experts, heads for other tasks.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -15,10 +15,13 @@ COLUMN, ROW, GATHER, HEADS = Rule("column"), Rule("row"), Rule("gather"), Rule("
 
 
 def table_of_config(config: Config, names: Collection[str]) -> Table:
-    """The table of a network with this config (config.to_dict()) and modules of these names: the
-    whole network with or without its head, or one for another task.
+    """Returns the table of a network. It may be the base network, the one with its language head,
+    or one with a head for another task.
 
-    Raises ValueError for a model_type without a table, and for names that are not of its networks.
+    config  config.to_dict()
+    names   the names of the network's modules
+
+    Raises ValueError for a model_type without a table, and if the names do not fit the model_type.
     """
     kind = str(config.get("model_type"))
     if kind not in FAMILIES:
@@ -35,32 +38,30 @@ def table_of_config(config: Config, names: Collection[str]) -> Table:
     if embedding:
         table[f"{base}{embedding}"] = Rule("embedding")
         heads = [name for name in names if f".{name}".endswith(".lm_head")]
-        # not a layer around others, as peft's modules_to_save are
+        # peft's modules_to_save wraps a head into a module with two copies, which cannot be cut
         table |= {name: Rule("head") for name in heads if f"{name}.original_module" not in names}
     return table
 
 
-def _attention(config: Config, module: str, output: str, *more: str) -> dict[str, Rule]:
-    """Query, key and value apart; `more` are modules that work on each head alone."""
-    heads, keys = _heads(config)
-    queries = Section(heads.rows * _width(config), unit=_width(config))
-    shared = Section(keys.rows * _width(config), unit=_width(config), shared=True)
+def _attention(config: Config, module: str, output: str, *per_head: str) -> dict[str, Rule]:
+    """Returns the rules of attention with separate layers for query, key and value. `per_head` are
+    modules that work on each head separately.
+    """
+    width, heads = _head_width(config), config["num_attention_heads"]
+    key_heads = config.get("num_key_value_heads") or heads
+    queries = Section(heads * width, unit=width)
+    keys = Section(key_heads * width, unit=width, shared=True)
+    groups = Count("num_key_value_groups", Section(heads), Section(key_heads, shared=True))
     return {
-        module: Rule("gather", counts=(Count("num_key_value_groups", heads, keys),)),
+        module: Rule("gather", counts=(groups,)),
         f"{module}.q_proj": Rule("column", (queries,)),
-        f"{module}.[kv]_proj": Rule("column", (shared,)),
+        f"{module}.[kv]_proj": Rule("column", (keys,)),
         f"{module}.{output}": ROW,
-        **{f"{module}.{name}": HEADS for name in more},
+        **{f"{module}.{name}": HEADS for name in per_head},
     }
 
 
-def _heads(config: Config) -> tuple[Section, Section]:
-    """Of queries and of keys."""
-    heads = config["num_attention_heads"]
-    return Section(heads), Section(config.get("num_key_value_heads") or heads, shared=True)
-
-
-def _width(config: Config) -> int:
+def _head_width(config: Config) -> int:
     width: int = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return width
 
@@ -77,7 +78,7 @@ def _llama(config: Config) -> dict[str, Rule]:
     return _attention(config, "self_attn", "o_proj") | GATED
 
 
-def _normed_heads(config: Config) -> dict[str, Rule]:
+def _llama_with_qk_norms(config: Config) -> dict[str, Rule]:
     return _attention(config, "self_attn", "o_proj", "q_norm", "k_norm") | GATED
 
 
@@ -97,14 +98,14 @@ def _phi(config: Config) -> dict[str, Rule]:
 
 
 def _opt(config: Config) -> dict[str, Rule]:
-    heads, _ = _heads(config)
+    num_heads = Count("num_heads", Section(config["num_attention_heads"]))
     rules = _attention(config, "self_attn", "out_proj") | {"fc1": COLUMN, "fc2": ROW}
-    return rules | {"self_attn": Rule("gather", counts=(Count("num_heads", heads),))}
+    return rules | {"self_attn": Rule("gather", counts=(num_heads,))}
 
 
 def _gpt_neox(config: Config) -> dict[str, Rule]:
-    """The rows of its fused layer are of one head after the other: query, key and value of each."""
-    fused = Section(3 * config["hidden_size"], unit=3 * _width(config))
+    """The fused layer has query, key and value rows of one head after the other."""
+    fused = Section(3 * config["hidden_size"], unit=3 * _head_width(config))
     return {
         "attention.query_key_value": Rule("column", (fused,)),
         "attention.dense": ROW,
@@ -114,7 +115,7 @@ def _gpt_neox(config: Config) -> dict[str, Rule]:
 
 
 def _gpt2(config: Config) -> dict[str, Rule]:
-    """Its layers are transposed, which parallelize_tensor finds out by itself."""
+    """GPT-2's weights are transposed; parallelize_tensor detects that."""
     width = config["n_embd"]
     heads = Section(width, unit=width // config["n_head"])
     return {
@@ -127,7 +128,7 @@ def _gpt2(config: Config) -> dict[str, Rule]:
 
 
 def _bert(config: Config) -> dict[str, Rule]:
-    heads = Rule("column", (Section(config["hidden_size"], unit=_width(config)),))
+    heads = Rule("column", (Section(config["hidden_size"], unit=_head_width(config)),))
     return {
         "attention.self": GATHER,
         **dict.fromkeys([f"attention.self.{name}" for name in ("query", "key", "value")], heads),
@@ -137,19 +138,19 @@ def _bert(config: Config) -> dict[str, Rule]:
     }
 
 
-# By model_type: where the blocks are, the embedding that is cut ("" where it cannot be: one that
-# scales, or whose head has a bias that stands twice), and the rules of a block.
+# model_type -> (name of the blocks, name of the embedding, rules of a block). The embedding is "" if
+# it cannot be cut, because it scales its output or because its head's bias occurs twice.
 FAMILIES: Mapping[str, tuple[str, str, Callable[[Config], dict[str, Rule]]]] = {
     "llama": ("layers", "embed_tokens", _llama),
     "mistral": ("layers", "embed_tokens", _llama),
     "mixtral": ("layers", "embed_tokens", _mixtral),
     "qwen2": ("layers", "embed_tokens", _llama),
-    "qwen3": ("layers", "embed_tokens", _normed_heads),
+    "qwen3": ("layers", "embed_tokens", _llama_with_qk_norms),
     "granite": ("layers", "embed_tokens", _llama),
     "smollm3": ("layers", "embed_tokens", _llama),
     "gemma": ("layers", "", _llama),
     "gemma2": ("layers", "", _llama),
-    "gemma3_text": ("layers", "", _normed_heads),
+    "gemma3_text": ("layers", "", _llama_with_qk_norms),
     "starcoder2": ("layers", "embed_tokens", _starcoder2),
     "phi": ("layers", "embed_tokens", _phi),
     "opt": ("decoder.layers", "decoder.embed_tokens", _opt),
