@@ -24,7 +24,7 @@ from stepgauge.parallel.data_parallel import (
     OverlappedDataParallel,
 )
 from stepgauge.parallel.data_parallel.bucket_gradients import BucketGradients
-from stepgauge.parallel.data_parallel.readiness import Averaged
+from stepgauge.parallel.data_parallel.readiness import TrackedParameter
 from stepgauge.parallel.replicas import DifferentModelsError
 from stepgauge.runtime.launch import launch
 from stepgauge.spec import layout
@@ -48,7 +48,7 @@ def test_gradients_that_others_share_are_sent_as_copies(count):
     sent = [nn.Parameter(torch.zeros(2, 3)) for _ in range(count)]
     for parameter, row in zip(sent, shared, strict=False):
         parameter.grad = row.view(2, 3)
-    members = [Averaged(n, "", p, is_local=True) for n, p in enumerate(sent)]
+    members = [TrackedParameter(n, "", p, is_unreduced=True) for n, p in enumerate(sent)]
     message = BucketGradients(
         members, types.SimpleNamespace(rank=0), dtype=torch.float32, packs=count > 1
     )

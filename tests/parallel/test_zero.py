@@ -47,7 +47,9 @@ def test_training_equals_that_of_one_process(two_ranks):
 )
 def test_a_norm_by_hand_of_the_gradients_of_this_rank_alone_is_refused(norm):
     gradient = as_share(torch.ones(2, 2))
-    with pytest.raises(RuntimeError, match="this rank has its share of the gradients only"):
+    with pytest.raises(
+        RuntimeError, match="this rank has gradients only of the parameters that it owns"
+    ):
         norm(gradient)
     gradient.data.mul_(0.5)
     assert gradient.clamp_(max=0.25).sum() == 1, "each value is its owner's to write"
@@ -88,7 +90,7 @@ def test_a_state_of_two_ranks_goes_on_on_four_and_in_one_process(two_ranks):
 def test_a_gradient_in_other_memory_is_refused_where_its_mean_does_not_come(two_ranks):
     """Rank 0 owns the only weight, sees nothing to refuse, and must not wait for rank 1."""
     assert two_ranks[0]["in other memory"] == ""
-    assert "the gradient of weight is part of other memory" in two_ranks[1]["in other memory"]
+    assert "the gradient of weight is part of larger memory" in two_ranks[1]["in other memory"]
 
 
 def test_what_a_failed_backward_refused_is_not_said_by_the_next(two_ranks):

@@ -1,11 +1,11 @@
-"""Gradients that a rank has only its share of, and that say so when they are taken for all."""
+"""A tensor class for gradients that only their owner has, so that a norm of them raises."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# What a norm of all gradients is made of: torch.nn.utils.clip_grad_norm_, or a loop of one's own.
+# The functions with which torch.nn.utils.clip_grad_norm_ or a user's own loop compute a norm.
 NORMS = (
     torch.linalg.vector_norm,
     torch.linalg.norm,
@@ -13,7 +13,7 @@ NORMS = (
     Tensor.norm,
     torch._foreach_norm,
 )
-# The same values, seen otherwise.
+# Functions that return the same values: their result is a Share too.
 VIEWS = (
     Tensor.data.__get__,  # type: ignore[attr-defined]
     Tensor.detach,
@@ -27,10 +27,10 @@ VIEWS = (
 
 
 class Share(Tensor):
-    """The whole gradient of a parameter that this rank owns, while other ranks have others'.
+    """The gradient of a parameter that this rank owns, under ZeRO stage 2.
 
-    It is an ordinary tensor but for one thing: norms raise RuntimeError, since those of all
-    gradients, added up, would be that of this rank's share.
+    It behaves like an ordinary tensor, except that norms raise RuntimeError: other ranks have the
+    gradients of the other parameters, so a norm over all gradients of this rank would miss them.
     """
 
     @classmethod
@@ -39,13 +39,13 @@ class Share(Tensor):
     ) -> Any:
         if function in NORMS:
             raise RuntimeError(
-                "this rank has its share of the gradients only, and so would the norm: clip with "
-                "the wrapper's clip_gradients()"
+                "this rank has gradients only of the parameters that it owns, so their norm is not "
+                "that of all gradients: clip with the wrapper's clip_gradients()"
             )
-        # What Tensor.__torch_function__ itself does; the way out: a public name of it.
+        # Tensor.__torch_function__ does the same. The way out: a public name of this context.
         with torch._C.DisableTorchFunctionSubclass():
-            found = function(*args, **(kwargs or {}))
-            return found.as_subclass(Share) if function in VIEWS else found
+            result = function(*args, **(kwargs or {}))
+            return result.as_subclass(Share) if function in VIEWS else result
 
 
 def as_share(gradient: Tensor) -> Tensor:

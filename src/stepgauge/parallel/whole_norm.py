@@ -1,4 +1,4 @@
-"""The norm of gradients of which each rank has some: every value counts once, wherever it is."""
+"""Clips gradients that are spread over the ranks by their total norm."""
 
 import collections
 from collections.abc import Iterable
@@ -20,17 +20,18 @@ def clip_whole_norm(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> Tensor:
-    """Scales the gradients of this rank so that the norm of those of all ranks of the group is at
-    most `max_norm`; the norm before, in float64. All ranks must call it.
+    """Scales this rank's gradients so that the norm of the gradients of all ranks of the group is at
+    most `max_norm`; returns the norm before, in float64. All ranks must call it.
 
-    counted  of what the norm is made: pieces of the gradients, and how many ranks have each
+    counted  the pieces of gradients that the norm is computed from, each with the number of ranks
+             that have this piece: every value then counts once
     """
     alike = collections.defaultdict(list)
     for ranks, piece in counted:
         plain = as_plain(local_part(piece))
         if plain.numel():
             alike[ranks, plain.dtype].append(plain)
-    # in float64: the squares of all ranks add up
+    # float64, because squares of all ranks are summed
     square = torch.zeros((), dtype=torch.float64, device=device)
     for (ranks, _), pieces in alike.items():
         norms = torch.stack(torch._foreach_norm(pieces)).double()
@@ -41,6 +42,6 @@ def clip_whole_norm(
     scaled = collections.defaultdict(list)
     for gradient in gradients:
         scaled[gradient.dtype].append(as_plain(local_part(gradient)))
-    for dtype, same in scaled.items():
-        torch._foreach_mul_(same, factor.to(dtype))
+    for dtype, same_dtype in scaled.items():
+        torch._foreach_mul_(same_dtype, factor.to(dtype))
     return norm

@@ -33,7 +33,7 @@ SELDOM = (
 WEIGHTS = OFTEN | dict.fromkeys(SELDOM, 1)
 # What a wrapper may refuse, by its sentence.
 REFUSALS = {
-    "zero2": ("take no backward under no_sync()", "GradScaler looks at this rank's share"),
+    "zero2": ("cannot add to it; set gradients to None first", "GradScaler sees only this rank's gradients"),
     "zero3": (
         "zero them before the next",
         "gives no gradients of sharded weights",

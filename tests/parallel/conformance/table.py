@@ -52,13 +52,13 @@ REFUSALS = {
     ("built on the meta device and initialised", OURS[:-1]): "is on the meta device",
     ("sparse gradients", OURS): "is sparse; only dense gradients can be averaged",
     ("an embedding with max norm", OURS): "has max_norm, which writes in forward",
-    ("lbfgs", ZERO): "LBFGS looks at all parameters together",
+    ("lbfgs", ZERO): "LBFGS needs all parameters together",
     ("lbfgs", ("zero3",)): "LBFGS looks at whole weights",
     # what a rank has of the gradients in stage 2 is its share
     ("clip grad norm of torch", ("zero2",)): "clip with the wrapper's clip_gradients()",
-    ("gradients in a buffer of the user", ("zero2",)): "is part of other memory on rank",
-    ("no sync after a synchronised backward", ("zero2",)): "take no backward under no_sync()",
-    ("loss scaling", ("zero2",)): "GradScaler looks at this rank's share",
+    ("gradients in a buffer of the user", ("zero2",)): "is part of larger memory on rank",
+    ("no sync after a synchronised backward", ("zero2",)): "cannot add to it; set gradients to None first",
+    ("loss scaling", ("zero2",)): "GradScaler sees only this rank's gradients",
     # parameters in stage 3 are DTensors
     ("autograd grad of weights", ("zero3",)): "gives no gradients of sharded weights",
     (

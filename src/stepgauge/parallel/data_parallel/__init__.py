@@ -1,5 +1,8 @@
-"""Each rank has the whole network and its own batch; gradients are averaged, one by one, packed, or
-in buckets while backward runs.
+"""Data parallel: each rank has the whole network and its own batch. Gradients are averaged over the
+ranks one by one, all packed together, or in buckets while backward runs.
+
+The parts, in the order in which to read them: `data_parallel`, `readiness`, `bucket_gradients`,
+`usage`, `graphed_gradients`.
 """
 
 from stepgauge.parallel.data_parallel.data_parallel import (

@@ -1,7 +1,7 @@
-"""The gradients of a bucket on their way to their mean: pack, cast, send, unpack.
+"""Sends the gradients of a bucket and stores their means in `.grad`.
 
-`.grad` itself is sent and averaged in place where nobody else can see its memory. What is packed,
-cast to another type, or missing here, is sent as a copy, and its mean written into `.grad`.
+A gradient is averaged in place if nothing else uses its memory. A gradient that is packed, cast to
+another dtype or missing on this rank is sent as a copy, from which its mean is copied to `.grad`.
 """
 
 from collections.abc import Container, Sequence
@@ -11,22 +11,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepgauge.parallel.communication.reducer import GradientReducer, require_dense
-from stepgauge.parallel.data_parallel.readiness import Averaged
+from stepgauge.parallel.data_parallel.readiness import TrackedParameter
 
 
 class BucketGradients:
-    """The gradients of some parameters of one type and device.
+    """The gradients of some parameters of one dtype and device, on their way to their means.
 
-    A gradient that backward has not added to on this rank is taken to be alike on all ranks that
-    have it, and stays; a missing one counts as zero.
+    A `.grad` to which backward has not added on this rank is assumed to be equal on all ranks that
+    have it, so averaging leaves it as it is. A missing gradient counts as zero.
 
-    dtype   what is sent
-    packs   whether the gradients are copied behind each other
+    dtype  in which the gradients are sent
+    packs  copies the gradients one after another into one flat tensor
+
+    members  the parameters
+    copies   for each parameter, the tensor that gets its mean; None if that is `.grad` itself
+    tensors  to send: the flat tensor, or one for each parameter
     """
 
     def __init__(
         self,
-        members: Sequence[Averaged],
+        members: Sequence[TrackedParameter],
         reducer: GradientReducer,
         *,
         dtype: torch.dtype,
@@ -35,7 +39,6 @@ class BucketGradients:
         self.members, self.reducer = members, reducer
         self.work: dist.Work | None = None
         self._dtype = dtype
-        # by member, the mean that is not in `.grad` but here
         self.copies: list[Tensor | None] = []
         if packs:
             counts = [member.parameter.numel() for member in members]
@@ -51,64 +54,65 @@ class BucketGradients:
         return self.reducer.launch(self.tensors)
 
     def wait(self) -> None:
-        """Until what is computed next sees the means; on a GPU the host goes on."""
+        """Waits for the means. On a GPU the current stream waits, and the host does not."""
         if self.work is not None:
             self.work.wait()
 
     def unpack(self, unused: Container[int] = ()) -> None:
-        """Waits, and gives each parameter its mean. Those that no rank used stay as they are."""
+        """Waits, then stores the means in `.grad`. Parameters that no rank used keep theirs."""
         self.wait()
         for member, mean in zip(self.members, self.copies, strict=True):
             if member.number not in unused:
-                self.give_mean(member, mean)
+                self.store_mean(member, mean)
 
-    def give_mean(self, member: Averaged, mean: Tensor | None) -> None:
-        """mean: None where it is in `.grad` already."""
+    def store_mean(self, member: TrackedParameter, mean: Tensor | None) -> None:
+        """Copies the mean to `.grad`; None means that it is there already."""
         parameter = member.parameter
         if parameter.grad is None:
-            assert mean is not None, "a gradient that is not there was sent as a copy"
+            assert mean is not None, "a missing gradient is sent as a copy"
             parameter.grad = mean.to(parameter.dtype, copy=True)
         elif mean is not None:
             parameter.grad.copy_(mean)
 
-    def _place(self, member: Averaged, part: Tensor | None = None) -> Tensor:
-        """What is sent of a gradient: a part of a flat message, `.grad` itself where it can be
-        averaged in place, or a copy.
+    def _place(self, member: TrackedParameter, part: Tensor | None = None) -> Tensor:
+        """Returns the tensor to send for a parameter: its part of the flat tensor if packed, else
+        `.grad` itself if it can be averaged in place, else a copy.
         """
-        parameter = member.parameter
-        gradient = parameter.grad
-        if gradient is not None:
-            require_dense(gradient)
-        if gradient is not None and not (
-            member.is_local and gradient.dtype == self._dtype and is_alone(gradient)
-        ):
-            gradient = None
-        if gradient is not None and part is None:
-            self.copies.append(None)
+        gradient = member.parameter.grad
+        if gradient is None or not self._can_be_averaged_in_place(gradient, member):
+            if part is None:
+                part = member.parameter.new_empty(member.parameter.shape, dtype=self._dtype)
+            self.copies.append(part)
+            return self.fill(part, member)
+        self.copies.append(None)
+        if part is None:
             return gradient
-        part = parameter.new_empty(parameter.shape, dtype=self._dtype) if part is None else part
         self.fill(part, member)
-        if gradient is not None:
-            gradient.data = part  # it is seen only through `.grad`
-        self.copies.append(None if gradient is not None else part)
+        gradient.data = part  # only `.grad` used the old memory
         return part
 
-    def fill(self, part: Tensor, member: Averaged) -> Tensor:
-        """What this rank adds to the mean, written into the part."""
+    def _can_be_averaged_in_place(self, gradient: Tensor, member: TrackedParameter) -> bool:
+        require_dense(gradient)
+        has_right_dtype = gradient.dtype == self._dtype
+        return member.is_unreduced and has_right_dtype and owns_memory(gradient)
+
+    def fill(self, part: Tensor, member: TrackedParameter) -> Tensor:
+        """Writes what this rank contributes to the mean into `part`, and returns `part`."""
         gradient = member.parameter.grad
         return part.zero_() if gradient is None else part.copy_(gradient)
 
 
-def is_alone(gradient: Tensor) -> bool:
-    """Whether the gradient is contiguous and nothing else uses its memory.
+def owns_memory(gradient: Tensor) -> bool:
+    """Returns True if the gradient is contiguous and nothing else uses its memory.
 
-    Autograd may give two parameters gradients that share a storage (of `a.view(-1) + b.view(-1)`,
-    say), or read one again after it gave it; averaging one of those in place would change the
-    other.
+    Autograd may give two parameters gradients that share a storage (`a.view(-1) + b.view(-1)` does),
+    or may read a gradient again after it gave it to a parameter. Averaging such a gradient in place
+    would change the other one.
     """
     if not gradient.is_contiguous():
         return False
     storage = gradient.untyped_storage()
-    # Two users: the gradient, and the object `storage`. Packing all gradients instead took 6.3 ms of
-    # a step of 155 ms (docs/data-parallel.md). The way out: a public function that counts users.
+    # Two users: the gradient and the Python object `storage`. Packing all gradients instead took
+    # 6.3 ms of a step of 155 ms (docs/log/2026-11-22-data-parallel.md).
+    # The way out: a public function that counts the users of a storage.
     return storage.nbytes() == gradient.nbytes and torch._C._storage_Use_Count(storage._cdata) <= 2

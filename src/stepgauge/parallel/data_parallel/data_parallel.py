@@ -1,11 +1,17 @@
-"""Data parallel training: each rank computes the gradients of its own batch, and their mean is what
-all step with.
+"""Data parallel training: each rank computes the gradients of its own batch, and every rank steps
+with their mean.
 
-When backward returns, `.grad` is the mean over the ranks, and nothing is kept elsewhere: what is
-done to it then means what it means in one process. Gradients travel in the buckets of a plan
-(spec/plan/buckets.py). A bucket is sent when its last gradient is there, while backward goes on, or
-at the end of backward: what the classes at the end of this file differ in, each by its row of
-WRAPPERS in spec/layout.py.
+When backward returns, `.grad` is the mean over the ranks, and gradients are kept nowhere else: what
+a user does to `.grad` then means the same as in one process. Gradients travel in the buckets of a
+plan (spec/plan/buckets.py). The classes at the end of this file differ in their plan, and in whether
+a bucket is sent as soon as its last gradient arrives or at the end of backward; each takes both from
+its row of WRAPPERS in spec/layout.py.
+
+A gradient's way: autograd adds it to `.grad` and calls the hook `_on_gradient`. The first gradient of
+a backward calls `_backward_state`, which starts a `Readiness` and registers `finish_synchronizing`
+for the end of that backward. When `Readiness` has counted all gradients of the next launch, `_send`
+packs its buckets into a `BucketGradients` and starts their all-reduce. At the end of backward,
+`finish_synchronizing` sends the launches that remain, waits for all, and stores the means in `.grad`.
 """
 
 import contextlib
@@ -25,7 +31,7 @@ from stepgauge.parallel.autograd.running_backward import at_end_of_backward
 from stepgauge.parallel.communication.collectives import Group
 from stepgauge.parallel.communication.reducer import GradientReducer
 from stepgauge.parallel.data_parallel.bucket_gradients import BucketGradients
-from stepgauge.parallel.data_parallel.readiness import Averaged, Readiness
+from stepgauge.parallel.data_parallel.readiness import Readiness, TrackedParameter
 from stepgauge.parallel.data_parallel.usage import Usage
 from stepgauge.parallel.replicas import (
     describe_parameter,
@@ -38,108 +44,121 @@ from stepgauge.parallel.replicas import (
 from stepgauge.spec.layout import WRAPPERS, Wrapper
 from stepgauge.spec.plan.shards import plan_launches
 
-# What a copy makes anew: hooks, and what they have seen.
-OF_THIS_PROCESS = ("_members", "_usage", "_readiness", "_in_flight", "_launches", "_remove_hooks")
+# Attributes that a deep copy rebuilds instead of copying: hooks and their state.
+NOT_COPIED = ("_tracked", "_usage", "_readiness", "_in_flight", "_launches", "_remove_hooks")
 
 
 class DataParallel(nn.Module):
     """Averages the gradients of a module over the ranks of a group, bucket by bucket.
 
     A gradient that no rank computed stays as it was, None or not; one that only some ranks computed
-    is averaged with zeros. All ranks must call backward equally often, and must freeze the same
-    parameters. Buffers are broadcast once, at the start.
+    is averaged with zeros for the others. All ranks must call backward equally often and freeze the
+    same parameters. Buffers are broadcast once, at the start.
 
-    reduce_dtype  floating type that gradients of wider ones travel and are averaged in
+    reduce_dtype  floating-point dtype in which wider gradients are sent and averaged
 
-    Raises DifferentModelsError, on every rank, where the ranks hold different modules; ValueError
-    for a reduce_dtype that is not floating and for sharded parameters. Backward raises RuntimeError
-    for create_graph=True, and forward where the module has other parameters than when it was wrapped.
+    Raises DifferentModelsError, on every rank, if the ranks hold different modules; ValueError for a
+    reduce_dtype that is not floating-point and for sharded parameters. Backward raises RuntimeError
+    under create_graph=True, and forward if the module got other parameters after it was wrapped.
     """
 
-    _readiness: Readiness | None
-    _in_flight: list[Any]  # what `_gradients_of` gives
-    policy: Wrapper  # what is sent when
+    _readiness: Readiness | None  # of the running backward; None outside of one
+    _in_flight: list[Any]  # launches that were sent: the results of `_pack`
+    policy: Wrapper  # which gradients are sent together, and when
     bucket_mb = 25.0
-    owners: Mapping[str, int] | None = None  # ranks, by names, that alone get a mean: ZeRO 2
+    owners: Mapping[str, int] | None = None  # under ZeRO 2, the one rank that gets a mean, by name
 
     def __init__(
         self, module: nn.Module, *, group: Group = None, reduce_dtype: torch.dtype | None = None
     ):
         super().__init__()
         if reduce_dtype is not None and not reduce_dtype.is_floating_point:
-            raise ValueError(f"reduce_dtype is {reduce_dtype}; it must be a floating type")
+            raise ValueError(f"reduce_dtype is {reduce_dtype}; it must be a floating-point dtype")
         require_whole(module)
         prepare_replicas(module, group)
         self.module, self.reducer = module, GradientReducer(group)
         self.reduce_dtype = reduce_dtype
-        self.communicates = True  # False leaves the collectives out, to time the rest
-        self._synchronises = True
-        self._registered = registrations()
+        self.communicates = True  # False skips the collectives, to time everything else
+        self._synchronises = True  # False under no_sync
+        self._registrations = registrations()
         named = module.named_parameters()
         self._attach({p: n for n, p in named if p.is_floating_point() or p.is_complex()})
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        if self._registered != (now := registrations()):
-            require_known(self.module, {member.parameter for member in self._members})
-            self._registered = now
+        if self._registrations != (now := registrations()):
+            require_known(self.module, {tracked.parameter for tracked in self._tracked})
+            self._registrations = now
         return self.module(*inputs, **named)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A backward inside adds to this rank's gradients; the next outside averages the sum."""
+        """Inside, backward adds to this rank's own gradients. The next backward outside averages the
+        sum.
+        """
         before, self._synchronises = self._synchronises, False
         try:
             yield
         finally:
             self._synchronises = before
 
-    def expect_backward(self) -> None:
-        """Before backward passes under no_sync that add to gradients which may be means already: a
-        pipeline's, of which layers that are split add without autograd.
+    def prepare_local_backward(self) -> None:
+        """Must be called before a backward under no_sync that adds to gradients which may already be
+        means, if it adds some of them without autograd: the split layers of a pipeline do.
         """
         return
 
     def synchronize_gradients(self) -> None:
-        """Averages every `.grad` as it is now, outside of backward. To be called on every rank."""
+        """Averages every `.grad` as it is now, outside of backward. All ranks must call it."""
         self.begin_synchronizing()
         self.finish_synchronizing()
 
     @torch.no_grad()
     def begin_synchronizing(self) -> None:
-        """Sends every `.grad` as it is now, which may not be touched until `finish_synchronizing`."""
-        readiness = self._begin()
-        for member in self._members:
-            member.is_local = member.is_local or member.parameter.grad is not None
-        self._send(readiness.next_launches(rest=True))
+        """Sends every `.grad` as it is now; none may be used before `finish_synchronizing`."""
+        readiness = self._backward_state()
+        for tracked in self._tracked:
+            if tracked.parameter.grad is not None:
+                tracked.is_unreduced = True
+        self._send(readiness.remaining_launches())
 
     @torch.no_grad()
     def finish_synchronizing(self, failed: bool = False) -> None:
-        """Sends what is not yet sent, waits, and leaves the means in `.grad`."""
+        """Sends the launches that remain, waits for all, and stores the means in `.grad`.
+
+        failed  backward raised; the gradients so far are averaged all the same
+        """
         if self._readiness is None:
             return
         try:
-            for member in self._members:
-                # what zero_grad has taken since is not there any more
-                if member.is_local and not member.is_counted and member.parameter.grad is None:
-                    member.is_local = False
-            self._send(self._readiness.next_launches(rest=True))
-            here = [m.number for launch in self._launches for m in launch if not m.is_local]
-            unused = self._usage.unused_anywhere(here, asks=self.communicates)
+            for tracked in self._tracked:
+                # zero_grad may have removed a gradient that no_sync had left
+                if not tracked.is_ready and tracked.parameter.grad is None:
+                    tracked.is_unreduced = False
+            self._send(self._readiness.remaining_launches())
+            unused_here = [
+                tracked.number
+                for launch in self._launches
+                for tracked in launch
+                if not tracked.is_unreduced
+            ]
+            unused = self._usage.unused_on_all_ranks(unused_here, communicates=self.communicates)
             for gradients in self._in_flight:
                 gradients.unpack(unused)
         finally:
             self._readiness, self._in_flight = None, []
-            for member in self._members:
-                member.is_local = member.is_counted = False
+            for tracked in self._tracked:
+                tracked.is_unreduced = tracked.is_ready = False
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scales the gradients to a norm of all of at most `max_norm`; the norm before."""
+        """Scales the gradients so that their total norm is at most `max_norm`; returns the norm
+        before.
+        """
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = {member.name for member in self._members}
-        left = {n: v for n, v in self.__dict__.items() if n not in OF_THIS_PROCESS}
-        return {**left, "_names": names}
+        names = {tracked.name for tracked in self._tracked}
+        copied = {n: v for n, v in self.__dict__.items() if n not in NOT_COPIED}
+        return {**copied, "_names": names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         names = state.pop("_names")
@@ -147,128 +166,138 @@ class DataParallel(nn.Module):
         self._attach({p: name for name, p in self.module.named_parameters() if name in names})
 
     def _attach(self, names: Mapping[nn.Parameter, str]) -> None:
-        """Takes the parameters by name, without a gradient on its way."""
-        self._members = [Averaged(n, name, p) for n, (p, name) in enumerate(names.items())]
+        """Starts to track parameters, given with their names: registers hooks and plans buckets."""
+        self._tracked = [TrackedParameter(n, name, p) for n, (p, name) in enumerate(names.items())]
         self._usage = Usage(names, self.reducer)
         self._readiness, self._in_flight = None, []
         handles: list[Any] = []
-        for member in self._members:
-            with requiring_grad(member.parameter):
-                handles += self._hooks_of(member)
+        for tracked in self._tracked:
+            with requiring_grad(tracked.parameter):
+                handles += self._register_hooks(tracked)
         self._plan()
         self._remove_hooks = weakref.finalize(self, lambda: [each.remove() for each in handles])
         self._remove_hooks.atexit = False
 
-    def _hooks_of(self, member: Averaged) -> list[Any]:
-        member.hook = WrapperHook(self._arrive, member.number)
-        return [member.parameter.register_post_accumulate_grad_hook(member.hook)]
+    def _register_hooks(self, tracked: TrackedParameter) -> list[Any]:
+        """Registers the wrapper's hooks of a parameter; returns their handles."""
+        tracked.hook = WrapperHook(self._on_gradient, tracked.number)
+        return [tracked.parameter.register_post_accumulate_grad_hook(tracked.hook)]
 
-    def _averages(self, member: Averaged) -> bool:
-        """Whether this wrapper averages it: of several with the same parameter, the one made last."""
-        hooks = post_accumulate_hooks(member.parameter)
-        return len(hooks) < 2 or [h for h in hooks if isinstance(h, WrapperHook)][-1] is member.hook
+    def _reduces(self, tracked: TrackedParameter) -> bool:
+        """Returns True if this wrapper reduces the parameter's gradient. If several wrappers share a
+        parameter, only the newest does.
+        """
+        hooks = post_accumulate_hooks(tracked.parameter)
+        if len(hooks) < 2:
+            return True
+        return [h for h in hooks if isinstance(h, WrapperHook)][-1] is tracked.hook
 
     def _plan(self) -> None:
-        """Buckets of what is trained, and of what no_sync has left."""
-        self._planned_for = self._averaged()
-        planned = {
-            member.name: member
-            for member, dtype in zip(self._members, self._planned_for, strict=True)
+        """Plans the buckets of the gradients to reduce, and which buckets are launched together."""
+        self._planned_dtypes = self._reduced_dtypes()
+        reduced = {
+            tracked.name: tracked
+            for tracked, dtype in zip(self._tracked, self._planned_dtypes, strict=True)
             if dtype is not None
         }
         self.buckets = self.policy.plan_buckets(
-            [describe_parameter(n, m.parameter, self.reduce_dtype) for n, m in planned.items()],
+            [describe_parameter(n, t.parameter, self.reduce_dtype) for n, t in reduced.items()],
             bucket_mb=self.bucket_mb,
             owners=self.owners,
         )
-        self._planned = plan_launches(self.buckets)
+        self._planned_launches = plan_launches(self.buckets)
         self._launches = [
-            [planned[name] for bucket in launch for name in bucket.names]
-            for launch in self._planned
+            [reduced[name] for bucket in launch for name in bucket.names]
+            for launch in self._planned_launches
         ]
-        for member in self._members:
-            member.launch = None
+        for tracked in self._tracked:
+            tracked.launch = None
         for number, launch in enumerate(self._launches):
-            for member in launch:
-                member.launch = number
+            for tracked in launch:
+                tracked.launch = number
 
-    def _averaged(self) -> list[torch.dtype | None]:
-        """The type of each parameter, None for one that is not averaged. One may have been frozen
-        since no_sync.
+    def _reduced_dtypes(self) -> list[torch.dtype | None]:
+        """Returns the dtype of each parameter, or None if its gradient is not reduced: the parameter
+        is frozen and no_sync has left no gradient of it, or another wrapper reduces it.
         """
         return [
-            m.parameter.dtype
-            if (m.parameter.requires_grad or m.is_local) and self._averages(m)
+            tracked.parameter.dtype
+            if (tracked.parameter.requires_grad or tracked.is_unreduced) and self._reduces(tracked)
             else None
-            for m in self._members
+            for tracked in self._tracked
         ]
 
-    def _begin(self, device: torch.device | None = None) -> Readiness:
-        """Of the backward that goes on, on a device, whose end averages what it has not."""
-        if self._readiness is not None:
-            return self._readiness
-        if device is not None:
-            at_end_of_backward(self.finish_synchronizing, device)
-        if self._averaged() != self._planned_for:
-            self._plan()
-        self._readiness = begun = Readiness(self._launches)
-        return begun
+    def _backward_state(self, device: torch.device | None = None) -> Readiness:
+        """Returns the state of the running backward, creating it at the first gradient.
 
-    def _arrive(self, number: int) -> None:
-        """After backward has added to a gradient."""
+        device  of that gradient: when backward ends, the remaining launches are sent and all means
+                stored. None outside of a backward
+        """
+        if self._readiness is None:
+            if device is not None:
+                at_end_of_backward(self.finish_synchronizing, device)
+            if self._reduced_dtypes() != self._planned_dtypes:
+                self._plan()
+            self._readiness = Readiness(self._launches)
+        return self._readiness
+
+    def _on_gradient(self, number: int) -> None:
+        """The hook that autograd calls when it has added to the `.grad` of a parameter."""
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "backward(create_graph=True) into `.grad` is not averaged; take the gradients that "
+                "backward(create_graph=True) into `.grad` is not averaged; compute gradients that "
                 "are differentiated again with torch.autograd.grad"
             )
-        member = self._members[number]
-        is_alone = len(post_accumulate_hooks(member.parameter)) < 2
-        # frozen since forward (autograd has added nothing), or another wrapper's to average
-        if not member.parameter.requires_grad or not (is_alone or self._averages(member)):
+        tracked = self._tracked[number]
+        is_only_hook = len(post_accumulate_hooks(tracked.parameter)) < 2
+        # A parameter frozen since forward gets no gradient, but autograd calls its hooks.
+        if not tracked.parameter.requires_grad or not (is_only_hook or self._reduces(tracked)):
             return
-        member.is_local = True
+        tracked.is_unreduced = True
         if self._synchronises:
-            readiness = self._readiness or self._begin(member.parameter.device)
-            # Hooks of others run after ours, and may write `.grad`.
-            readiness.arrive(member, counts=is_alone)
+            readiness = self._readiness or self._backward_state(tracked.parameter.device)
+            # Other hooks of the parameter run after this one and may write `.grad`.
+            readiness.arrive(tracked, defers=not is_only_hook)
             if self.policy.overlaps and readiness.is_next_complete:
-                self._send(readiness.next_launches())
+                self._send(readiness.complete_launches())
 
     def _send(self, numbers: Iterable[int]) -> None:
+        """Packs launches, given by number, and starts their collectives."""
         for number in numbers:
-            gradients = self._gradients_of(number)
+            gradients = self._pack(number)
             if self.communicates:
                 gradients.send()
             if not self.policy.overlaps:
                 gradients.wait()
             self._in_flight.append(gradients)
 
-    def _gradients_of(self, number: int) -> Any:
+    def _pack(self, number: int) -> Any:
+        """Returns the gradients of a launch, ready to be sent."""
         members = self._launches[number]
         dtype = reduced_dtype(members[0].parameter, self.reduce_dtype)
         return BucketGradients(members, self.reducer, dtype=dtype, packs=self.policy.packs)
 
 
 class NaiveDataParallel(DataParallel):
-    """A bucket a gradient, all-reduced at the end of backward, one after the other."""
+    """Sends one gradient per bucket, one after another, at the end of backward."""
 
     policy = WRAPPERS["naive"]
 
 
 class FlatDataParallel(DataParallel):
-    """All gradients of a type and device packed into one bucket, at the end of backward."""
+    """Packs all gradients of a dtype and device into one bucket, sent at the end of backward."""
 
     policy = WRAPPERS["flat"]
 
 
 class OverlappedDataParallel(DataParallel):
-    """A bucket a gradient, while backward goes on."""
+    """Sends one gradient per bucket, while backward runs."""
 
     policy = WRAPPERS["overlapped"]
 
 
 class BucketedDataParallel(DataParallel):
-    """Buckets of `bucket_mb` (10^6 bytes) to less than twice that, while backward goes on."""
+    """Sends buckets of `bucket_mb` (10^6 bytes) to less than twice that, while backward runs."""
 
     policy = WRAPPERS["bucketed"]
 

@@ -1,8 +1,8 @@
-"""Forward, backward and the averaging of gradients of a data-parallel step, recorded once as one CUDA
-graph: a small model's step is then no longer the host's launches.
+"""Forward, backward and gradient averaging of a data-parallel step as one CUDA graph, for models so
+small that the host launches kernels more slowly than they run.
 
-The wrapper's hooks run while the graph is recorded, so that NCCL's collectives are in it where backward
-has their bucket, on NCCL's own stream. A replay runs no Python of the module and no hook.
+The wrapper's hooks run while the graph is recorded, so NCCL's collectives are captured where backward
+completes their buckets, on NCCL's own stream. A replay runs no Python code of the module and no hook.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class GraphedGradients:
-    """`(batch, 1)` gives the loss, and `.grad` the means. Recorded at the first call, which all ranks
-    must make; then every batch has its shapes.
+    """Called as `(batch, 1)`, returns the loss and leaves the mean gradients in `.grad`. The first
+    call, which all ranks must make, records the graph; later batches must have the same shapes.
 
-    `.grad` is memory of the graph, which the next call writes: set it to None between, as
-    `zero_grad` does. The module's `module(*batch)` is its loss; what it does in Python, shapes,
-    branches and which parameters are trained, stays as it was recorded. Raises RuntimeError for
-    gradients of another pass, and for weights that have moved or were frozen; ValueError for
-    another shape.
+    The next call overwrites `.grad`, which is memory of the graph: set it to None between calls, as
+    `zero_grad` does. The loss is `module(*batch)`. Whatever the module does in Python (shapes,
+    branches, which parameters are trained) stays as it was recorded. Raises RuntimeError if a `.grad`
+    is not None, and if weights have moved or their requires_grad has changed; ValueError for a batch
+    of other shapes.
     """
 
     def __init__(
@@ -36,15 +36,15 @@ class GraphedGradients:
     ):
         self.module, self._recorder, self._context = module, recorder, context
         self._replay: Call | None = None
-        self._batch: list[Tensor] = []
+        self._batch: list[Tensor] = []  # the graph's input
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
         self._loss = torch.zeros(())
 
     def __call__(self, batch: Sequence[Tensor], batches: int) -> Tensor:
         if batches != 1:
-            raise ValueError(f"{batches} batches add up; a recorded step has one")
+            raise ValueError(f"the step accumulates {batches} batches; a recorded step has one")
         if any(parameter.grad is not None for parameter in self.module.parameters()):
-            raise RuntimeError("a recorded step writes `.grad`: set it to None before")
+            raise RuntimeError("a recorded step overwrites `.grad`: set it to None before")
         if self._replay is None:
             self._record(batch)
         assert self._replay is not None, "it has been recorded"
@@ -57,26 +57,26 @@ class GraphedGradients:
         return self._loss.clone()
 
     def _record(self, batch: Sequence[Tensor]) -> None:
-        """Weights, buffers and random state stay as they were."""
+        """Records the graph. Weights, buffers and random state stay as they were."""
         self._batch = [part.clone() for part in batch]
         with trial(self.module, self._batch):
             for _ in range(WARM_UPS):
                 self._recorder.warm_up(self._run)
-                self._forget()
-            (self._loss, found), self._replay = self._recorder.record(self._run, id(self))
+                self._forget_gradients()
+            (self._loss, gradients), self._replay = self._recorder.record(self._run, id(self))
         trained = [p for p in self.module.parameters() if p.grad is not None]
-        self._gradients = list(zip(trained, found, strict=True))
-        self._forget()
+        self._gradients = list(zip(trained, gradients, strict=True))
+        self._forget_gradients()
         self._recorded_at = places(self.module)
 
     def _run(self) -> tuple[Tensor, list[Tensor]]:
         with self._context():
             loss = self.module(*self._batch)
         loss.backward()
-        found = [p.grad for p in self.module.parameters() if p.grad is not None]
-        return loss.detach(), found
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        return loss.detach(), gradients
 
-    def _forget(self) -> None:
+    def _forget_gradients(self) -> None:
         for parameter in self.module.parameters():
             parameter.grad = None
 
@@ -85,16 +85,20 @@ class GraphedGradients:
         if given != recorded:
             raise ValueError(f"the batch has shapes {given}; the recorded step has {recorded}")
         if places(self.module) != self._recorded_at:
-            raise RuntimeError("weights have moved, or were frozen, since their step was recorded")
+            raise RuntimeError(
+                "weights have moved, or were frozen or unfrozen, since their step was recorded"
+            )
 
 
 def recorded(parallelise: Parallelise, recorder: Recorder, context: Context) -> Parallelise:
-    """The way of spreading, whose steps are recorded and replayed; the optimizer steps after it."""
+    """Returns `parallelise` changed so that forward and backward are recorded and replayed. The
+    optimizer steps outside of the graph.
+    """
 
     def build(module: nn.Module, groups: Groups, optimizer: OptimizerClass) -> Parallel:
         parallel = parallelise(module, groups, optimizer)
         mixed = GraphedGradients(parallel.module, recorder, context)
-        # communication is part of the recording: it is neither left out nor done alone
+        # Communication is part of the graph: it can neither be skipped nor run separately.
         return dataclasses.replace(parallel, mixed=mixed, communicate=None, without_axis={})
 
     return build

@@ -1,4 +1,4 @@
-"""Which bucket is complete: gradients of one backward, from the first to the last."""
+"""Tracks which gradients have arrived in the running backward, and so which buckets are complete."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -8,13 +8,14 @@ from torch import nn
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Averaged:
-    """A parameter of a wrapper that averages its gradients, and how far the present one is.
+class TrackedParameter:
+    """A parameter of a data-parallel wrapper, and the state of its gradient.
 
-    hook        ours, which autograd calls when the gradient is there
-    launch      of the plan's, the one that it is in; None: it is in none
-    is_local    backward has added to its gradient since that was averaged
-    is_counted  its launch knows the gradient of this backward
+    hook           the wrapper's hook, which autograd calls when it has added to `.grad`
+    launch         the launch (a group of buckets sent together) that has this gradient; None if the
+                   plan leaves the parameter out
+    is_unreduced   backward has added to `.grad` since it was last averaged
+    is_ready       its launch has counted the gradient of the running backward
     """
 
     number: int
@@ -22,64 +23,74 @@ class Averaged:
     parameter: nn.Parameter
     hook: Any = None
     launch: int | None = None
-    is_local: bool = False
-    is_counted: bool = False
+    is_unreduced: bool = False
+    is_ready: bool = False
 
 
 class Readiness:
-    """Gradients of one backward as they arrive, and how many each launch of buckets still misses.
+    """Counts the gradients of one backward as they arrive, and which launches are complete.
 
-    Launches go out in the plan's order, whatever the order of arrival: one that is complete early
-    waits for those before it, so that all ranks send the same messages in the same order.
+    Launches are sent in the order of the plan, whatever the order in which gradients arrive. A
+    launch that is complete early waits for those before it, so that all ranks send the same messages
+    in the same order.
     """
 
-    def __init__(self, launches: Sequence[Sequence[Averaged]]):
+    def __init__(self, launches: Sequence[Sequence[TrackedParameter]]):
         self._next = 0
-        self._missing = [len(launch) for launch in launches]
-        self._latest: Averaged | None = None  # until it counts
+        self._num_missing = [len(launch) for launch in launches]
+        self._deferred: TrackedParameter | None = None
 
-    def arrive(self, member: Averaged, *, counts: bool = True) -> None:
-        """Raises RuntimeError for a second gradient after the first was sent, and where a hook of
-        others took the gradient before it was averaged.
+    def arrive(self, tracked: TrackedParameter, *, defers: bool = False) -> None:
+        """Records a gradient that backward has added to `.grad`.
 
-        counts  False: only when the next is there, since `.grad` may still be written
+        defers  counts the gradient only when the next one arrives, because hooks that run after the
+                wrapper's may still write `.grad`
+
+        Raises RuntimeError if the parameter's gradient was already sent in this backward, and if a
+        hook has set an earlier gradient to None before it was averaged.
         """
-        if member.launch is not None and member.launch < self._next:
+        if tracked.launch is not None and tracked.launch < self._next:
             raise RuntimeError(
-                f"a gradient of shape {tuple(member.parameter.shape)} was added to after it was "
-                f"sent, in one backward: checkpoint with use_reentrant=False, or train under "
-                f"no_sync()"
+                f"backward added to a gradient of shape {tuple(tracked.parameter.shape)} after it "
+                f"had been sent: checkpoint with use_reentrant=False, or train under no_sync()"
             )
-        if self._latest is not None:
-            self._count(self._latest)
-            self._latest = None
-        if counts:
-            self._count(member)
+        self._count_deferred()
+        if defers:
+            self._deferred = tracked
         else:
-            self._latest = member
+            self._count(tracked)
 
     @property
     def is_next_complete(self) -> bool:
-        return self._next < len(self._missing) and not self._missing[self._next]
+        return self._next < len(self._num_missing) and not self._num_missing[self._next]
 
-    def next_launches(self, *, rest: bool = False) -> Iterator[int]:
-        """The next launches whose gradients are all there; or the rest, at the end of backward,
-        which raises RuntimeError as `arrive` does.
-        """
-        if rest and self._latest is not None:
-            self._count(self._latest)
-            self._latest = None
-        while self.is_next_complete or (rest and self._next < len(self._missing)):
+    def complete_launches(self) -> Iterator[int]:
+        """Yields the next launches of the plan as far as all their gradients have arrived."""
+        while self.is_next_complete:
             self._next += 1
             yield self._next - 1
 
-    def _count(self, member: Averaged) -> None:
-        if member.parameter.grad is None:
+    def remaining_launches(self) -> Iterator[int]:
+        """Yields all launches not yet sent, at the end of backward. Raises RuntimeError as `arrive`
+        does.
+        """
+        self._count_deferred()
+        while self._next < len(self._num_missing):
+            self._next += 1
+            yield self._next - 1
+
+    def _count_deferred(self) -> None:
+        if self._deferred is not None:
+            self._count(self._deferred)
+            self._deferred = None
+
+    def _count(self, tracked: TrackedParameter) -> None:
+        if tracked.parameter.grad is None:
             raise RuntimeError(
-                f"a hook set the gradient of shape {tuple(member.parameter.shape)} to None before "
+                f"a hook set the gradient of shape {tuple(tracked.parameter.shape)} to None before "
                 f"it was averaged over ranks: let optimizers step after backward"
             )
-        # one that was not trained when backward began is of no launch
-        if member.launch is not None and not member.is_counted:
-            member.is_counted = True
-            self._missing[member.launch] -= 1
+        # A parameter that was frozen when backward began is in no launch.
+        if tracked.launch is not None and not tracked.is_ready:
+            tracked.is_ready = True
+            self._num_missing[tracked.launch] -= 1

@@ -1,4 +1,4 @@
-"""Which parameters any rank used in a backward."""
+"""Finds the parameters that no rank used in a backward."""
 
 from collections.abc import Collection, Iterable
 
@@ -9,32 +9,34 @@ from stepgauge.parallel.communication.reducer import GradientReducer
 
 
 class Usage:
-    """Tells parameters that some rank has a gradient of from those that none has, by their numbers.
+    """Compares over the ranks which parameters got a gradient. Parameters are given by number.
 
-    All ranks ask together, once a backward. A rank that used everything need not know what the
-    others used: its host does not wait, as that of torch's DistributedDataParallel does not.
+    All ranks compare once per backward. A rank that used every parameter does not need the result,
+    so its host does not wait for it; torch's DistributedDataParallel does the same.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], reducer: GradientReducer):
         self._parameters, self._reducer = list(parameters), reducer
-        self._ones = torch.ones(len(self._parameters), dtype=torch.uint8)
+        self._all_used = torch.ones(len(self._parameters), dtype=torch.uint8)
 
-    def unused_anywhere(self, unused: Collection[int], *, asks: bool = True) -> set[int]:
-        """Those that no rank used of the ones that this rank did not use."""
+    def unused_on_all_ranks(
+        self, unused: Collection[int], *, communicates: bool = True
+    ) -> set[int]:
+        """Returns those of the parameters unused on this rank that no other rank used either."""
         if not self._parameters:
             return set()
         device = self._parameters[0].device
-        if self._ones.device != device:
-            self._ones = self._ones.to(device)
-        # They can be sent again and again: the greatest of ones and anything is one.
-        flags = self._ones
+        if self._all_used.device != device:
+            self._all_used = self._all_used.to(device)
+        # This tensor can be sent again and again: the maximum of ones and other flags is ones.
+        used = self._all_used
         if unused:
-            flags = torch.ones(len(self._parameters), dtype=torch.uint8)
-            flags[[*unused]] = 0
-            flags = flags.to(device)
-        if asks:
-            self._reducer.launch_any(flags).wait()
+            used = torch.ones(len(self._parameters), dtype=torch.uint8)
+            used[[*unused]] = 0
+            used = used.to(device)
+        if communicates:
+            self._reducer.launch_any(used).wait()
         if not unused:
             return set()
-        anywhere = flags.tolist()
-        return {number for number in unused if not anywhere[number]}
+        used_anywhere = used.tolist()
+        return {number for number in unused if not used_anywhere[number]}

@@ -146,7 +146,7 @@ class GradientReductions:
         self._usage = self._usage or Usage(parameters, self.sharding)
         here = {p for p, _ in self._unused_here} - self._used
         numbers = [number for number, p in enumerate(parameters) if p in here] if here else []
-        unused = {parameters[number] for number in self._usage.unused_anywhere(numbers)}
+        unused = {parameters[number] for number in self._usage.unused_on_all_ranks(numbers)}
         for parameter, part in self._unused_here:
             if parameter not in unused:
                 self._accumulate(parameter, part)

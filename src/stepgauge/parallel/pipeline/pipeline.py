@@ -176,7 +176,7 @@ class Pipeline:
         self._prepare(parts[0], answers[0])
         for module in self.modules.values():
             if isinstance(module, DataParallel):
-                module.expect_backward()
+                module.prepare_local_backward()
         self._tied.begin()
         for stage in self.stages.values():
             stage.begin()

@@ -1,5 +1,5 @@
-"""ZeRO stages 1 and 2: an optimizer's state, and gradients, with their owners. Stage 3, whose
-weights are shards too, is parallel/fsdp.
+"""ZeRO stages 1 and 2: each parameter has an owner, which keeps its optimizer state (stage 1) and its
+gradient (stage 2). Stage 3, which shards the weights too, is parallel/fsdp.
 """
 
 from stepgauge.parallel.zero.sharded_optimizer import ShardedOptimizer

@@ -1,5 +1,5 @@
-"""Gradients that are reduced to their owners and freed elsewhere: stage 2 of ZeRO (Rajbhandari et al.
-2020), of which sharded_optimizer.py has the optimizer.
+"""ZeRO stage 2 (Rajbhandari et al. 2020): a gradient is reduced to the owner of its parameter and
+freed on the other ranks. sharded_optimizer.py has the optimizer.
 """
 
 import itertools
@@ -14,8 +14,8 @@ from stepgauge.parallel.autograd.parameter_hooks import WrapperHook
 from stepgauge.parallel.autograd.running_backward import accumulates_into
 from stepgauge.parallel.communication.collectives import is_only_group, launch_together
 from stepgauge.parallel.data_parallel import BucketedDataParallel
-from stepgauge.parallel.data_parallel.bucket_gradients import BucketGradients, is_alone
-from stepgauge.parallel.data_parallel.readiness import Averaged
+from stepgauge.parallel.data_parallel.bucket_gradients import BucketGradients, owns_memory
+from stepgauge.parallel.data_parallel.readiness import TrackedParameter
 from stepgauge.parallel.replicas import device_of, reduced_dtype
 from stepgauge.parallel.shares import as_plain, as_share
 from stepgauge.parallel.whole_norm import clip_whole_norm
@@ -23,15 +23,17 @@ from stepgauge.spec.layout import WRAPPERS
 
 
 class OwnerDataParallel(BucketedDataParallel):
-    """Bucketed data parallel in which a gradient is averaged at its owner alone; the other ranks have
-    None of it after backward. What they had before it, which backward has not put there, is taken
-    to be the owner's.
+    """Bucketed data parallel in which only the owner of a parameter gets the mean of its gradient.
+    After backward, `.grad` is None on the other ranks.
 
-    owners  ranks by parameters' names, as ShardedOptimizer.owners_of gives them; the gradient of a
-            parameter without one is for all ranks
+    A `.grad` that is there before backward is taken to be the mean of earlier backward passes: the
+    owner's value counts, and those of the other ranks are dropped.
 
-    Backward raises RuntimeError, when it ends, where a gradient of another rank's parameter lies in
-    larger memory, which would not get the mean.
+    owners  rank by parameter name, as ShardedOptimizer.owners_of returns them; all ranks get the
+            gradient of a parameter without an owner
+
+    Backward raises RuntimeError at its end if the `.grad` of another rank's parameter was part of
+    larger memory: whoever reads that memory would expect the mean there.
     """
 
     policy = WRAPPERS["zero2"]
@@ -47,90 +49,100 @@ class OwnerDataParallel(BucketedDataParallel):
         reduce_dtype: torch.dtype | None = None,
     ):
         self.owners = owners
-        self._views: list[str] = []  # names of parameters, for what is raised when backward ends
+        self._dropped_views: list[str] = []  # parameters whose `.grad` was part of larger memory
         super().__init__(module, bucket_mb, group=group, reduce_dtype=reduce_dtype)
 
     def finish_synchronizing(self, failed: bool = False) -> None:
-        views, self._views = self._views, []
+        views, self._dropped_views = self._dropped_views, []
         super().finish_synchronizing(failed)
         if views:
             raise RuntimeError(
-                f"the gradient of {views[0]} is part of other memory on rank {self.reducer.rank}, "
+                f"the gradient of {views[0]} is part of larger memory on rank {self.reducer.rank}, "
                 f"which does not get its mean: rank {self.owners[views[0]]} owns it"
             )
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scales the gradients to a norm of all of at most `max_norm`; the norm before."""
-        owned = {m.parameter: self.owners.get(m.name) for m in self._members}
-        given = {p: p.grad for p in self.module.parameters() if p.grad is not None}
+        """Scales the gradients so that the norm of those of all ranks is at most `max_norm`; returns
+        the norm before.
+        """
+        owner_of = {t.parameter: self.owners.get(t.name) for t in self._tracked}
+        gradients = {p: p.grad for p in self.module.parameters() if p.grad is not None}
         rank, ranks = self.reducer.rank, self.reducer.ranks
-        own = [(1, gradient) for p, gradient in given.items() if owned.get(p) == rank]
-        of_all = [(ranks, gradient) for p, gradient in given.items() if owned.get(p) is None]
+        own = [(1, gradient) for p, gradient in gradients.items() if owner_of.get(p) == rank]
+        of_all = [(ranks, gradient) for p, gradient in gradients.items() if owner_of.get(p) is None]
         return clip_whole_norm(
-            given.values(),
+            gradients.values(),
             own + of_all,
             max_norm,
             group=self.reducer.group,
             device=device_of(self.module),
         )
 
-    def _hooks_of(self, member: Averaged) -> list[Any]:
-        hooks = super()._hooks_of(member)
-        if member.name in self.owners:
-            hooks.append(member.parameter.register_hook(WrapperHook(self._expect, member.number)))
-        return hooks
+    def _register_hooks(self, tracked: TrackedParameter) -> list[Any]:
+        handles = super()._register_hooks(tracked)
+        if tracked.name in self.owners:
+            hook = WrapperHook(self._before_accumulation, tracked.number)
+            handles.append(tracked.parameter.register_hook(hook))
+        return handles
 
-    def expect_backward(self) -> None:
-        for member in self._members:
-            if member.parameter.requires_grad and self._averages(member):
-                self._count_for_all(member)
-                member.is_local = True
+    def prepare_local_backward(self) -> None:
+        for tracked in self._tracked:
+            if tracked.parameter.requires_grad and self._reduces(tracked):
+                self._undo_mean(tracked)
+                tracked.is_unreduced = True
 
-    def _expect(self, number: int) -> None:
-        """Before backward adds to a mean: the owner's counts for all ranks then."""
-        member = self._members[number]
-        if member.parameter.grad is None or member.is_local or not self._averages(member):
-            return
-        if not accumulates_into(member.parameter):
+    def _before_accumulation(self, number: int) -> None:
+        """The hook that autograd calls before it adds to the `.grad` of a parameter."""
+        tracked = self._tracked[number]
+        if (
+            tracked.parameter.grad is None
+            or tracked.is_unreduced
+            or not self._reduces(tracked)
+            or not accumulates_into(tracked.parameter)
+        ):
             return
         if not self._synchronises:
             raise RuntimeError(
-                "gradients that are averaged at their owners take no backward under no_sync(); set "
-                "them to None first, or go on without no_sync()"
+                "only the owner of a parameter has its mean gradient: a backward under no_sync() "
+                "cannot add to it; set gradients to None first, or call backward outside of no_sync()"
             )
-        self._begin(member.parameter.device)
-        self._count_for_all(member)
+        self._backward_state(tracked.parameter.device)
+        self._undo_mean(tracked)
 
-    def _count_for_all(self, member: Averaged) -> None:
-        """Makes a mean what adds up to it: the owner's counts for all ranks, others have none."""
-        parameter, name = member.parameter, member.name
+    def _undo_mean(self, tracked: TrackedParameter) -> None:
+        """Replaces a mean by gradients whose mean it is: the owner's times the number of ranks, and
+        None on the others.
+        """
+        parameter, name = tracked.parameter, tracked.name
         gradient = parameter.grad
-        if gradient is None or member.is_local or name not in self.owners:
+        if gradient is None or tracked.is_unreduced or name not in self.owners:
             return
         if self.owners[name] == self.reducer.rank:
-            member.is_local = True
+            tracked.is_unreduced = True
             parameter.grad = as_plain(gradient).mul_(self.reducer.ranks)
             return
-        # Raised here, it would leave the owner waiting, who sees nothing of it.
+        # The error is raised when backward ends: raised here, it would leave the owner waiting.
         if gradient.untyped_storage().nbytes() > gradient.nbytes:
-            self._views.append(name)
+            self._dropped_views.append(name)
         parameter.grad = None
 
-    def _gradients_of(self, number: int) -> "BucketLaunch":
+    def _pack(self, number: int) -> "BucketLaunch":
         members = iter(self._launches[number])
-        found: list[BucketGradients] = []
-        for bucket in self._planned[number]:
+        buckets: list[BucketGradients] = []
+        for bucket in self._planned_launches[number]:
             own = [*itertools.islice(members, len(bucket.names))]
             dtype = reduced_dtype(own[0].parameter, self.reduce_dtype)
             if bucket.owner is None:
-                found.append(BucketGradients(own, self.reducer, dtype=dtype))
+                buckets.append(BucketGradients(own, self.reducer, dtype=dtype))
             else:
-                found.append(OwnedGradients(own, self.reducer, dtype=dtype, owner=bucket.owner))
-        return BucketLaunch(found)
+                buckets.append(OwnedGradients(own, self.reducer, dtype=dtype, owner=bucket.owner))
+        return BucketLaunch(buckets)
 
-    def _arrive(self, number: int) -> None:
-        """Frees others' gradients while backward goes on, but the latest."""
-        super()._arrive(number)
+    def _on_gradient(self, number: int) -> None:
+        """Frees the gradients of other ranks' parameters while backward runs, except for the launch
+        sent last.
+        """
+        super()._on_gradient(number)
         while len(self._in_flight) > 1 and self._can_be_freed(self._in_flight[0]):
             self._in_flight.pop(0).unpack()
 
@@ -140,36 +152,39 @@ class OwnerDataParallel(BucketedDataParallel):
         )
 
     def device_may_wait(self, device: torch.device) -> bool:
-        """Whether a device may wait for a message in backward, whose host runs ahead.
+        """Returns True if the device may wait for a launch during backward: the host does not wait.
 
-        Not where backward can have collectives of another group: a rank that uses other parameters
-        sends its part later, and meets us in that group's collective first, or never.
+        It may not if backward can contain collectives of another group. A rank that uses other
+        parameters sends its part of the launch later, and would first wait for this rank in the
+        collective of that group: a deadlock.
         """
         return self.reducer.is_nccl(device) and is_only_group(self.reducer.group, device)
 
 
 class OwnedGradients(BucketGradients):
-    """Those of a bucket whose mean its owner alone gets, in one message."""
+    """The gradients of a bucket of one owner, sent as one message. Only the owner gets the mean."""
 
-    def __init__(self, members: Sequence[Averaged], *given: Any, owner: int, **how: Any):
+    def __init__(self, members: Sequence[TrackedParameter], *given: Any, owner: int, **named: Any):
         self.owner = owner
-        super().__init__(members, *given, packs=len(members) > 1, **how)
+        super().__init__(members, *given, packs=len(members) > 1, **named)
 
     def launch(self) -> dist.Work:
         return self.reducer.launch_to(self.owner, self.tensors[0])
 
-    def give_mean(self, member: Averaged, mean: Tensor | None) -> None:
+    def store_mean(self, member: TrackedParameter, mean: Tensor | None) -> None:
         parameter = member.parameter
         if self.owner != self.reducer.rank:
             parameter.grad = None
             return
-        super().give_mean(member, mean)
-        assert parameter.grad is not None, "it has its mean"
+        super().store_mean(member, mean)
+        assert parameter.grad is not None, "the owner has the mean"
         parameter.grad = as_share(parameter.grad)
 
-    def fill(self, part: Tensor, member: Averaged) -> Tensor:
-        """What backward has not added to is the owner's: it counts for all ranks."""
-        if member.is_local:
+    def fill(self, part: Tensor, member: TrackedParameter) -> Tensor:
+        """Writes this rank's contribution. A `.grad` that backward has not added to is a mean, so the
+        owner contributes it for all ranks.
+        """
+        if member.is_unreduced:
             return super().fill(part, member)
         if self.owner != self.reducer.rank:
             return part.zero_()
@@ -177,7 +192,7 @@ class OwnedGradients(BucketGradients):
 
 
 class BucketLaunch:
-    """Buckets that are sent at once: of different owners, or one for all ranks."""
+    """Buckets that are sent together: several of different owners, or one for all ranks."""
 
     def __init__(self, buckets: Sequence[BucketGradients]):
         self._buckets, self._reducer = buckets, buckets[0].reducer
@@ -201,15 +216,16 @@ class BucketLaunch:
         return all(work is None or work.is_completed() for work in works)
 
     def can_be_unpacked_early(self) -> bool:
-        """Whether backward, which goes on, reads nothing that is written, and some rank, this one,
-        has a gradient of each.
+        """Returns True if unpacking during backward is safe: this rank has a gradient of every
+        parameter, so none can turn out unused, and autograd does not read memory that unpacking
+        writes.
         """
         return all(
-            member.is_local and (copy is None or _may_be_written(member.parameter.grad))
+            member.is_unreduced and (copy is None or _may_be_written(member.parameter.grad))
             for bucket in self._buckets
             for member, copy in zip(bucket.members, bucket.copies, strict=True)
         )
 
 
 def _may_be_written(gradient: Tensor | None) -> bool:
-    return gradient is None or is_alone(gradient)
+    return gradient is None or owns_memory(gradient)
