@@ -9,7 +9,7 @@ import pytest
 from tests.cpu_machine import wired
 
 from stepgauge.bench import operators
-from stepgauge.cli.fitting import GAP, column_widths, that_fit
+from stepgauge.cli.fitting import GAP, column_widths, columns_that_fit
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.store import RunStore
@@ -44,7 +44,7 @@ def test_tables_fit_80_columns_and_say_once_what_rows_share(monkeypatch, stepgau
         assert held["peak"] == pytest.approx(row["peak GiB"])
         assert held["peak"] + held["outside"] == pytest.approx(held["in all"])
     for table in tables:
-        part = that_fit(table.for_eyes(), 80)
+        part = columns_that_fit(table.for_display(), 80)
         assert list(part.columns[:2]) == ["#", "layout"]
         widths = column_widths(part, 80, may_fold=False)
         assert sum(widths) + GAP * (len(widths) - 1) <= 80
@@ -187,7 +187,7 @@ def test_a_network_without_formulas_is_screened_as_a_dense_one_and_traced(
     assert status == 0 and "screened as those of a dense network" in out and "What hides" not in out
 
 
-def test_a_users_network_has_its_data_axes_ranked(stepgauge, tmp_path):
+def test_a_users_network_is_ranked(stepgauge, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(NET)
     asked = ("plan", "--model", f"{file}:net", "--gpus", "2", "--precision", "bf16")
@@ -216,7 +216,7 @@ def test_a_users_network_has_its_data_axes_ranked(stepgauge, tmp_path):
     assert {row["spec"]["layout"] for row in compiled} == {f"dp2 {name}" for name in wrappers}
     assert max(device_us(row) for row in compiled) < min(device_us(row) for row in rows)
     for wrong, said in (
-        (("--global-batch", "3"), "--global-batch is 3; 2 GPUs cannot share so many batches"),
+        (("--global-batch", "3"), "--global-batch is 3; 2 data ranks cannot share so many batches"),
         (("--tokens", "1B"), "--tokens is '1B'; those of a user's model are not known"),
     ):
         status, _, err = stepgauge(*on_gpus, *wrong)

@@ -33,12 +33,14 @@ class Plan:
     fastest    the fastest of each wrapper and of each checkpointing, by its name
     counted    layouts that were screened, and of these how many fit
     limit_bytes  of a device; infinite on a CPU, whose memory is not predicted
+    refused    why an axis was left out, by its name
     """
 
     rows: Sequence[Record]
     fastest: Mapping[str, Mapping[str, Record]]
     counted: tuple[int, int]
     limit_bytes: float
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def plan(

@@ -1,7 +1,7 @@
-"""Layouts of a network that is known by its traced operators alone: data axes, ranked."""
+"""Plans for a user's own network: each layout is traced as one rank runs it, simulated and ranked."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.planning.planner import Plan, device_bytes, limit_of
@@ -10,29 +10,36 @@ from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.traced.network import TracedNetwork
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
+from stepgauge.spec.model_fields import divisors
 from stepgauge.spec.planning import PlanSpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.units import GIB
 
-PLANNED = ("bucketed", "zero1", "zero2", "zero3")
+DATA_WRAPPERS = ("bucketed", "zero1", "zero2", "zero3")
+SCHEDULES = ("1f1b", "zbv")
+# Micro-batches per pipeline rank. More leave a smaller bubble; the first that divides the batch counts.
+MICRO_BATCHES_PER_RANK = (4, 2, 1)
+Trace = Callable[[LayoutSpec], Sequence[TracedNetwork]]
 
 
-def plan_traced(
-    spec: PlanSpec,
-    trace: Callable[[LayoutSpec], Sequence[TracedNetwork]],
-    machine: CalibratedMachine,
-) -> Plan:
-    """Every layout, all of them traced and simulated. Raises ValueError for batches that the ranks cannot
-    share, and where nothing fits.
+def plan_traced(spec: PlanSpec, trace: Trace, machine: CalibratedMachine) -> Plan:
+    """Ranks every layout that can be traced, with data, tensor and pipeline axes.
+
+    Raises ValueError if no layout can be predicted or none fits.
     """
-    if spec.global_batch % spec.gpus:
-        raise ValueError(
-            f"global_batch is {spec.global_batch}; {spec.gpus} GPUs cannot share so many batches of "
-            f"the model: choose a multiple"
-        )
     limit = limit_of(spec, machine)
-    wrappers = PLANNED if spec.gpus > 1 else ("none",)
-    rows = [_simulated(wrapper, spec, trace, machine) for wrapper in wrappers]
+    refused: dict[str, str] = {}  # by axis
+    rows: list[Record] = []
+    for tensor, pipeline in _degrees(spec.gpus, machine.network.gpus_per_node):
+        axes = [name for name, ranks in (("tensor", tensor), ("pipeline", pipeline)) if ranks > 1]
+        if any(axis in refused for axis in axes):  # refused at a smaller degree
+            continue
+        try:
+            rows += _rows_of_degrees(spec, tensor, pipeline, trace, machine)
+        except ValueError as error:
+            refused.setdefault(" and ".join(axes) or "data", str(error))
+    if not rows:
+        raise ValueError(next(iter(refused.values())))
     fitting = [row for row in rows if device_bytes(row) <= limit]
     if not fitting:
         least = min(map(device_bytes, rows)) / GIB
@@ -41,20 +48,72 @@ def plan_traced(
             f"{limit / GIB:.1f}; give the model a smaller batch"
         )
     fitting.sort(key=lambda row: row.metrics["step_ms"].median)
-    return Plan(fitting, {}, (len(rows), len(fitting)), limit)
+    return Plan(fitting, {}, (len(rows), len(fitting)), limit, refused)
 
 
-def _simulated(
-    wrapper: str,
-    spec: PlanSpec,
-    trace: Callable[[LayoutSpec], Sequence[TracedNetwork]],
-    machine: CalibratedMachine,
+def _degrees(gpus: int, gpus_per_node: int) -> list[tuple[int, int]]:
+    """Pairs of tensor and pipeline ranks: single axes first, small degrees first."""
+    pairs = [
+        (tensor, pipeline)
+        for tensor in divisors(gpus)
+        if tensor <= gpus_per_node
+        for pipeline in divisors(gpus // tensor)
+    ]
+    return sorted(pairs, key=lambda pair: (min(pair) > 1, max(pair), pair))
+
+
+def _rows_of_degrees(
+    spec: PlanSpec, tensor: int, pipeline: int, trace: Trace, machine: CalibratedMachine
+) -> list[Record]:
+    """The predictions of every wrapper and schedule with these axes.
+
+    Raises ValueError with the first reason if none can be predicted.
+    """
+    data = spec.gpus // tensor // pipeline
+    if spec.global_batch % data:
+        raise ValueError(
+            f"global_batch is {spec.global_batch}; {data} data ranks cannot share so many batches of "
+            f"the model: choose a multiple"
+        )
+    rows, reasons = [], []
+    for alternatives in _layouts(data, tensor, pipeline):
+        for layout in alternatives:
+            try:
+                rows.append(_predicted(layout, spec, trace, machine))
+                break
+            except ValueError as error:
+                if str(error) in reasons:  # the number of micro-batches is not the cause
+                    break
+                reasons.append(str(error))
+    if not rows:
+        raise ValueError(reasons[0])
+    return rows
+
+
+def _layouts(data: int, tensor: int, pipeline: int) -> Iterator[list[Layout]]:
+    """Layouts with these axes. Those in one list differ only in micro-batches, the best first."""
+    for wrapper in DATA_WRAPPERS if data > 1 else ("none",):
+        layout = Layout(data=data, wrapper=wrapper, tensor=tensor)
+        if pipeline == 1:
+            yield [layout]
+            continue
+        for schedule in SCHEDULES:
+            yield [
+                dataclasses.replace(
+                    layout, pipeline=pipeline, schedule=schedule, microbatches=pipeline * count
+                )
+                for count in MICRO_BATCHES_PER_RANK
+            ]
+
+
+def _predicted(
+    layout: Layout, spec: PlanSpec, trace: Trace, machine: CalibratedMachine
 ) -> Record:
-    asked = LayoutSpec(
-        model=spec.model, layout=str(Layout(data=spec.gpus, wrapper=wrapper)),
-        accumulation=spec.global_batch // spec.gpus, precision=spec.precision,
-        compile=spec.compile, optimizer=spec.optimizer, device=spec.device,
+    step = LayoutSpec(
+        model=spec.model, layout=str(layout), accumulation=spec.global_batch // layout.data,
+        precision=spec.precision, compile=spec.compile, optimizer=spec.optimizer,
+        device=spec.device,
     )  # fmt: skip
-    record = predict_layout(asked, machine, trace(asked))
-    off = Sample.exact(spread(record), "fraction of the step")
-    return dataclasses.replace(record, metrics={**record.metrics, "spread": off})
+    record = predict_layout(step, machine, trace(step))
+    interval = Sample.exact(spread(record), "fraction of the step")
+    return dataclasses.replace(record, metrics={**record.metrics, "spread": interval})
