@@ -44,6 +44,7 @@ def test_small_ones_are_torchs():
 
 def test_heads_outside_of_tokens_keep_their_order():
     assert not takes(like(torch.empty(4, 12, 512, 64, dtype=torch.bfloat16, device="meta")))
+    assert takes(like(torch.empty(4, 1, 512, 64, dtype=torch.bfloat16, device="meta")))
 
 
 def test_who_asks_for_determinism_or_without_flash_gets_ours(monkeypatch):
@@ -67,6 +68,8 @@ def test_gpu_equals_float64(is_causal):
     libraries.calls.clear()
     o = flash_attention(*leaves, is_causal=is_causal)
     assert libraries.calls == {("forward", "torch"): 1} and o.stride() == q.stride()
+    alone = torch.randn(2, 1, 128, 64, dtype=torch.bfloat16, device="cuda")
+    assert flash_attention(alone, alone, alone, is_causal=is_causal).stride() == alone.stride()
     assert libraries.titles_by_pass() == {"forward": by_torch.TITLE}
     grads = torch.autograd.grad(o, leaves, do, create_graph=True)
     expected_o, _, *expected = float64_reference(q, k, v, do, is_causal)

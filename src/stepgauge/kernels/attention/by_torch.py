@@ -22,8 +22,8 @@ _STEP = 8  # head widths that need no padding
 
 
 def takes(q, k, v, scale, window, cu_seqlens):
-    """Whether torch computes it. Tokens outside of heads in memory, as a network's projections leave
-    them: torch's result has that order, and ours that of q.
+    """True if torch computes this call. Tokens must be outside of heads in memory, as a network's
+    projections leave them: torch's result has that order, ours the order of q. One head has both.
     """
     batch, heads, length, width = q.shape
     _, of_head, of_token, _ = q.stride()
@@ -34,7 +34,7 @@ def takes(q, k, v, scale, window, cu_seqlens):
         and q.dtype in _DTYPES
         and q.dtype == k.dtype == v.dtype
         and q.shape == k.shape == v.shape
-        and of_head <= of_token
+        and (heads == 1 or of_head <= of_token)
         and width % _STEP == 0
         and width <= heuristics.MAX_HEAD_WIDTH  # wider ones are refused, whatever their length
         and scale is None
