@@ -1,8 +1,9 @@
-"""A LayoutSpec run on ranks and timed: `ON_RANKS` makes its record of what all ranks gave.
+"""Times a step of a parallel layout on its ranks: `ON_RANKS` measures a LayoutSpec.
 
-Exposed communication is told by axis. Of data, context and tensor it is the step less the same step without
-that axis' collectives. A pipeline cannot be run without its transfers: its part is forward and
-backward less what the busiest rank computes, so transfers and bubbles together.
+Exposed communication is measured per axis. For data, context and tensor it is the time of the step
+minus the time of the same step without that axis's collectives. A pipeline cannot run without its
+transfers, so its exposed time is forward and backward minus the compute time of the busiest rank: it
+includes both transfers and bubbles.
 """
 
 import dataclasses
@@ -44,8 +45,12 @@ Spans = list[tuple[str, float, float]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayoutFigures(RankFigures):
-    """Also ms of steps without an axis' communication, by the axis; when the actions of a pipeline
-    ran; the blocks of each stage; what a checkpointing budget came to.
+    """The figures of one rank of a layout.
+
+    without_axis  ms of steps without an axis's communication, by axis
+    spans         (action, start, end) of each pipeline action in the last timed step, in ms
+    stages        the blocks of each stage; only for our own networks
+    solution      the solved checkpointing budget
     """
 
     without_axis: dict[str, list[float]]
@@ -59,7 +64,9 @@ class LayoutFigures(RankFigures):
 
 
 def measure(spec: LayoutSpec) -> LayoutFigures:
-    """Runs on every rank. Raises what torch raises: out of memory, mostly."""
+    """Measures the step on this rank. All ranks must call it. Raises torch's errors, mostly out of
+    memory.
+    """
     world = this_world()
     device = world.device(spec.device)
     is_ours = not isinstance(spec.model, UserModel)
@@ -73,8 +80,8 @@ def measure(spec: LayoutSpec) -> LayoutFigures:
         times = time_steps(spec, phases, device)
         spans = step.parallel.spans() if step.parallel.spans else []
         kept = kept_bytes(step, phases, device, initial, has_graphs=spec.cuda_graphs)
-        # Last: ranks that do not talk have different weights afterwards.
-        without_axis = _without_axes(step, phases, device, spec.steps)
+        # Last, because ranks that do not communicate end with different weights.
+        without_axis = _time_without_axes(step, phases, device, spec.steps)
     return LayoutFigures(
         phases=times,
         bytes=kept,
@@ -93,13 +100,13 @@ def _build(
     stages: Sequence[range],
     recompute: RecomputePlan | None,
 ) -> tuple[TrainingStep, list[Sequence[Any]]]:
-    """This rank's step, and its batches, whose gradients add up. All ranks must call it."""
+    """Returns this rank's step and the batches whose gradients it accumulates. All ranks must call it."""
     if isinstance(spec.model, UserModel):
         built = build_user_layout_step(
             spec, layout=spec.parsed_layout, device=device, lr=LEARNING_RATE
         )
-        every = range(spec.accumulation)
-        return built.step, [built.arguments(n * place.data_ranks + place.data_rank) for n in every]
+        numbers = (n * place.data_ranks + place.data_rank for n in range(spec.accumulation))
+        return built.step, [built.arguments(number) for number in numbers]
     step = build_layout_step(
         spec,
         layout=spec.parsed_layout,
@@ -115,8 +122,8 @@ def _build(
 
 
 def phases_of(step: TrainingStep, batches: Sequence[Sequence[Any]]) -> Phases:
-    """The phases of a step. Forward and backward are one where a schedule mixes them, and where
-    several batches follow each other.
+    """Returns the phases of a step. Forward and backward are a single phase if a pipeline schedule
+    interleaves them or if several batches are accumulated.
     """
     if len(batches) == 1:
         return step.phases(batches[0])
@@ -127,22 +134,22 @@ def phases_of(step: TrainingStep, batches: Sequence[Sequence[Any]]) -> Phases:
     return {"forward_and_backward": forward_and_backward, "optimizer": step.update}
 
 
-def _without_axes(
+def _time_without_axes(
     step: TrainingStep, phases: Phases, device: torch.device, steps: int
 ) -> dict[str, list[float]]:
-    """ms of the step without the communication of an axis, of those that can be left out."""
-    contexts, found = step.parallel.without_axis, {}
+    """Returns ms of the step without one axis's communication, for each axis that can be left out."""
+    contexts, times = step.parallel.without_axis, {}
     for axis in sorted(contexts, reverse=True):
         tell(f"without communication of {axis}")
         with contexts[axis]():
-            found[axis] = time_phases(phases, device, warmup=2, steps=steps)["step"]
-    return found
+            times[axis] = time_phases(phases, device, warmup=2, steps=steps)["step"]
+    return times
 
 
 def record(spec: LayoutSpec, ranks: list[LayoutFigures]) -> Record:
-    """One record of all ranks' figures: of each step the slowest rank, of bytes the most."""
+    """Returns the record of all ranks' figures: the slowest rank's times and the largest bytes."""
     exposed = _exposed(spec, ranks).items()
-    found = record_of_ranks(
+    result = record_of_ranks(
         spec,
         ranks,
         rates={} if isinstance(spec.model, UserModel) else _rates(spec, slowest_step(ranks)),
@@ -151,44 +158,46 @@ def record(spec: LayoutSpec, ranks: list[LayoutFigures]) -> Record:
         tables=spans_table([rank.spans for rank in ranks]),
         note=_note(spec, ranks[0]),
     )
-    told = ranks[0].solution.environment()
-    return dataclasses.replace(found, environment={**found.environment, **told})
+    budget = ranks[0].solution.environment()
+    return dataclasses.replace(result, environment={**result.environment, **budget})
 
 
 def _exposed(spec: LayoutSpec, ranks: list[LayoutFigures]) -> dict[str, float]:
-    """ms by name: what each axis costs the step beside computing. Of a pipeline, in the last step."""
+    """Returns the exposed ms of each axis and the ms they are derived from, by name. The pipeline's
+    are those of the last step.
+    """
     step_ms = statistics.median(slowest_step(ranks))
-    found = {}
+    times = {}
     for axis in ranks[0].without_axis if spec.ranks > 1 else ():
         without = statistics.median(slowest([rank.without_axis[axis] for rank in ranks]))
-        found[f"without_{axis}"], found[f"{axis}_exposed"] = without, step_ms - without
+        times[f"without_{axis}"], times[f"{axis}_exposed"] = without, step_ms - without
     if ranks[0].spans:
         last = max(rank.phases["forward_and_backward"][-1] for rank in ranks)
         busiest = max(rank.busy_ms for rank in ranks) * spec.accumulation
-        found["busiest_rank"], found["pipeline_exposed"] = busiest, last - busiest
-    return found
+        times["busiest_rank"], times["pipeline_exposed"] = busiest, last - busiest
+    return times
 
 
 def _rates(spec: LayoutSpec, step_ms: list[float]) -> dict[str, Sample]:
-    """Tokens of all ranks, and FLOPs of each, by the second."""
+    """Returns tokens per second of all ranks together and FLOPs per second of one rank."""
     model = spec.network
     flops = spec.accumulation * model.step_flops(batch=spec.batch, sequence=model.context_length)
     return rates(spec, step_ms, tokens=spec.tokens_per_step, flops=flops / spec.ranks)
 
 
 def _note(spec: LayoutSpec, rank: LayoutFigures) -> str:
-    """How the network is cut, where that was found out by measuring, what a budget came to, and why
-    the data axis has no exposed time.
+    """Returns the record's note: how stages were cut if that was measured, how a checkpointing budget
+    was solved, and why the data axis has no exposed time.
     """
     balance = spec.balance if spec.needs_times else FLOPS
     cut = describe_balance(rank.stages, "blocks", balance=balance, times="measured")
-    told = [*filter(None, (cut, rank.solution.note))]
+    notes = [*filter(None, (cut, rank.solution.note))]
     if spec.parsed_layout.num_replicas > 1 and "data" not in rank.without_axis:
         wrapper = spec.parsed_layout.wrapper
-        told.append(
+        notes.append(
             f"data exposed is not measured: {wrapper} cannot compute without its communication"
         )
-    return "; ".join(told)
+    return "; ".join(notes)
 
 
 ON_RANKS = OnRanks(measure=measure, record=record, shared=True)

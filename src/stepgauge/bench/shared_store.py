@@ -1,4 +1,4 @@
-"""A run's store as every rank of torchrun has it."""
+"""The store of a run whose ranks were started by torchrun."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -13,8 +13,8 @@ from stepgauge.spec.store import Contents, RunStore, StoreError
 
 
 class SharedStore(RunStore):
-    """The store as every rank of torchrun sees it: rank 0 reads and writes, and tells the others
-    what there is.
+    """A store shared by torchrun's ranks: rank 0 reads and writes the files, and broadcasts the
+    results to the others.
     """
 
     def __init__(self, folder: str | Path, world: World):
@@ -37,22 +37,22 @@ class SharedStore(RunStore):
             yield
 
     def _on_first(self, action: Callable[[], Any]) -> Any:
-        """The action's value on rank 0, given to all ranks; its StoreError too."""
+        """Runs the action on rank 0, and returns its value or raises its StoreError on all ranks."""
         KEPT_GROUP.use_any(self._world)
-        told: list[Any] = [None]
+        outcome: list[Any] = [None]
         if self._world.rank == 0:
             try:
-                told = [(action(), None)]
+                outcome = [(action(), None)]
             except StoreError as error:
-                told = [(None, error)]
-        dist.broadcast_object_list(told)
-        value, failure = told[0]
+                outcome = [(None, error)]
+        dist.broadcast_object_list(outcome)
+        value, failure = outcome[0]
         if failure is not None:
             raise failure
         return value
 
 
 def store_for(folder: str | Path) -> RunStore:
-    """The run at the folder, shared between the ranks where torchrun has started this process."""
+    """Returns the store of the folder, shared between ranks if torchrun started this process."""
     world = joined_world()
     return SharedStore(folder, world) if world is not None else RunStore(folder)

@@ -1,5 +1,5 @@
-"""A MemorySpec's step under a tracker: on real tensors as it is told, or on tensors without memory
-as a prediction.
+"""Runs a MemorySpec's step under a storage tracker: on real tensors as a measurement, or on fake
+tensors as a prediction.
 """
 
 import contextlib
@@ -27,18 +27,21 @@ FORWARD_ONLY = "forward only"
 KNOWN_WORKSPACES: Mapping[str, Callable[[Any], int]] = {
     "stepgauge::linear_cross_entropy": transient_bytes
 }
-OF_HOPPER: Mapping[str, Callable[[Any], int]] = {
+HOPPER_WORKSPACES: Mapping[str, Callable[[Any], int]] = {
     "stepgauge::flash_attention_backward": libraries.backward_bytes
 }
-STEPS = 2  # the optimizer makes its state in the first; the second is like every later one
+STEPS = 2  # the optimizer creates its state in the first step; the second is like all later ones
 Make = Callable[..., tuple[TrainingStep, Sequence[Any]]]  # as bench.build.build
 Around = Callable[[str], contextlib.AbstractContextManager[None]]
 
 
 @dataclasses.dataclass(frozen=True)
 class StepMemory:
-    """One run under a tracker: the timeline of its last step, the peak of the forward pass without
-    gradients, and sentences on what a prediction has left out.
+    """The memory of one tracked run.
+
+    step                the timeline of the last step
+    forward_only_bytes  the peak of a forward pass without gradients
+    left_out            sentences that say which memory a prediction does not contain
     """
 
     step: MemoryTimeline
@@ -52,8 +55,11 @@ def predict(
     plan: RecomputePlan | None = None,
     make: Make = build,
 ) -> StepMemory:
-    """The same step on tensors without memory, for the device that is asked for or the one it runs
-    on; with a plan in place of the spec's checkpointing, and as `make` builds it.
+    """Predicts the step's memory by running it on fake tensors, for the spec's architecture or that
+    of its device.
+
+    plan  replaces the spec's checkpointing
+    make  builds the step, as `bench.build.build` does
     """
     architecture = (
         spec.predict if spec.predict != "no" else _architecture(torch.device(spec.device))
@@ -61,12 +67,12 @@ def predict(
     left_out: list[str] = []
     with fake_device(architecture, left_out) as device:
         is_cuda = device.type == "cuda"
-        known = {**KNOWN_WORKSPACES, **(OF_HOPPER if architecture == "sm90" else {})}
+        known = {**KNOWN_WORKSPACES, **(HOPPER_WORKSPACES if architecture == "sm90" else {})}
         workspaces = CudaWorkspaces(architecture, known) if is_cuda else None
         tracker = StorageTracker(device, workspaces=workspaces)
         with tracker:
-            here = dataclasses.replace(spec, device=str(device))
-            track_step(here, device, tracker, plan=plan, make=make)
+            on_device = dataclasses.replace(spec, device=str(device))
+            track_step(on_device, device, tracker, plan=plan, make=make)
     memory = step_memory(tracker, tracker.allocations, caching=is_cuda)
     return dataclasses.replace(memory, left_out=tuple(left_out))
 
@@ -86,11 +92,11 @@ def track_step(
     plan: RecomputePlan | None = None,
     make: Make = build,
 ) -> Callable[[Around], None]:
-    """Builds the step, runs forward without gradients and then whole steps, and tells whose is what.
-    Gives what runs one step more, each phase within a context.
+    """Builds the step, runs forward without gradients and then whole steps, and labels their tensors
+    in the tracker. Returns a function that runs one more step, each phase within a given context.
 
-    Eager operators are seen by entering the tracker around this; of a compiled step it is told
-    what backward keeps.
+    Call it inside the tracker's context, so that the tracker sees eager operators. It cannot see
+    inside compiled code; for a compiled step this function reports to it what is kept for backward.
     """
     with tracker.phase("build"):
         step, batch = make(spec, device, recompute=plan)
@@ -105,11 +111,10 @@ def track_step(
     for name, parameter in step.module.named_parameters():
         tracker.label([parameter], PARAMETERS, name=name)
     tracker.label([*step.module.buffers(), *tree_leaves(batch)], OTHER)
-    watching = (
-        tracker.watching(step.module)
-        if spec.compile == "off"
-        else _told_what_is_kept(spec, step, tracker)
-    )
+    if spec.compile == "off":
+        watching = tracker.watching(step.module)
+    else:
+        watching = _reporting_kept(spec, step, tracker)
     with watching:
         with around_forward_only or contextlib.nullcontext(), tracker.phase(FORWARD_ONLY):
             _forward_only(step, batch)
@@ -120,7 +125,7 @@ def track_step(
 
 @contextlib.contextmanager
 def _labelled_phase(step: TrainingStep, tracker: StorageTracker, name: str) -> Iterator[None]:
-    """A phase after which the tracker is told which storages are gradients and optimizer state."""
+    """Runs a phase in the tracker, then labels gradients and optimizer state."""
     with tracker.phase(name):
         yield
     names: dict[Any, str] = {p: path for path, p in step.module.named_parameters()}
@@ -132,7 +137,9 @@ def _labelled_phase(step: TrainingStep, tracker: StorageTracker, name: str) -> I
 
 
 def _forward_only(step: TrainingStep, batch: Sequence[Any]) -> None:
-    """Without gradients, unless the network takes gradients itself: forces, a gradient penalty."""
+    """Runs forward without gradients, unless the network itself computes gradients, as for forces or
+    a gradient penalty.
+    """
     with step.precision.matmul_mode():
         try:
             with torch.no_grad():
@@ -145,14 +152,14 @@ def _forward_only(step: TrainingStep, batch: Sequence[Any]) -> None:
 
 
 @contextlib.contextmanager
-def _told_what_is_kept(
+def _reporting_kept(
     spec: MemorySpec, step: TrainingStep, tracker: StorageTracker
 ) -> Iterator[None]:
-    """After each forward the tracker is told what compiled code keeps for backward."""
+    """After each forward, reports to the tracker which tensors compiled code keeps for backward."""
     if not spec.kept_is_told:
         yield
         return
-    from stepgauge.measure.memory.compiled import KeptByGraphs  # imports the compiler: two seconds
+    from stepgauge.measure.memory.compiled import KeptByGraphs  # importing the compiler takes 2 s
 
     compute, kept = step.compute_loss, KeptByGraphs()
 
@@ -170,13 +177,14 @@ def _told_what_is_kept(
 def step_memory(
     tracker: StorageTracker, allocations: Sequence[Any], *, caching: bool
 ) -> StepMemory:
-    """The last step's timeline and the forward-only peak; `caching` counts bytes as the CUDA
-    allocator does.
+    """Returns the last step's timeline and the forward-only peak.
+
+    caching  count bytes as the CUDA caching allocator does
     """
-    alone = [phase for phase in tracker.phases if phase.name == FORWARD_ONLY]
-    last = tracker.phases[-3:]
-    assert [phase.name for phase in last] == ["forward", "backward", "optimizer"]
+    forward_only = [phase for phase in tracker.phases if phase.name == FORWARD_ONLY]
+    last_step = tracker.phases[-3:]
+    assert [phase.name for phase in last_step] == ["forward", "backward", "optimizer"]
     return StepMemory(
-        memory_timeline(allocations, last, caching=caching),
-        memory_timeline(allocations, alone, caching=caching).peak.total,
+        memory_timeline(allocations, last_step, caching=caching),
+        memory_timeline(allocations, forward_only, caching=caching).peak.total,
     )
