@@ -130,7 +130,7 @@ def test_the_command_line(stepgauge, tmp_path):
     status, _, err = stepgauge(
         "bench", "data-parallel", *shape, "--wrapper", "torch-ddp", "--reduce-dtype", "bf16"
     )
-    assert (status, "torch-ddp compresses on GPUs only, --device is 'cpu'" in err) == (2, True)
+    assert (status, "which torch-ddp supports only on GPUs; --device is 'cpu'" in err) == (2, True)
     idle = (
         "--wrapper",
         "zero3",

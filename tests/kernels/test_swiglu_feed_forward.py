@@ -108,7 +108,7 @@ def test_a_network_has_it_by_its_gate():
         ),
         (
             lambda: LayoutSpec(model=ModelSpec(gate="quack"), layout="tp2", batch=2),
-            "tp2 cuts its layers",
+            "which tp2 does not support",
         ),
     ],
 )

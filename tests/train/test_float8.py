@@ -89,9 +89,9 @@ def test_who_cannot_take_it_says_so():
         MemorySpec(model=SHAPE, precision="float8")
     with pytest.raises(ValueError, match="its cost is not calibrated"):
         require_priced(StepSpec(model=SHAPE, precision="float8"))
-    with pytest.raises(ValueError, match="layers need whole weights; zero3 has shares"):
+    with pytest.raises(ValueError, match="layers need unsharded weights; zero3 shards"):
         DataParallelSpec(model=SHAPE, precision="float8", wrapper="zero3", ranks=2)
-    with pytest.raises(ValueError, match="layers need whole weights; in 'tp2'"):
+    with pytest.raises(ValueError, match="layers need unsharded weights; in 'tp2'"):
         LayoutSpec(model=SHAPE, precision="float8", layout="tp2")
 
 

@@ -127,15 +127,15 @@ def test_the_command_under_torchrun(tmp_path, alone):
         ({"ranks": 2}, "ranks is 2; --data-parallel or --layout says how they train"),
         (
             {"ranks": 2, "data_parallel": "zero3", "compile": "reduce-overhead"},
-            "CUDA graphs need weights that stay in one place; zero3 gathers and frees them",
+            "CUDA graphs need weights at fixed addresses; zero3 unshards and frees them",
         ),
         (
             {"data_parallel": "zero3", "checkpointing": "feed-forward"},
-            "zero3 has them for autograd and compiled code alone: choose --compile blocks",
+            "which under zero3 needs compiled blocks: choose --compile blocks",
         ),
         (
             {"data_parallel": "zero2", "precision": "fp16"},
-            "precision is 'fp16', whose loss scale needs",
+            "precision is 'fp16', whose loss scaling needs",
         ),
         (
             {"data_parallel": "zero3", "reduce_dtype": "bf16"},
@@ -143,7 +143,7 @@ def test_the_command_under_torchrun(tmp_path, alone):
         ),
         (
             {"data_parallel": "torch-ddp", "reduce_dtype": "bf16"},
-            "torch-ddp compresses on GPUs only",
+            "which torch-ddp supports only on GPUs",
         ),
         ({"layout": "tp2", "data_parallel": "zero1"}, "the layout names the wrapper"),
         ({"layout": "tp2", "ranks": 4}, "ranks is 4; layout 'tp2' is for 2"),

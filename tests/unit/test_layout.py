@@ -62,7 +62,7 @@ def test_words_come_in_any_order_and_a_data_axis_is_bucketed():
         ("m8", "m8 needs a pipeline"),
         ("dp2 dp4", "gives data twice"),
         ("dp2 zero1 zero2", "gives wrapper twice"),
-        ("pp2 1f1b v3 m4", "v3 needs a schedule of several stages a rank: interleaved or izb"),
+        ("pp2 1f1b v3 m4", "v3 needs a schedule with several stages per rank: interleaved or izb"),
         ("pp2 interleaved v0 m4", "layout has 'v0'; the number must be at least 1"),
         ("xp2", "layout has 'xp2'; choose dpN, cpN, tpN, ppN, mN, vN with a number"),
         ("dp", "layout has 'dp'"),

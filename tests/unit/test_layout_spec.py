@@ -53,51 +53,51 @@ def test_layouts_are_rows_with_names_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("layout", "changes", "said"),
+    ("layout", "changes", "message"),
     [
         ("dp3", {}, "batch is 8, which dp3 does not divide"),
-        ("pp2 1f1b m4 dp4", {}, "2 sequences a data rank, which m4 does not divide"),
+        ("pp2 1f1b m4 dp4", {}, "2 sequences per data rank, and m4 does not divide them"),
         ("pp4 zbv m8", {}, "zbv on 4 ranks has 8 stages; the network has 4 blocks"),
         ("pp2 dualpipev m2", {}, "dualpipev needs at least 4 on 2 ranks"),
         ("tp8", {}, "tp8 does not fit blocks.*.attention.input: 4 units of 16 rows"),
         ("tp4", {"num_kv_heads": 3, "num_heads": 12, "d_model": 96}, "3 units of 8 rows"),
         ("tp2", {"d_ff": 255}, "feed_forward.gate_up: 255 rows cannot be cut into 2"),
         ("tp2", {"context_length": 15}, "context_length is 15, which tp2 does not divide"),
-        ("cp2", {}, "attention is 'sdpa'; cp2 sends keys around a ring of ours: choose triton"),
+        ("cp2", {}, "attention is 'sdpa'; the ring attention of cp2 needs triton"),
         ("cp2", {"context_length": 18}, "18 tokens; context parallel over 2 ranks cuts it into 4"),
-        ("cp2 ulysses", {"num_kv_heads": 1}, "num_kv_heads is 1, which 2 ranks of the layout"),
-        ("cp2 ulysses tp4", {}, "num_kv_heads is 4, which 8 ranks of the layout"),
+        ("cp2 ulysses", {"num_kv_heads": 1}, "num_kv_heads is 1, which the 2 tensor and context"),
+        ("cp2 ulysses tp4", {}, "num_kv_heads is 4, which the 8 tensor and context"),
         ("cp2 ulysses", {"context_length": 17}, "17 tokens; 2 ranks that exchange heads have equal"),
         ("tp2 ulysses", {}, "ulysses needs a context axis: add cp2"),
         ("cp2 tp8", {"context_length": 24, "num_heads": 8}, "tp8 with cp2 does not divide"),
-        ("tp2 torch-tp", {"tied_head": True}, "tied_head is True, which torch-tp does not cut"),
-        ("tp2 torch-tp", {"compile": "blocks"}, "fails under torch-tp (torch 2.13): choose off"),
-        ("dp2 tp2 torch-tp", {}, "has no other axis and no overlap: choose 'tp2 torch-tp'"),
+        ("tp2 torch-tp", {"tied_head": True}, "tied_head is True, which torch-tp does not support"),
+        ("tp2 torch-tp", {"compile": "blocks"}, "fails under torch-tp in torch 2.13: choose off"),
+        ("dp2 tp2 torch-tp", {}, "supports no other axis and no overlap: choose 'tp2 torch-tp'"),
         ("pp2 1f1b m2", {"cuda_graphs": True}, "cuda_graphs needs a GPU; device is 'cpu'"),
-        ("tp2", {"cuda_graphs": True, "device": "cuda"}, "with a data axis or none; layout is 'tp2'"),
+        ("tp2", {"cuda_graphs": True, "device": "cuda"}, "without tensor and context axes; layout is"),
         (
             "pp2 1f1b m2 dp2 zero3",
             {"cuda_graphs": True, "device": "cuda"},
             "zero3 frees them: choose zero1",
         ),
-        ("pp2 zbv m4 tp2", {}, "which layers cut as tp2 compute with those of inputs; choose 1f1b"),
+        ("pp2 zbv m4 tp2", {}, "(tp2) compute together with input gradients; choose 1f1b"),
         ("tp2", {"num_experts": 2, "experts_per_token": 1}, "experts have no tensor parallel yet"),
         ("tp2", {"precision": "fp16"}, "precision is 'fp16'"),
-        ("tp2", {"compile": "on"}, "takes off or blocks"),
+        ("tp2", {"compile": "on"}, "supports only off or blocks"),
         ("tp2 zero1", {}, "zero1 needs a data axis"),
-        ("dp2 torch-ddp tp2", {}, "takes whole networks"),
-        ("dp2 zero3", {"compile": "reduce-overhead"}, "zero3 gathers and frees them"),
-        ("dp2 zero3 tp2", {"compile": "on"}, "cut as 'dp2 zero3 tp2' takes off or blocks"),
-        ("pp2 zbv m4 dp2 zero3", {}, "zero3 takes both at once only; choose 1f1b or zero2"),
+        ("dp2 torch-ddp tp2", {}, "which supports only a data axis"),
+        ("dp2 zero3", {"compile": "reduce-overhead"}, "zero3 unshards and frees them"),
+        ("dp2 zero3 tp2", {"compile": "on"}, "layout 'dp2 zero3 tp2' supports only off"),
+        ("pp2 zbv m4 dp2 zero3", {}, "zero3 needs input and weight gradients together"),
         ("xp2", {}, "layout has 'xp2'"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_told(layout, changes, said):
-    with pytest.raises(ValueError, match=re.escape(said)):
+def test_invalid_combinations_are_refused(layout, changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         asked(layout, **changes)
 
 
-def test_gradients_of_weights_may_come_later_where_they_go_to_owners():
+def test_delayed_weight_gradients_work_with_sharded_gradients():
     assert asked("pp2 zbv m4 dp2 zero2").ranks == 4
 
 

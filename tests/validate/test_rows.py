@@ -66,7 +66,7 @@ def test_a_value_that_is_a_list_is_a_row_for_each(tmp_path):
         ("[[rows]]\nsize='nano'\nbatch='x'", "batch is 'x'; it must be a whole number"),
         ("[[rows]]\nsize='nano'\nlayout='dp2'\nbatch=3", "2 data ranks cannot share it"),
         ("[[rows]]\nsize='nano'\nlayout='dp2'\ndata='text'", "data is no option of a step over 2"),
-        ("[[rows]]\nsize='nano'\ncuda_graphs=true", "cuda_graphs records the stages of a pipel"),
+        ("[[rows]]\nsize='nano'\ncuda_graphs=true", "cuda_graphs needs a pipeline"),
         ("[[rows]]\nsize='vast'", "size is 'vast'"),
     ],
 )

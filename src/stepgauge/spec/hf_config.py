@@ -1,8 +1,8 @@
-"""A config.json of the transformers library as a spec whose network has the same parameters.
+"""Converts a config.json of the transformers library to a spec with the same parameters.
 
-What a file leaves out has the library's default. Dropout, initial values and settings of generation
-are left out of the spec: they belong to a run, not to the network. Whatever else is not understood
-is refused, so that no network differs from the file's in silence.
+Missing fields get the library's defaults. Dropout, initialisation and generation settings are
+ignored, because they do not change the network. Any other unknown field is an error, so that the
+spec never differs from the file without notice.
 """
 
 import dataclasses
@@ -17,22 +17,22 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.rope import SCALINGS, RopeScaling
 
 Config = dict[str, Any]
-NEEDED = object()  # stands for the default of a field that every file has
+REQUIRED = object()  # marks a field without a default
 
 
 @dataclasses.dataclass(frozen=True)
 class HfConfig:
-    """The option that stands beside `size`."""
+    """The option that may be given instead of `size`."""
 
-    hf_config: str = option(
-        "", "config.json of the transformers library, whose network takes the place of a size"
-    )
+    hf_config: str = option("", "config.json of the transformers library, instead of a preset")
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Networks of one model_type: the fields that decide the network with the library's defaults,
-    and what makes a spec of them.
+    """A model_type: the config fields that shape the network, and the function that reads them.
+
+    defaults  field -> the library's default
+    build     makes the spec from a complete config
     """
 
     defaults: Mapping[str, Any]
@@ -40,56 +40,55 @@ class Family:
 
 
 def read_network(file: str | Path, **changes: Any) -> ModelSpec | BertSpec:
-    """The network of a config.json, with fields of its spec changed.
+    """Reads the network of a config.json and applies changes to its spec.
 
-    Raises ValueError for a file that is none, for an unknown model_type or field, and for a value
-    that no spec can say.
+    Raises ValueError for an invalid file, an unknown model_type or field, and an unsupported value.
     """
     try:
-        given = json.loads(Path(file).read_text(encoding="utf-8"))
+        config = json.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"hf_config is {str(file)!r}: {error.strerror}") from None
     except ValueError:
-        raise ValueError(f"hf_config is {str(file)!r}, which is no JSON") from None
-    if not isinstance(given, dict):
-        raise ValueError(f"hf_config is {str(file)!r}, which holds no JSON object")
+        raise ValueError(f"hf_config is {str(file)!r}, which is not JSON") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"hf_config is {str(file)!r}, which is not a JSON object")
     try:
-        network = network_of(given)
+        network = network_of(config)
     except ValueError as error:
         raise ValueError(f"hf_config is {str(file)!r}: {error}") from None
     known = {field.name for field in dataclasses.fields(network)}
     if unknown := [name for name in changes if name not in known]:
-        raise ValueError(f"{unknown[0]} is no field of a network of {given['model_type']}")
+        raise ValueError(f"{unknown[0]} has no effect on a network of {config['model_type']}")
     return dataclasses.replace(network, **changes)
 
 
 def network_of(given: Config) -> ModelSpec | BertSpec:
-    """The same of the values of a config.json."""
+    """Returns the network of a parsed config.json. Raises ValueError as `read_network`."""
     kind = str(given.get("model_type"))
     if kind not in FAMILIES:
-        raise ValueError(f"model_type is {kind!r}; known are {', '.join(FAMILIES)}")
+        raise ValueError(f"model_type is {kind!r}; choose one of {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
-    unknown = sorted(given.keys() - family.defaults.keys() - IDLE)
+    unknown = sorted(given.keys() - family.defaults.keys() - IGNORED)
     if unknown:
-        raise ValueError(f"{unknown[0]} is no field that is understood in a config of {kind}")
+        raise ValueError(f"{unknown[0]} is not supported in a config of {kind}")
     config = {**family.defaults, **given}
-    missing = [name for name, value in config.items() if value is NEEDED]
+    missing = [name for name, value in config.items() if value is REQUIRED]
     if missing:
-        raise ValueError(f"{missing[0]} is missing in the config of {kind}")
+        raise ValueError(f"{missing[0]} is missing from the config of {kind}")
     for name, value in config.items():
-        if family.defaults.get(name) is NEEDED and type(value) is not int:
-            raise ValueError(f"{name} is {value!r}; it must be a whole number")
+        if family.defaults.get(name) is REQUIRED and type(value) is not int:
+            raise ValueError(f"{name} is {value!r}; it must be an integer")
     return family.build(config)
 
 
 def name_of(file: str | Path) -> str:
-    """What rows are called: the file's name, and of a config.json that of its folder."""
+    """Returns the name of the network in rows: the file's stem, or the folder of a config.json."""
     path = Path(file).resolve()
     return path.parent.name if path.stem == "config" else path.stem
 
 
-def _decoder(config: Config, **more: Any) -> ModelSpec:
-    """Of llama and those that grew out of it."""
+def _decoder(config: Config, **fields: Any) -> ModelSpec:
+    """Builds the spec of Llama or one of the families derived from it."""
     return ModelSpec(
         **_shape(config),
         **_rope(config),
@@ -99,7 +98,7 @@ def _decoder(config: Config, **more: Any) -> ModelSpec:
         feed_forward=_choice(config, "hidden_act", GATED),
         norm_epsilon=config["rms_norm_eps"],
         tied_head=config["tie_word_embeddings"],
-        **more,
+        **fields,
     )
 
 
@@ -129,9 +128,9 @@ def _qwen3(config: Config) -> ModelSpec:
 
 
 def _gemma(config: Config) -> ModelSpec:
-    """Its norms multiply by 1 + weight, which is a weight of another initial value."""
+    """Gemma's norms multiply by 1 + weight. That changes only the initial value of the weight."""
     _require(config, "use_bidirectional_attention", None, False)
-    # The library reads "gelu" as the approximation that these networks were trained with.
+    # The library reads "gelu" as the tanh approximation, with which these networks were trained.
     act = config["hidden_activation"] or config["hidden_act"]
     config = {**config, "hidden_act": "gelu_pytorch_tanh" if act == "gelu" else act}
     bias = "all" if config["attention_bias"] else "none"
@@ -159,6 +158,7 @@ def _gpt2(config: Config) -> ModelSpec:
 
 
 def _gpt_neox(config: Config) -> ModelSpec:
+    # Names of older versions of the library.
     names = {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"}
     older = {name: config[old] for old, name in names.items() if config[old] is not None}
     config = {**config, **older}
@@ -200,43 +200,44 @@ def _shape(config: Config) -> dict[str, Any]:
 
 
 def _kv_heads(config: Config) -> int:
-    """0, as many as there are query heads, where it is so."""
+    """Returns the number of key heads; 0 if it equals the number of query heads."""
     heads = config["num_key_value_heads"]
     return 0 if heads in (None, config["num_attention_heads"]) else int(heads)
 
 
 def _head_dim(config: Config) -> int:
-    """0, what follows from the width, where it is so."""
+    """Returns the width of a head; 0 if it is hidden_size / num_attention_heads."""
     width = config["head_dim"]
-    usual = width is None or width * config["num_attention_heads"] == config["hidden_size"]
-    return 0 if usual else int(width)
+    is_default = width is None or width * config["num_attention_heads"] == config["hidden_size"]
+    return 0 if is_default else int(width)
 
 
 def _rope(config: Config) -> dict[str, Any]:
-    """Base, rotated fraction and scaling, by the names of all versions of the library."""
-    given: Config = config["rope_parameters"] or config["rope_scaling"] or {}
-    kind = given.get("rope_type", given.get("type", "default"))
+    """Returns base, rotated fraction and scaling; accepts the names of all library versions."""
+    parameters: Config = config["rope_parameters"] or config["rope_scaling"] or {}
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
     kind = "none" if kind == "default" else kind
     if kind not in SCALINGS:
-        raise ValueError(f"rope_type is {kind!r}; known are default, {', '.join(SCALINGS)}")
-    if config["rope_scaling"] and not {"rope_type", "type"} & given.keys():
+        raise ValueError(f"rope_type is {kind!r}; choose one of default, {', '.join(SCALINGS)}")
+    if config["rope_scaling"] and not {"rope_type", "type"} & parameters.keys():
         raise ValueError("rope_scaling has no rope_type; give one")
     names = {"original_context": "original_max_position_embeddings"}
-    wanted = [names.get(name, name) for name in SCALINGS[kind]]
-    if missing := [name for name in wanted if name not in given]:
-        raise ValueError(f"{missing[0]} is missing in the rope scaling {kind}")
-    beside = {name: config[name] for name in ("rope_theta", "partial_rotary_factor")}
-    angles = {**beside, **given}
+    required = [names.get(name, name) for name in SCALINGS[kind]]
+    if missing := [name for name in required if name not in parameters]:
+        raise ValueError(f"{missing[0]} is missing from the rope scaling {kind}")
+    outer = {name: config[name] for name in ("rope_theta", "partial_rotary_factor")}
+    angles = {**outer, **parameters}
     return {
         "rope_base": float(angles["rope_theta"]),
         "rope_fraction": float(angles["partial_rotary_factor"]),
-        "rope_scaling": str(RopeScaling(kind, tuple(given[name] for name in wanted))),
+        "rope_scaling": str(RopeScaling(kind, tuple(parameters[name] for name in required))),
     }
 
 
 def _windows(config: Config) -> dict[str, Any]:
-    """The window, and which blocks are without one. Raises ValueError for a pattern that repeats
-    in another way than with one block of n without.
+    """Returns the attention window and which blocks have none.
+
+    Raises ValueError unless full attention is in every n-th block.
     """
     window, layers = config["sliding_window"], config["num_hidden_layers"]
     if not window or not config["use_sliding_window"]:
@@ -251,21 +252,20 @@ def _windows(config: Config) -> dict[str, Any]:
     every = full[0] + 1 if full else 0
     if full and full != list(range(every - 1, layers, every)):
         raise ValueError(
-            f"layer_types has full attention in blocks {full}, which is not every n-th: "
-            "no spec can say it"
+            f"layer_types has full attention in blocks {full}; only every n-th block is supported"
         )
     return {"window": window, "full_attention_every": every}
 
 
 def _choice(config: Config, name: str, known: Mapping[str, str]) -> str:
     if config[name] not in known:
-        raise ValueError(f"{name} is {config[name]!r}; known are {', '.join(known)}")
+        raise ValueError(f"{name} is {config[name]!r}; choose one of {', '.join(known)}")
     return known[config[name]]
 
 
 def _require(config: Config, name: str, *accepted: Any) -> None:
     if config[name] not in accepted:
-        raise ValueError(f"{name} is {config[name]!r}; only {accepted[0]!r} can be run")
+        raise ValueError(f"{name} is {config[name]!r}; only {accepted[0]!r} is supported")
 
 
 WINDOWED = "sliding_attention"
@@ -284,7 +284,7 @@ LAYERNORM_AND_BIASES: Mapping[str, Any] = {
 }
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size")
-_SHAPE = dict.fromkeys((*_SIZES, "num_hidden_layers", "num_attention_heads"), NEEDED)
+_SHAPE = dict.fromkeys((*_SIZES, "num_hidden_layers", "num_attention_heads"), REQUIRED)
 _ROPE = {
     "rope_theta": 10_000.0,
     "rope_scaling": None,
@@ -306,11 +306,11 @@ _DECODER = {
 }
 _QWEN = {**_DECODER, "use_sliding_window": False, "max_window_layers": 28}
 
-# The defaults are those of transformers 5.23's configuration classes.
+# The defaults of the configuration classes in transformers 5.23.
 FAMILIES: Mapping[str, Family] = {
     "gpt2": Family(
         {
-            **dict.fromkeys(("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"), NEEDED),
+            **dict.fromkeys(("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"), REQUIRED),
             "n_inner": None,
             "activation_function": "gelu_new",
             "layer_norm_epsilon": 1e-5,
@@ -382,8 +382,9 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 
-# Fields that leave the network as it is. A longest position is no limit of rotary networks.
-_IDLE = """model_type architectures _name_or_path transformers_version torch_dtype dtype auto_map
+# Fields that do not change the network. (Rotary networks have no parameters that depend on
+# max_position_embeddings.)
+_IGNORED = """model_type architectures _name_or_path transformers_version torch_dtype dtype auto_map
 bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id
 use_cache max_position_embeddings n_ctx initializer_range pretraining_tp
 gradient_checkpointing reorder_and_upcast_attn output_attentions output_hidden_states
@@ -394,4 +395,4 @@ summary_activation summary_first_dropout summary_proj_to_labels summary_type sum
 attention_dropout hidden_dropout hidden_dropout_prob attention_probs_dropout_prob
 classifier_dropout is_decoder resid_pdrop embd_pdrop attn_pdrop
 output_router_logits router_aux_loss_coef router_jitter_noise"""
-IDLE = frozenset(_IDLE.split())
+IGNORED = frozenset(_IGNORED.split())

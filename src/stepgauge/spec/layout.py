@@ -1,9 +1,9 @@
-"""How a network is spread over ranks: one object, and one table of what each wrapper can do.
+"""The parallel layout of a network, and the table of data parallel wrappers.
 
-A layout has up to four axes. `data` copies or shards the network over ranks with different
-batches, `context` cuts each sequence, `tensor` each layer, and `pipeline` gives each rank a run of
-layers. Its text names what is not the default: "dp2 zero3 tp2 overlap", "cp2", "pp4 zbv m8",
-"none".
+A layout has up to four axes. Along `data`, ranks replicate or shard the network and train on
+different batches; `context` splits each sequence, `tensor` each layer, and `pipeline` assigns runs
+of layers to ranks. The text of a layout names everything that is not the default, for example
+"dp2 zero3 tp2 overlap", "cp2" or "pp4 zbv m8"; one process is "none".
 """
 
 import dataclasses
@@ -20,23 +20,23 @@ SHARDED_PARTS = ("optimizer state", "gradients", "weights")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wrapper:
-    """What a way of data parallel training does.
+    """The properties of a data parallel wrapper.
 
-    gradient_sends  how often a step sends a share (N−1)/N of all gradients, by ring algorithms
-    weight_sends    the same of all weights
-    stage           ZeRO stage: how many of SHARDED_PARTS a rank has its share of only
-    buckets         gradients travel in buckets of `bucket_mb`, the first of FIRST_BUCKET_MB
-    cap_mb          MB (10^6 bytes) at which other wrappers close a bucket; 0: one a gradient; None:
-                    no limit
-    overlaps        a bucket is sent as soon as it is complete, while backward goes on
-    packs           gradients are copied behind each other where they could be sent as they lie
-    keeps_buckets   memory for all buckets stays, beside the gradients
-    reduce_dtype    gradients can be averaged in a type of the user's choice
-    is_torch        torch's own, to compare with
-    resumes         its checkpoint can be loaded by another number of ranks
-    graphs          takes CUDA graphs, which read weights where they were when they were recorded
-    recorded        its averaging can be recorded with forward and backward as one CUDA graph: it
-                    asks no message whether it has arrived
+    gradient_sends  how many times (N−1)/N of all gradient bytes a rank sends per step (ring)
+    weight_sends    the same for the weights
+    stage           ZeRO stage: the first `stage` of SHARDED_PARTS are sharded
+    buckets         has buckets of `bucket_mb`, the first of FIRST_BUCKET_MB
+    cap_mb          for wrappers without that setting: bucket size in MB (10^6 bytes); 0: one
+                    gradient per bucket; None: no limit
+    overlaps        reduces a bucket as soon as it is complete, while backward continues
+    packs           copies gradients into one buffer even if they could be sent in place
+    keeps_buckets   keeps buffers for all buckets, in addition to the gradients
+    reduce_dtype    can reduce gradients in another dtype
+    is_torch        implemented by torch, for comparison
+    resumes         its checkpoint can be loaded on another number of ranks
+    graphs          works with torch.compile's CUDA graphs, which need weights at fixed addresses
+    recorded        its all-reduce can be captured in a CUDA graph together with forward and
+                    backward, because it never checks on the host whether data has arrived
     """
 
     gradient_sends: int
@@ -54,7 +54,7 @@ class Wrapper:
     recorded: bool = False
 
     def shards(self, part: str) -> bool:
-        """Whether a rank has only its share of one of SHARDED_PARTS."""
+        """Returns True if each rank has only its shard of `part`, one of SHARDED_PARTS."""
         return SHARDED_PARTS.index(part) < self.stage
 
     def plan_buckets(
@@ -64,7 +64,7 @@ class Wrapper:
         bucket_mb: float,
         owners: Mapping[str, int] | None = None,
     ) -> tuple[Bucket, ...]:
-        """The buckets of trained parameters, as `spec.plan.buckets.plan_buckets` makes them."""
+        """Returns the wrapper's buckets of trainable parameters: see spec.plan.buckets."""
         return plan_buckets(
             order_of_use,
             cap_mb=bucket_mb if self.buckets else self.cap_mb,
@@ -119,38 +119,38 @@ WRAPPERS: Mapping[str, Wrapper] = MappingProxyType(
 def check_wrapper(
     name: str, *, device: str, compile: str, precision: str, reduce_dtype: str, checkpointing: str
 ) -> None:
-    """Raises ValueError for what the wrapper cannot do."""
+    """Raises ValueError for settings that the wrapper does not support."""
     wrapper = WRAPPERS[name]
     compresses = wrapper.is_torch and wrapper.reduce_dtype and reduce_dtype != "own"
     if compresses and not device.startswith(("cuda", "auto")):
         raise ValueError(
-            f"reduce_dtype is {reduce_dtype!r}; {name} compresses on GPUs only, device is "
+            f"reduce_dtype is {reduce_dtype!r}, which {name} supports only on GPUs; device is "
             f"{device!r}"
         )
     if compile == "reduce-overhead" and not wrapper.graphs:
         raise ValueError(
-            f"compile is {compile!r}, whose CUDA graphs need weights that stay in one place; {name} "
-            f"gathers and frees them: choose 'blocks'"
+            f"compile is {compile!r}, whose CUDA graphs need weights at fixed addresses; {name} "
+            f"unshards and frees them: choose 'blocks'"
         )
     if name == "zero3" and checkpointing == "feed-forward" and compile == "off":
         raise ValueError(
-            f"checkpointing is {checkpointing!r}, which looks for a block's weights in backward, when "
-            f"{name} has them for autograd and compiled code alone: choose --compile blocks"
+            f"checkpointing is {checkpointing!r}, which under {name} needs compiled blocks: choose "
+            f"--compile blocks"
         )
     if wrapper.shards("gradients") and precision == "fp16":
         raise ValueError(
-            f"precision is 'fp16', whose loss scale needs every rank's whole gradients; {name} "
-            f"has shares of them: choose bf16"
+            f"precision is 'fp16', whose loss scaling needs unsharded gradients; {name} shards "
+            f"them: choose bf16"
         )
     if wrapper.shards("weights") and precision == "float8":
         raise ValueError(
-            f"precision is 'float8', whose layers need whole weights; {name} has shares of them: "
+            f"precision is 'float8', whose layers need unsharded weights; {name} shards them: "
             f"choose bf16"
         )
 
 
 def sent_bytes(name: str, *, gradient_bytes: int, weight_bytes: int, ranks: int) -> float:
-    """Bytes that a rank sends in a step, by the counts of ring algorithms, as a mean over ranks."""
+    """Returns the bytes that a rank sends per step with ring algorithms: mean over ranks."""
     wrapper = WRAPPERS[name]
     whole = wrapper.gradient_sends * gradient_bytes + wrapper.weight_sends * weight_bytes
     return (ranks - 1) / ranks * whole
@@ -158,22 +158,22 @@ def sent_bytes(name: str, *, gradient_bytes: int, weight_bytes: int, ranks: int)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Ranks by axis, and how each axis is used.
+    """The number of ranks on each axis, and how each axis works.
 
-    data          ranks that train on batches of their own
-    wrapper       how they, and those of `context`, are kept equal: a name of WRAPPERS
-    context       ranks that share each sequence
-    ulysses       these exchange heads for attention; otherwise keys travel around a ring
-    tensor        ranks that share each layer
-    overlap       what they send runs beside products, where it is large enough (plan.tensor)
-    torch_tensor  torch's own tensor parallel in place of ours, to compare with: of TORCH_TENSOR
-    pipeline      ranks that hold a run of layers each
-    schedule      order of a pipeline's micro-batches; "" without a pipeline
-    per_rank      stages a rank of an interleaved schedule; 0: two
-    microbatches  parts of a batch that pass the pipeline one behind the other
+    data          ranks with different batches
+    wrapper       reduces gradients over the data and context axes: a name in WRAPPERS
+    context       ranks among which each sequence is split
+    ulysses       these exchange heads for attention (all-to-all); otherwise keys go around a ring
+    tensor        ranks among which each layer is split
+    overlap       tensor parallel communication overlaps matrix products, if large (plan.tensor)
+    torch_tensor  torch's tensor parallel instead, for comparison: one of TORCH_TENSOR
+    pipeline      ranks with a run of layers each
+    schedule      order of the pipeline's micro-batches; "" without a pipeline
+    per_rank      stages per rank of an interleaved schedule; 0: two
+    microbatches  micro-batches per step
 
-    Raises ValueError for an axis without ranks, an unknown wrapper, or parts that do not go
-    together.
+    Raises ValueError for an axis without ranks, an unknown wrapper, or settings that contradict
+    each other.
     """
 
     data: int = 1
@@ -203,7 +203,7 @@ class Layout:
             raise ValueError("overlap needs a tensor axis: add tp2")
         if self.torch_tensor and (self.ranks != self.tensor or self.tensor == 1 or self.overlap):
             raise ValueError(
-                f"{self.torch_tensor} is torch's own tensor parallel, and has no other axis and no "
+                f"{self.torch_tensor} is torch's tensor parallel, which supports no other axis and no "
                 f"{OVERLAP}: choose 'tp2 {self.torch_tensor}'"
             )
         if self.pipeline > 1 and not self.schedule:
@@ -215,9 +215,10 @@ class Layout:
             raise ValueError(f"schedule {self.schedule} needs a pipeline: add pp2")
         if self.per_rank and self.schedule not in LOOPED:
             raise ValueError(
-                f"v{self.per_rank} needs a schedule of several stages a rank: {' or '.join(LOOPED)}"
+                f"v{self.per_rank} needs a schedule with several stages per rank: "
+                f"{' or '.join(LOOPED)}"
             )
-        if self.per_rank == DEFAULT_PER_RANK:  # one text for one layout
+        if self.per_rank == DEFAULT_PER_RANK:  # equal layouts have the same text
             object.__setattr__(self, "per_rank", 0)
         if self.microbatches > 1 and self.pipeline == 1:
             raise ValueError(f"m{self.microbatches} needs a pipeline, such as pp2 1f1b")
@@ -228,21 +229,23 @@ class Layout:
 
     @property
     def num_replicas(self) -> int:
-        """Ranks that the wrapper keeps equal: each computes a part of the same weights' gradients."""
+        """Ranks among which the wrapper reduces gradients: data x context."""
         return self.data * self.context
 
     @property
     def gathers_weights(self) -> bool:
-        """Whether replicas gather each other's parts of the weights before they compute (ZeRO 3). A
-        stage of a pipeline has them whole for a step.
+        """True if weights are unsharded around each block (ZeRO 3).
+
+        False for a pipeline, where a stage unshards its weights once per step.
         """
         is_sharded = WRAPPERS[self.wrapper].shards("weights") and self.num_replicas > 1
         return is_sharded and self.pipeline == 1
 
     @property
     def launched(self) -> "Layout":
-        """What of the layout the host of a rank launches otherwise than one process does. The
-        wrapper of a stage of a pipeline does little in most of its passes.
+        """The part of the layout that changes the launches of a rank compared with one process.
+
+        A pipeline counts without its wrapper, which does little in most of a stage's passes.
         """
         is_wrapped = self.pipeline == 1 and self.num_replicas > 1
         return Layout(
@@ -255,7 +258,7 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Ranks of each axis that has several, in the order of a device mesh, slowest first."""
+        """Ranks of each axis with more than one, in device mesh order: slowest varying first."""
         sizes = {
             "pipeline": self.pipeline,
             "data": self.data,
@@ -265,14 +268,14 @@ class Layout:
         return {axis: size for axis, size in sizes.items() if size > 1}
 
     def place(self, rank: int) -> dict[str, int]:
-        """A rank's place on each axis: neighbouring ranks are on the tensor axis."""
+        """Returns the rank's index on each axis. The tensor axis varies fastest."""
         rest, tensor = divmod(rank, self.tensor)
         rest, context = divmod(rest, self.context)
         pipeline, data = divmod(rest, self.data)
         return {"pipeline": pipeline, "data": data, "context": context, "tensor": tensor}
 
     def __str__(self) -> str:
-        """What `parse` reads back to an equal layout."""
+        """Returns a text that `parse` turns into an equal layout."""
         words = [
             f"pp{self.pipeline}" if self.pipeline > 1 else "",
             self.schedule,
@@ -290,14 +293,14 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The layout of a text such as "dp2 zero3 tp2", its words in any order.
+        """Reads a text such as "dp2 zero3 tp2", with its words in any order.
 
-        A data or context axis without a wrapper is bucketed. Raises ValueError for a word that says nothing,
-        or that is said twice.
+        A data or context axis without a wrapper gets "bucketed". Raises ValueError for an unknown
+        word or a setting that is given twice.
         """
         given: dict[str, Any] = {}
         for word in text.replace(",", " ").split():
-            name, value = _meaning(word.lower())
+            name, value = _field_of(word.lower())
             if name in given:
                 raise ValueError(f"layout {text!r} gives {name} twice")
             given[name] = value
@@ -319,8 +322,8 @@ ULYSSES = "ulysses"
 TORCH_TENSOR = ("torch-tp",)
 
 
-def _meaning(word: str) -> tuple[str, Any]:
-    """The field of a Layout that a word sets, and its value."""
+def _field_of(word: str) -> tuple[str, Any]:
+    """Returns the field of Layout that the word sets, and its value."""
     if word in WRAPPERS:
         return "wrapper", word
     if word in (OVERLAP, ULYSSES):
@@ -335,6 +338,6 @@ def _meaning(word: str) -> tuple[str, Any]:
         return AXES[match[1]], int(match[2])
     raise ValueError(
         f"layout has {word!r}; choose dpN, cpN, tpN, ppN, mN, vN with a number, a wrapper "
-        f"({', '.join(WRAPPERS)}), a schedule ({', '.join(SCHEDULES)}), {OVERLAP}, {ULYSSES} or torch's "
-        f"tensor parallel ({', '.join(TORCH_TENSOR)})"
+        f"({', '.join(WRAPPERS)}), a schedule ({', '.join(SCHEDULES)}), {OVERLAP}, {ULYSSES} or "
+        f"torch's tensor parallel ({', '.join(TORCH_TENSOR)})"
     )

@@ -1,6 +1,4 @@
-"""What goes together in a layout, a network and a step: one place for every command that takes a
-layout.
-"""
+"""Checks that a layout fits its network and step. Every command that takes a layout uses them."""
 
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.layout import WRAPPERS, Layout, check_wrapper
@@ -27,9 +25,10 @@ def check_layout(
     reduce_dtype: str,
     checkpointing: str,
 ) -> None:
-    """Raises ValueError, a sentence, for what does not go together.
+    """Raises ValueError if the layout does not fit the network or the settings of the step.
 
-    batch  sequences of a forward and backward, of all ranks; a user's model brings a batch a rank
+    batch  sequences per forward and backward, over all ranks; ignored for a user's model, which
+           brings one batch per data rank
     """
     check_wrapper(
         layout.wrapper,
@@ -50,7 +49,7 @@ def check_layout(
 
 
 def _check_network(layout: Layout, model: Network, *, batch: int, compile: str) -> None:
-    """What a network of a known shape does on each axis."""
+    """Checks each axis against the shape of the network."""
     _check_batch(layout, batch)
     if layout.tensor > 1:
         _check_tensor(layout, model, compile=compile)
@@ -61,43 +60,44 @@ def _check_network(layout: Layout, model: Network, *, batch: int, compile: str) 
 
 
 def check_recorded(layout: Layout, *, device: str) -> None:
-    """Raises ValueError where stages cannot be recorded as CUDA graphs."""
+    """Raises ValueError if the pipeline stages cannot be captured as CUDA graphs."""
     if device.startswith("cpu"):
         raise ValueError("cuda_graphs needs a GPU; device is 'cpu'")
     if layout.pipeline == 1 or layout.tensor > 1 or layout.context > 1:
         raise ValueError(
-            f"cuda_graphs records the stages of a pipeline with a data axis or none; layout is "
+            f"cuda_graphs needs a pipeline without tensor and context axes; layout is "
             f"{str(layout)!r}: choose one such as 'pp2 1f1b m4 dp2'"
         )
     if WRAPPERS[layout.wrapper].shards("gradients"):
         raise ValueError(
-            f"cuda_graphs needs weights and gradients that stay in one place; {layout.wrapper} "
-            "frees them: choose zero1"
+            f"cuda_graphs needs weights and gradients at fixed addresses; {layout.wrapper} frees "
+            "them: choose zero1"
         )
 
 
 def schedule_of(layout: Layout) -> Schedule:
-    """The order of a pipeline's work, not lowered. Raises ValueError for numbers that the schedule
-    does not do.
+    """Returns the pipeline's schedule, not lowered.
+
+    Raises ValueError if the schedule does not support these numbers of ranks and micro-batches.
     """
     return build(
-        layout.schedule, ranks=layout.pipeline, micro_batches=layout.microbatches,
+        layout.schedule,
+        ranks=layout.pipeline,
+        micro_batches=layout.microbatches,
         per_rank=layout.per_rank,
-    )  # fmt: skip
+    )
 
 
 def _check_user_model(layout: Layout) -> None:
-    """What no table of a user's cuts. Whether its layers and batch can be cut is seen when they are
-    built.
-    """
+    """Checks axes that no user's model supports. The rest is checked once the model is built."""
     if layout.context > 1:
         raise ValueError(
-            f"layout is {str(layout)!r}; a user's model has no context axis, for which its attention "
-            f"would have to be replaced: choose a data, tensor or pipeline axis"
+            f"layout is {str(layout)!r}; a user's model has no context axis, because its attention "
+            f"cannot be replaced: choose a data, tensor or pipeline axis"
         )
     if layout.torch_tensor:
         raise ValueError(
-            f"layout is {str(layout)!r}; {layout.torch_tensor} cuts presets of the Transformer: choose "
+            f"layout is {str(layout)!r}; {layout.torch_tensor} supports only presets: choose "
             f"'tp{layout.tensor}'"
         )
 
@@ -109,8 +109,8 @@ def _check_batch(layout: Layout, batch: int) -> None:
         )
     if (batch // layout.data) % layout.microbatches:
         raise ValueError(
-            f"batch is {batch}, {batch // layout.data} sequences a data rank, which "
-            f"m{layout.microbatches} does not divide; choose a multiple"
+            f"batch is {batch}, which is {batch // layout.data} sequences per data rank, and "
+            f"m{layout.microbatches} does not divide them; choose a multiple"
         )
 
 
@@ -120,12 +120,14 @@ def _check_tensor(layout: Layout, model: Network, *, compile: str) -> None:
         axes = f"{name} with cp{layout.context}" if layout.context > 1 else name
         raise ValueError(
             f"context_length is {model.context_length}, which {axes} does not divide: each rank "
-            f"has a piece of the sequence"
+            f"needs an equal part of the sequence"
         )
     if model.vocab_size < degree:
-        raise ValueError(f"vocab_size is {model.vocab_size}; {name} needs a row a rank")
+        raise ValueError(
+            f"vocab_size is {model.vocab_size}; {name} needs at least one row per rank"
+        )
     if isinstance(model, ModelSpec) and model.gate != "torch":
-        raise ValueError(f"gate is {model.gate!r}; {name} cuts its layers, choose gate torch")
+        raise ValueError(f"gate is {model.gate!r}, which {name} does not support: choose torch")
     if layout.torch_tensor:
         _check_torch_tensor(layout, model, compile=compile)
     sections = {
@@ -142,46 +144,43 @@ TORCH_NORMS = ("rmsnorm", "rmsnorm-eager", "layernorm")
 
 
 def _check_torch_tensor(layout: Layout, model: Network, *, compile: str) -> None:
-    """What torch's tensor parallel does of our networks."""
+    """Checks what torch's tensor parallel supports of the presets."""
     name, degree = layout.torch_tensor, layout.tensor
     if compile != "off":
         raise ValueError(
-            f"compile is {compile!r}; the backward of compiled blocks fails under {name} (torch "
-            f"2.13): choose off"
+            f"compile is {compile!r}; the backward of compiled blocks fails under {name} in torch "
+            f"2.13: choose off"
         )
     if not isinstance(model, ModelSpec):
-        raise ValueError(f"{name} needs a preset of the Transformer; BERT's loss is not cut there")
-    fields = {"tied_head": (False,), "qk_norm": (False,), "positions": ("rope", "none")}
-    fields |= {"loss": ("cross-entropy",), "norm": TORCH_NORMS, "scaled_embedding": (False,)}
-    for field, known in fields.items():
-        if (value := getattr(model, field)) not in known:
+        raise ValueError(f"{name} does not support BERT, because it cannot split BERT's loss")
+    supported = {"tied_head": (False,), "qk_norm": (False,), "positions": ("rope", "none")}
+    supported |= {"loss": ("cross-entropy",), "norm": TORCH_NORMS, "scaled_embedding": (False,)}
+    for field, values in supported.items():
+        if (value := getattr(model, field)) not in values:
             raise ValueError(
-                f"{field} is {value!r}, which {name} does not cut; choose {known[0]!r}"
+                f"{field} is {value!r}, which {name} does not support; choose {values[0]!r}"
             )
     if model.vocab_size % degree or model.kv_heads % degree:
         raise ValueError(
-            f"vocab_size is {model.vocab_size} and num_kv_heads {model.kv_heads}; {name} cuts them "
-            f"into {degree} equal parts: choose multiples"
+            f"vocab_size is {model.vocab_size} and num_kv_heads {model.kv_heads}; {name} needs "
+            f"multiples of {degree}"
         )
 
 
 def _check_context(layout: Layout, model: Network) -> None:
     name = f"cp{layout.context}"
     if not isinstance(model, ModelSpec):
-        raise ValueError(
-            f"{name} needs a preset of the Transformer; BERT's attention is in one process"
-        )
+        raise ValueError(f"{name} does not support BERT")
     if layout.ulysses:
         _check_head_exchange(layout, model)
         return
     ring_positions(model.context_length, 0, layout.context)
     if model.attention != "triton":
         raise ValueError(
-            f"attention is {model.attention!r}; {name} sends keys around a ring of ours: choose "
-            f"triton"
+            f"attention is {model.attention!r}; the ring attention of {name} needs triton"
         )
     if any(model.window_of(layer) for layer in range(model.num_layers)):
-        raise ValueError(f"window is {model.window}; {name} has no windows yet: choose 0")
+        raise ValueError(f"window is {model.window}; {name} does not support windows: choose 0")
 
 
 def _check_head_exchange(layout: Layout, model: ModelSpec) -> None:
@@ -189,60 +188,58 @@ def _check_head_exchange(layout: Layout, model: ModelSpec) -> None:
     if model.kv_heads % (layout.tensor * layout.context):
         ranks = layout.tensor * layout.context
         raise ValueError(
-            f"num_kv_heads is {model.kv_heads}, which {ranks} ranks of the layout {str(layout)!r} "
-            "do not divide: each has some heads of all tokens; leave out ulysses for a ring of keys"
+            f"num_kv_heads is {model.kv_heads}, which the {ranks} tensor and context ranks of "
+            f"{str(layout)!r} do not divide; without ulysses, keys go around a ring instead"
         )
 
 
 def _check_split_backward(layout: Layout) -> None:
-    """What goes with a schedule that computes gradients of weights apart."""
+    """Checks a schedule that computes weight gradients apart from input gradients."""
     schedule = schedule_of(layout)
     splits = any(schedule.splits(stage) for stage in schedule.rank_of)
     if splits and WRAPPERS[layout.wrapper].shards("weights"):
         raise ValueError(
-            f"{layout.schedule} computes gradients of weights later than those of inputs, and "
-            f"{layout.wrapper} takes both at once only; choose 1f1b or zero2"
+            f"{layout.schedule} delays weight gradients, but {layout.wrapper} needs input and "
+            f"weight gradients together; choose 1f1b or zero2"
         )
     if splits and layout.tensor > 1:
         raise ValueError(
-            f"{layout.schedule} fills its bubbles with gradients of weights, which layers cut as "
-            f"tp{layout.tensor} compute with those of inputs; choose 1f1b or interleaved"
+            f"{layout.schedule} fills its bubbles with weight gradients, which tensor parallel "
+            f"layers (tp{layout.tensor}) compute together with input gradients; choose 1f1b or "
+            f"interleaved"
         )
 
 
 def _check_cut(
     layout: Layout, model: Network | UserModel, *, precision: str, compile: str, checkpointing: str
 ) -> None:
-    """What a network does not do that is cut by layer, by sequence or into stages."""
+    """Checks settings that tensor, context and pipeline axes do not support."""
     if checkpointing == BUDGET:
         raise ValueError(
-            f"layout is {str(layout)!r}; --checkpointing budget is solved for data parallel ranks"
+            f"layout is {str(layout)!r}; --checkpointing budget supports only data parallel layouts"
         )
     if WRAPPERS[layout.wrapper].is_torch:
         raise ValueError(
-            f"wrapper is {layout.wrapper!r}, which takes whole networks; in {str(layout)!r} choose "
+            f"wrapper is {layout.wrapper!r}, which supports only a data axis; in {str(layout)!r} choose "
             f"one of {', '.join(name for name, w in WRAPPERS.items() if not w.is_torch)}"
         )
     if layout.num_replicas == 1 and layout.wrapper != "none":
-        raise ValueError(
-            f"{layout.wrapper} needs a data axis, which {str(layout)!r} has not: add dp2"
-        )
-    whole = {
-        "fp16": "loss scale needs every rank's gradients",
-        "float8": "layers need whole weights",
+        raise ValueError(f"{layout.wrapper} needs a data axis; layout is {str(layout)!r}: add dp2")
+    needs = {
+        "fp16": "loss scaling needs every rank's gradients",
+        "float8": "layers need unsharded weights",
     }
-    if precision in whole:
+    if precision in needs:
         raise ValueError(
-            f"precision is {precision!r}, whose {whole[precision]}; in {str(layout)!r} choose bf16"
+            f"precision is {precision!r}, whose {needs[precision]}; in {str(layout)!r} choose bf16"
         )
     modes = ("off",) if isinstance(model, UserModel) else ("off", "blocks")
     if compile not in modes:
         raise ValueError(
-            f"compile is {compile!r}; a network that is cut as {str(layout)!r} takes "
-            f"{' or '.join(modes)}"
+            f"compile is {compile!r}; layout {str(layout)!r} supports only {' or '.join(modes)}"
         )
     if isinstance(model, BertSpec) and model.dropout:
         raise ValueError(
-            f"dropout is {model.dropout}; ranks of {str(layout)!r} would drop other values than "
+            f"dropout is {model.dropout}; the ranks of {str(layout)!r} would drop other values than "
             "one process: choose 0"
         )
