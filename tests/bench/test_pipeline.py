@@ -1,4 +1,4 @@
-"""`bench pipeline`: each row beside its prediction, ours and torch's; what cannot be asked."""
+"""`bench pipeline`: each row with its prediction, ours and torch's, and rejected specs."""
 
 import dataclasses
 import re
@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from stepgauge import cli
-from stepgauge.bench.pipeline_bytes import in_step, travelling_bytes
+from stepgauge.bench.pipeline_bytes import held_in_step, message_bytes
 from stepgauge.parallel.pipeline.between import Meta
 from stepgauge.report.pipeline_steps import timeline_of
-from stepgauge.report.views import remark_beside
+from stepgauge.report.views import remark_with_prediction
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.plan.pipeline import build, lower
@@ -23,7 +23,7 @@ SHAPE = {"d_model": 16, "d_ff": 32, "num_layers": 4, "num_heads": 2, "vocab_size
 NANO = ModelSpec.preset("nano", context_length=8, **SHAPE)
 
 
-def test_a_row_has_its_prediction_from_before_it_ran(tmp_path, capfd):
+def test_each_row_is_predicted_before_it_is_measured(tmp_path, capfd):
     asked = ["bench", "pipeline", "--size", "nano", "--context", "8", "--device", "cpu"]
     asked += [f"--{name.replace('_', '-')}={value}" for name, value in SHAPE.items()]
     asked += ["--schedule", "zbv,torch-1f1b", "--microbatches", "4", "--batch", "4"]
@@ -33,16 +33,16 @@ def test_a_row_has_its_prediction_from_before_it_ran(tmp_path, capfd):
     records = RunStore(tmp_path).read().records
     assert [record.provenance for record in records] == ["modelled", "measured"] * 2
     assert records[0].key == records[1].key
-    # The stages that were simulated are those that ran, and the rows name them.
+    # The simulated stages are those that ran, and the notes name them.
     for planned, measured in (records[:2], records[2:]):
         assert re.fullmatch(
             r"stages of [\d, ]+ parts, for the shortest step by measured time", measured.note
         )
         assert planned.note == measured.note
-    assert [remark_beside(row).count("stages of") for row in paired(records)] == [1, 1]
+    assert [remark_with_prediction(row).count("stages of") for row in paired(records)] == [1, 1]
     out, _ = capfd.readouterr()
     assert all(word in out for word in ("predicted", "error", "%"))
-    # The order that was simulated is the one that ran, action by action.
+    # The simulated order of actions is the one that ran.
     simulated, ran = (timeline_of(record) for record in records[:2])
     for planned, measured in zip(simulated.ranks, ran.ranks, strict=True):
         assert [span.action for span in planned] == [span.action for span in measured]
@@ -65,12 +65,12 @@ def test_a_row_has_its_prediction_from_before_it_ran(tmp_path, capfd):
         ({"model": dataclasses.replace(NANO, block="parallel")}, "which no stage has half of"),
     ],
 )
-def test_what_no_pipeline_can_do_is_refused(fields, sentence):
+def test_impossible_specs_raise_an_error_that_says_why(fields, sentence):
     with pytest.raises(ValueError, match=sentence):
         PipelineSpec(**{"model": NANO, "micro_batches": 4, "batch": 8, **fields})
 
 
-def test_the_heavy_stage_is_heavier_and_the_others_are_not():
+def test_overweight_adds_blocks_to_one_stage_only():
     plain, heavy = (
         PipelineSpec(model=NANO, micro_batches=4, ranks=2, overweight=n).stages() for n in (0, 3)
     )
@@ -78,15 +78,15 @@ def test_the_heavy_stage_is_heavier_and_the_others_are_not():
     assert plain[-1].stop == 1 + 2 * 4 + 1
 
 
-def test_tensors_from_other_ranks_count_where_they_cross():
-    """V of two ranks: stages 0 and 3 on rank 0, 1 and 2 on rank 1. 2 x 8 x 16 floats travel; of what
-    goes into stage 2, which stays, nothing counts.
+def test_only_tensors_that_cross_ranks_are_counted():
+    """A V schedule on two ranks: stages 0 and 3 on rank 0, 1 and 2 on rank 1. A message has
+    2 x 8 x 16 floats. The input of stage 2 stays on its rank and is not counted.
     """
     schedule = lower(build("zbv", ranks=2, micro_batches=4))
     metas = [Meta(torch.Size([2, 8, 16]), torch.float32, True)]
     pipeline = types.SimpleNamespace(schedule=schedule, metas=dict.fromkeys(range(4), metas))
     one = 2 * 8 * 16 * 4
-    found = [in_step(Held(0, 0), pipeline, stage) for stage in range(4)]
-    assert found == [Held(0, one), Held(one, 0), Held(0, one), Held(one, 0)]
-    # to 1, from 1, to 2, from 2: a message each
-    assert [travelling_bytes(pipeline, rank) for rank in (0, 1)] == [4 * one, 4 * one]
+    held = [held_in_step(Held(0, 0), pipeline, stage) for stage in range(4)]
+    assert held == [Held(0, one), Held(one, 0), Held(0, one), Held(one, 0)]
+    # Each rank has four channels: activations and gradients, both sent and received.
+    assert [message_bytes(pipeline, rank) for rank in (0, 1)] == [4 * one, 4 * one]

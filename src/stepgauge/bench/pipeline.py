@@ -1,5 +1,5 @@
-"""A PipelineSpec run on ranks: `jobs` gives what simulates its step, from what each stage takes
-alone, and then what measures it.
+"""Predicts and measures a pipeline step on several ranks. `jobs` returns two jobs of a PipelineSpec:
+the first times each stage in isolation and simulates the step, the second measures the step.
 """
 
 import dataclasses
@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from stepgauge.bench.pipeline_alone import Probed, StagesAlone, durations
-from stepgauge.bench.pipeline_bytes import levels
+from stepgauge.bench.pipeline_bytes import memory_during
 from stepgauge.bench.pipeline_parts import build_stage, heavier, mean_loss, times_of
+from stepgauge.bench.pipeline_probe import RankProbe, StageProber, durations
 from stepgauge.bench.pipeline_torch import TorchPipeline
 from stepgauge.bench.rank_figures import held_table, spans_table
 from stepgauge.bench.ranks import OnRanks, require_ranks, slowest
@@ -37,23 +37,30 @@ from stepgauge.train.build import batch_for
 from stepgauge.train.layout import num_counted
 from stepgauge.train.precision import PRECISIONS
 
-IDLE = 0.05  # of the step; schedules that differ less in what a rank waits share times of stages
-# What the parts of a network were measured to take, by what that depends on.
+# Idle shares of a step are rounded to this, so that schedules with about the same idle time share
+# the measured times of stages.
+IDLE_STEP = 0.05
+# Measured times of a network's parts, by the spec's fields that they depend on.
 PART_TIMES: dict[tuple[Any, ...], PartTimes] = {}
-# Schedules whose W were placed anew: a row and its prediction have the same.
+# Schedules whose W actions were moved into bubbles: a row and its prediction use the same one.
 FILLED: dict[PipelineSpec, Schedule] = {}
 
 
 def check(spec: PipelineSpec) -> None:
-    """Raises ValueError for what the machine has not, and for a schedule that cannot run."""
+    """Raises ValueError if the machine lacks precision or GPUs, or if the schedule cannot run."""
     require_ranks(spec)
     require_runnable(spec.plan())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PipelineFigures:
-    """What one rank measured: ms of each step, spans of one (action, start, end), what it held
-    (ms, bytes from then on) where that is known, bytes by name; the parts of each stage.
+    """The figures of one rank.
+
+    steps  ms of each step
+    spans  (action, start, end) of each action in the last step, in ms
+    held   (ms, bytes from then on) of a step; empty if memory is not counted
+    bytes  memory metrics by name
+    parts  the network parts of each stage
     """
 
     steps: list[float]
@@ -64,31 +71,33 @@ class PipelineFigures:
 
 
 def measure(spec: PipelineSpec) -> PipelineFigures:
-    """Runs on every rank. Raises what torch raises: out of memory, mostly."""
+    """Measures the step on this rank. All ranks must call it. Raises torch's errors, mostly out of
+    memory.
+    """
     with PipelineBench(spec) as bench:
-        bench.warm_up()
+        bench.warm_up(spec.warmup)
         return bench.figures()
 
 
-def probe(spec: PipelineSpec) -> Probed:
-    """Runs on every rank: its stages alone, without any schedule."""
+def probe(spec: PipelineSpec) -> RankProbe:
+    """Times this rank's stages in isolation, without a schedule. All ranks must call it."""
     with PipelineBench(dataclasses.replace(spec, schedule=spec.ours)) as bench:
-        bench.warm_up(steps=1)
-        return bench.probed()
+        bench.warm_up(1)
+        return bench.probe()
 
 
 def plan_of(spec: PipelineSpec) -> Schedule:
-    """The schedule of a row, not lowered. All ranks must call it."""
+    """Returns the row's schedule before lowering. All ranks must call it."""
     if not spec.fill:
         return spec.plan()
     if spec not in FILLED:
-        told = gathered_objects(probe(dataclasses.replace(spec, fill=False)))
-        FILLED[spec] = fill_bubbles(spec.plan(), durations(told, spec.num_stages))
+        probes = gathered_objects(probe(dataclasses.replace(spec, fill=False)))
+        FILLED[spec] = fill_bubbles(spec.plan(), durations(probes, spec.num_stages))
     return FILLED[spec]
 
 
 class PipelineBench:
-    """The pipeline of a row on this rank, with its batch."""
+    """The pipeline of a row on this rank, with its batch. A context manager that frees it."""
 
     def __init__(self, spec: PipelineSpec):
         self.spec = spec
@@ -132,22 +141,16 @@ class PipelineBench:
         )
 
     def _times(self) -> PartTimes:
-        """Measured once in a process: a row and its prediction have the same stages."""
+        """Returns the times of the network's parts. They are measured once per process, so that a
+        row and its prediction have the same stages.
+        """
         spec = self.spec
-        asked = (
-            spec.model,
-            spec.micro_batch,
-            spec.ranks,
-            spec.precision,
-            spec.compile,
-            spec.device,
-        )
-        if asked not in PART_TIMES:
+        key = (spec.model, spec.micro_batch, spec.ranks, spec.precision, spec.compile, spec.device)
+        if key not in PART_TIMES:
             with self.precision.matmul_mode():
                 dtype, context = self.precision.parameters, self._context
-                times = times_of(spec, device=self.device, dtype=dtype, context=context)
-                PART_TIMES[asked] = times
-        return PART_TIMES[asked]
+                PART_TIMES[key] = times_of(spec, device=self.device, dtype=dtype, context=context)
+        return PART_TIMES[key]
 
     def _context(self) -> Any:
         return self.precision.autocasting(self.device)
@@ -160,8 +163,8 @@ class PipelineBench:
         del self.pipeline
         devices.free_unused_memory(self.device)
 
-    def warm_up(self, steps: int = 0) -> None:
-        for _ in range(steps or self.spec.warmup):
+    def warm_up(self, steps: int) -> None:
+        for _ in range(steps):
             self.step()
         devices.synchronize(self.device)
 
@@ -170,20 +173,21 @@ class PipelineBench:
             self.pipeline.step(*self.batch)
 
     def figures(self) -> PipelineFigures:
-        """The timed steps. All ranks must call it."""
+        """Times the spec's steps. All ranks must call it."""
         devices.reset_peak_memory(self.device)
-        steps = [self.timed_step() for _ in range(self.spec.steps)]
-        found = devices.peak_memory(self.device)
-        kept = devices.kept_by_graphs(self.device) if self.spec.cuda_graphs else 0
-        if "peak_bytes" in found:
-            found["peak_bytes"] += kept
-        spans = self.spans()
-        return PipelineFigures(
-            steps=steps, spans=spans, held=self._held(spans, kept), bytes=found, parts=self.parts
-        )
+        steps = [self._timed_step() for _ in range(self.spec.steps)]
+        peaks = devices.peak_memory(self.device)
+        graph_bytes = devices.kept_by_graphs(self.device) if self.spec.cuda_graphs else 0
+        if "peak_bytes" in peaks:
+            peaks["peak_bytes"] += graph_bytes
+        spans = []
+        if isinstance(self.pipeline, Pipeline):
+            spans = [(str(action), start, end) for action, start, end in self.pipeline.spans]
+        held = self._held(spans, graph_bytes)
+        return PipelineFigures(steps=steps, spans=spans, held=held, bytes=peaks, parts=self.parts)
 
-    def timed_step(self) -> float:
-        """ms from when all ranks are there to when this one has finished."""
+    def _timed_step(self) -> float:
+        """Returns ms from the moment when all ranks are ready until this rank has finished."""
         devices.synchronize(self.device)
         dist.barrier()
         devices.synchronize(self.device)
@@ -192,41 +196,44 @@ class PipelineBench:
         devices.synchronize(self.device)
         return (time.perf_counter() - start) * 1e3
 
-    def spans(self) -> list[tuple[str, float, float]]:
-        if not isinstance(self.pipeline, Pipeline):
-            return []
-        return [(str(action), start, end) for action, start, end in self.pipeline.spans]
-
-    def _held(self, spans: list[tuple[str, float, float]], kept: int) -> list[tuple[float, float]]:
-        """Of one more step, which is not timed, on the time axis of the last one."""
+    def _held(
+        self, spans: list[tuple[str, float, float]], graph_bytes: int
+    ) -> list[tuple[float, float]]:
+        """Runs one more step and returns its memory over time, on the time axis of the last timed
+        step.
+        """
         if not isinstance(self.pipeline, Pipeline) or devices.allocated_memory(self.device) is None:
             return []
-        held = levels(
-            self.pipeline, lambda: kept + (devices.allocated_memory(self.device) or 0), self.step
-        )
+
+        def level() -> float:
+            return graph_bytes + (devices.allocated_memory(self.device) or 0)
+
+        held = memory_during(self.step, self.pipeline, level)
         times = [ms for _, start, end in spans for ms in (start, end)]
         return list(zip(times, held, strict=True))
 
-    def probed(self) -> Probed:
-        """What the stages take alone. All ranks must call it, after a step."""
-        assert isinstance(self.pipeline, Pipeline), "torch's pipelines cannot be asked"
+    def probe(self) -> RankProbe:
+        """Times the stages in isolation. All ranks must call it, after a step."""
+        assert isinstance(self.pipeline, Pipeline), "torch's pipelines cannot be probed"
         spec = self.spec
-        asked = (spec.model, spec.micro_batch, spec.precision, spec.compile)
-        how = (*asked, spec.seed, spec.device, spec.cuda_graphs)
-        alike = simulate(self._schedule, Durations.of_stages(spec.num_stages))
-        idle = round(alike.bubbles[dist.get_rank()] / IDLE) * IDLE
-        return StagesAlone(
+        key = (
+            spec.model, spec.micro_batch, spec.precision, spec.compile, spec.seed, spec.device,
+            spec.cuda_graphs,
+        )  # fmt: skip
+        equal_stages = simulate(self._schedule, Durations.of_stages(spec.num_stages))
+        idle = round(equal_stages.bubbles[dist.get_rank()] / IDLE_STEP) * IDLE_STEP
+        return StageProber(
             self.pipeline,
             self.batch,
             self.parts,
-            how,
-            recorded=spec.cuda_graphs,
-            idle=min(idle, 1 - IDLE),  # a pause is not endless
-        ).probed()
+            key,
+            uses_graphs=spec.cuda_graphs,
+            idle=min(idle, 1 - IDLE_STEP),  # at 1, the prober would pause forever
+        ).run()
 
 
 def measured(spec: PipelineSpec, ranks: list[PipelineFigures]) -> Record:
-    """One record of all ranks' figures: of each step the slowest rank, of bytes the most."""
+    """Returns the record of all ranks' figures: the slowest rank's times and the largest bytes."""
     steps = slowest([rank.steps for rank in ranks])
     tokens = spec.batch * spec.model.context_length
     metrics = {
@@ -244,35 +251,38 @@ def measured(spec: PipelineSpec, ranks: list[PipelineFigures]) -> Record:
         metrics["busy_ms"] = Sample.exact(sum(busy) / len(busy), "ms")
         tables = spans_table([rank.spans for rank in ranks])
         tables |= held_table([rank.held for rank in ranks])
-    asked = _asked(spec, ranks[0].parts)
-    return Record.of(spec, series=series, metrics=metrics, tables=tables, **asked)
+    return Record.of(
+        spec, series=series, metrics=metrics, tables=tables, **_provenance(spec, ranks[0].parts)
+    )
 
 
-def modelled(spec: PipelineSpec, ranks: list[Probed]) -> Record:
-    """The same schedule simulated: provenance "modelled"."""
+def modelled(spec: PipelineSpec, ranks: list[RankProbe]) -> Record:
+    """Simulates the schedule with the measured times of its stages and returns the modelled record."""
     schedule = lower(FILLED.get(spec) or spec.plan(), ahead=spec.ahead)
-    taken = durations(ranks, spec.num_stages)
-    timeline = simulate(schedule, taken)
-    metrics = simulated_metrics(timeline, taken, batch=spec.batch)
+    stage_durations = durations(ranks, spec.num_stages)
+    timeline = simulate(schedule, stage_durations)
+    metrics = simulated_metrics(timeline, stage_durations, batch=spec.batch)
     series: dict[str, list[float]] = {}
     tables: dict[str, list[list[Any]]] = {"spans": span_rows(timeline)}
     if any(rank.base_bytes for rank in ranks):
-        held = {stage: own for rank in ranks for stage, own in rank.held.items()}
+        held = {stage: bytes for rank in ranks for stage, bytes in rank.held.items()}
         peaks = require_runnable(schedule, held=held).peak
         levels = []
         for rank, points in zip(ranks, timeline.held(held), strict=True):
             levels.append([(ms, rank.base_bytes + level) for ms, level in points])
         tables |= held_table(levels)
         series["rank_peak_bytes"] = [
-            rank.base_bytes + peak + rank.within_bytes
+            rank.base_bytes + peak + rank.temporary_bytes
             for rank, peak in zip(ranks, peaks, strict=True)
         ]
         metrics["peak_bytes"] = Sample.exact(max(series["rank_peak_bytes"]), "bytes")
-    asked = _asked(spec, ranks[0].parts, "modelled")
-    return Record.of(spec, metrics=metrics, series=series, tables=tables, **asked)
+    provenance = _provenance(spec, ranks[0].parts, "modelled")
+    return Record.of(spec, metrics=metrics, series=series, tables=tables, **provenance)
 
 
-def _asked(spec: PipelineSpec, parts: list[range], provenance: str = "measured") -> dict[str, Any]:
+def _provenance(
+    spec: PipelineSpec, parts: list[range], provenance: str = "measured"
+) -> dict[str, Any]:
     return {
         "environment": environment(torch.device(spec.device)),
         "provenance": provenance,
@@ -285,5 +295,5 @@ PREDICTED = OnRanks(measure=probe, record=modelled, shared=True)
 
 
 def jobs(spec: PipelineSpec) -> list[Job]:
-    """The prediction, on disk before the row that it is of is run."""
+    """Returns the job of the prediction, whose record is written first, and that of the row."""
     return [Job(PREDICTED, spec, provenance="modelled"), Job(MEASURED, spec)]

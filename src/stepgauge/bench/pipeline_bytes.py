@@ -1,5 +1,5 @@
-"""What a pipeline holds beside what its stages hold alone: tensors that came from other ranks, or are
-on their way there.
+"""Memory of a pipeline's tensors that are received from other ranks or sent to them. Stages that are
+probed in isolation do not have it.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,54 +11,62 @@ from stepgauge.spec.plan.pipeline.action import RECEIVES, SENDS
 from stepgauge.spec.plan.pipeline.check import Held
 
 
-def in_step(alone: Held, pipeline: Pipeline, stage: int) -> Held:
-    """What a micro-batch of a stage holds in a step: also its own inputs until I or B, and until W
-    the gradient of its outputs, a factor of its last layer's. A stage that is timed alone has one of
-    each for all; a recorded one has memory for them in any step.
+def held_in_step(probed: Held, pipeline: Pipeline, stage: int) -> Held:
+    """Returns the memory that a micro-batch of a stage holds in a step.
+
+    It adds to the probed memory the micro-batch's inputs, held until I or B, and the gradient of its
+    outputs, held until W, which multiplies it by the last layer's inputs. A probed stage uses the
+    same input and gradient for all micro-batches. A stage in CUDA graphs needs no correction: its
+    graphs always hold memory for both.
     """
     schedule, inputs, gradients = pipeline.schedule, 0, 0
     if stage > 0 and schedule.crosses(stage, stage - 1):
-        inputs = _bytes(between(pipeline)[stage - 1])
+        inputs = _bytes(boundaries(pipeline)[stage - 1])
     if stage < schedule.num_stages - 1 and schedule.crosses(stage, stage + 1):
-        gradients = _bytes(_trained(between(pipeline)[stage]))
-    return Held(alone.activations + inputs, alone.for_weights + gradients)
+        gradients = _bytes(_with_gradient(boundaries(pipeline)[stage]))
+    return Held(probed.activations + inputs, probed.for_weights + gradients)
 
 
-def between(pipeline: Pipeline) -> list[list[Meta]]:
-    """What goes into each stage but the first, after the first step."""
+def boundaries(pipeline: Pipeline) -> list[list[Meta]]:
+    """Returns the tensors between each stage and the next. Call it after the first step."""
     return [metas for stage, metas in sorted(pipeline.metas.items()) if stage > 0]
 
 
-def levels(
-    pipeline: Pipeline, level: Callable[[], float], run: Callable[[], object]
+def memory_during(
+    step: Callable[[], object], pipeline: Pipeline, level: Callable[[], float]
 ) -> list[float]:
-    """What `level` gives at the start and the end of each computation of the step that `run` runs,
-    of a pipeline that records.
+    """Runs a step and returns the memory at the start and the end of each of its computations.
+
+    pipeline  must record its actions
+    level     returns the memory at the moment
     """
     clock = pipeline.clock
-    assert clock is not None, "it records"
+    assert clock is not None, "the pipeline records"
     clock.level = level
     try:
-        run()
+        step()
     finally:
         clock.level = None
     return clock.levels
 
 
-def travelling_bytes(pipeline: Pipeline, rank: int) -> int:
-    """Of each channel of a rank, the message that was sent last, or that is awaited next."""
+def message_bytes(pipeline: Pipeline, rank: int) -> int:
+    """Returns the size of one message in each channel of the rank: the last one that was sent or the
+    next one to be received.
+    """
     actions = pipeline.schedule.ranks[rank]
     channels = {each.channel for each in actions if each.kind in (*SENDS, *RECEIVES)}
     return sum(_bytes(_message(pipeline, channel)) for channel in channels)
 
 
 def _message(pipeline: Pipeline, channel: Channel) -> Sequence[Meta]:
+    """Returns the tensors of a message: activations to a later stage, or gradients to an earlier one."""
     if channel.sender < channel.receiver:
-        return between(pipeline)[channel.sender]
-    return _trained(between(pipeline)[channel.receiver])
+        return boundaries(pipeline)[channel.sender]
+    return _with_gradient(boundaries(pipeline)[channel.receiver])
 
 
-def _trained(metas: Sequence[Meta]) -> list[Meta]:
+def _with_gradient(metas: Sequence[Meta]) -> list[Meta]:
     return [meta for meta in metas if meta.has_gradient]
 
 

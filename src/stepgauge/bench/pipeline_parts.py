@@ -1,5 +1,6 @@
-"""The stages of `bench pipeline`: any parts of a network, as the models build them. The loss stands
-outside, as torch's pipelines want it: so the head is a layer like others, whose W may wait.
+"""Builds the stages of `bench pipeline` from parts of a network. The loss is not part of the last
+stage: torch's pipelines need it separate, and so the head is a layer like others, whose W action can
+be delayed.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from stepgauge.train.part_times import Context, part_times
 
 
 def mean_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Over the targets that count: BERT's are those of masked tokens."""
+    """Returns the mean loss over the targets that count; for BERT, those of masked tokens."""
     return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=NOT_MASKED)
 
 
@@ -28,22 +29,22 @@ def build_stage(
     spec: PipelineSpec, model: ModelSpec | BertSpec, parts: range, *, device: torch.device,
     dtype: torch.dtype,
 ) -> nn.Module:  # fmt: skip
-    """A stage that has these parts of the network, and nothing else of it. What it has of a block is
-    compiled together.
-    """
+    """Builds a stage with these parts of the network. The parts of a block are compiled together."""
     make, _ = NETWORKS[type(model)]
     return compiled(make(model, device=device, parts=parts, seed=spec.seed).to(dtype), spec.compile)
 
 
 def heavier(spec: PipelineSpec) -> ModelSpec | BertSpec:
-    """The network with the blocks that one stage has more than its share."""
+    """Returns the network with `overweight` more blocks, which all go to one stage."""
     return dataclasses.replace(spec.model, num_layers=spec.model.num_layers + spec.overweight)
 
 
 def times_of(
     spec: PipelineSpec, *, device: torch.device, dtype: torch.dtype, context: Context
 ) -> PartTimes:
-    """What `cut_parts` takes. The same on all ranks, which must all call it."""
+    """Measures the times of the network's parts, by which stages are cut. All ranks must call it; all
+    get the same times.
+    """
     batch = batch_for(spec.model, spec.micro_batch, spec.seed)
     tokens, targets, *_ = (part.to(device) for part in batch)
 

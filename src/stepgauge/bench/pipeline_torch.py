@@ -1,4 +1,6 @@
-"""torch.distributed.pipelining's own schedules on the same stages, behind the step that ours has."""
+"""Runs the schedules of torch.distributed.pipelining on the same stages, with the interface of
+`Pipeline`.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -19,7 +21,7 @@ SCHEDULES: Mapping[str, Any] = {
 
 
 class _InContext(nn.Module):
-    """A module whose forward runs in a context."""
+    """Runs a module's forward inside a context manager, such as autocast."""
 
     def __init__(self, module: nn.Module, context: Callable[[], Any]):
         super().__init__()
@@ -31,7 +33,7 @@ class _InContext(nn.Module):
 
 
 class TorchPipeline:
-    """A schedule of torch's over the stages of this rank."""
+    """One of torch's schedules over the stages of this rank."""
 
     def __init__(
         self,
@@ -49,18 +51,20 @@ class TorchPipeline:
             pipelining.PipelineStage(_InContext(module, context), number, num_stages, device)
             for number, module in modules.items()
         ]
-        made = SCHEDULES[name]
-        single = issubclass(made, pipelining.schedules.PipelineScheduleSingle)
-        self._schedule = made(stages[0] if single else stages, micro_batches, loss_fn=loss)
-        settings = inspect.signature(self._schedule.step).parameters
-        # Newer versions keep the outputs of all micro-batches unless told not to.
-        self._settings = {"return_outputs": False} if "return_outputs" in settings else {}
+        schedule_class = SCHEDULES[name]
+        single = issubclass(schedule_class, pipelining.schedules.PipelineScheduleSingle)
+        own_stages = stages[0] if single else stages
+        self._schedule = schedule_class(own_stages, micro_batches, loss_fn=loss)
+        parameters = inspect.signature(self._schedule.step).parameters
+        # Newer versions of torch keep the outputs of all micro-batches by default.
+        self._settings = {"return_outputs": False} if "return_outputs" in parameters else {}
 
     def step(self, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> Tensor | None:
         losses: list[Tensor] = []
-        answers = {"target": targets[0], "losses": losses} if self._has_last else {}
-        self._schedule.step(*(inputs if self._has_first else ()), **answers, **self._settings)
+        loss_arguments = {"target": targets[0], "losses": losses} if self._has_last else {}
+        stage_inputs = inputs if self._has_first else ()
+        self._schedule.step(*stage_inputs, **loss_arguments, **self._settings)
         return torch.stack(losses).mean() if losses else None
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Does nothing: there is nothing to release."""
