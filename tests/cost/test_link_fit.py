@@ -116,8 +116,8 @@ def test_links_in_a_hardware_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[]", "no hardware file"),
-        ("{", "is no hardware file: it is not JSON"),
+        ("[]", "not a hardware file"),
+        ("{", "is not a hardware file: it is not JSON"),
         ('{"schema": 1, "links": [{"op": 1}]}', "not a link"),
     ],
 )

@@ -85,7 +85,7 @@ def test_layers_of_the_blocks_are_swapped(torchao, monkeypatch):
 
 
 def test_who_cannot_take_it_says_so():
-    with pytest.raises(ValueError, match="tensors of torchao are not tracked"):
+    with pytest.raises(ValueError, match="torchao's tensors cannot be tracked"):
         MemorySpec(model=SHAPE, precision="float8")
     with pytest.raises(ValueError, match="its cost is not calibrated"):
         require_priced(StepSpec(model=SHAPE, precision="float8"))

@@ -58,8 +58,8 @@ def test_a_file_gives_back_what_ranks_and_collectives_cost(tmp_path):
     [
         ({"links": None}, "is damaged"),
         ({"operations": [1]}, "is damaged"),
-        ({"peaks": {"flops": {}}}, "has no such peaks: .*missing"),
-        ({"peaks": "x"}, "has no such peaks"),
+        ({"peaks": {"flops": {}}}, "peaks in the hardware file .* are invalid: .*missing"),
+        ({"peaks": "x"}, "peaks in the hardware file .* are invalid"),
         (
             {"peaks": dataclasses.asdict(ACCELERATORS["NVIDIA H200"]) | {"flops": {"bf16": -1}}},
             "above 0",

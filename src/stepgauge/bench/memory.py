@@ -43,7 +43,7 @@ def check(spec: MemorySpec) -> None:
     """Raises ValueError if the spec's values cannot be combined; builds nothing."""
     if spec.predict == "no":
         check_step(spec)
-        if spec.compile != "off" and not spec.kept_is_told and not spec.device.startswith("cuda"):
+        if spec.compile != "off" and not spec.kept_is_known and not spec.device.startswith("cuda"):
             raise ValueError(
                 f"checkpointing is {spec.checkpointing!r} around separately compiled blocks, whose "
                 "memory can be tracked on CUDA only (compile the whole model: --compile on)"

@@ -156,7 +156,7 @@ def _reporting_kept(
     spec: MemorySpec, step: TrainingStep, tracker: StorageTracker
 ) -> Iterator[None]:
     """After each forward, reports to the tracker which tensors compiled code keeps for backward."""
-    if not spec.kept_is_told:
+    if not spec.kept_is_known:
         yield
         return
     from stepgauge.measure.memory.compiled import KeptByGraphs  # importing the compiler takes 2 s

@@ -1,6 +1,4 @@
-"""What a machine can do: vendor peaks with their source; measured ceilings and links join them in
-files.
-"""
+"""Hardware: vendor peaks with their source, and the calibrated measurements of a machine as a file."""
 
 import dataclasses
 import json
@@ -20,7 +18,7 @@ from stepgauge.spec.calibration import (
 from stepgauge.spec.links import Link
 from stepgauge.spec.units import GIB
 
-# Arithmetic a precision's matrix products run in, as the keys of Peaks.
+# Arithmetic type of the matrix products in each precision; the keys of Peaks.flops.
 MATMUL_TYPE = {
     "fp32": "fp32",
     "tf32": "tf32",
@@ -34,11 +32,11 @@ MATMUL_TYPE = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """Dense peak FLOP/s by arithmetic type (accumulating in fp32), memory bytes/s, and memory, from
-    `source`.
+    """Peak rates of an accelerator, from `source`.
 
-    architecture  as compilers name it, where memory is predicted for it: sm90
-    memory_gb     as sold
+    flops         dense FLOP/s by arithmetic type, with fp32 accumulation
+    architecture  compiler name such as sm90, if memory can be predicted for it; else ""
+    memory_gb     memory as sold; 0 if unknown
     """
 
     flops: dict[str, float]
@@ -48,11 +46,12 @@ class Peaks:
     source: str
 
     def of(self, precision: str) -> float | None:
+        """Returns the peak FLOP/s of matrix products in this precision, or None if unknown."""
         return self.flops.get(MATMUL_TYPE[precision])
 
     @property
     def program_bytes(self) -> int:
-        """Of a device for a process and its CUDA context; 0 where its memory is not known."""
+        """Memory for one process including its CUDA context; 0 if unknown."""
         return self.memory_gb * GIB - NOT_FOR_PROGRAMS if self.memory_gb else 0
 
 
@@ -75,7 +74,7 @@ def _nvidia(
     )
 
 
-# By the name that the driver gives the device. Dense rates, boost clock.
+# By the device name of the driver. Dense rates at boost clock.
 ACCELERATORS: dict[str, Peaks] = {
     "NVIDIA H200": _nvidia(
         67, 494.7, 989.4, 4800, "NVIDIA H200 datasheet, SXM, dense", "sm90", 141
@@ -107,48 +106,51 @@ ACCELERATORS: dict[str, Peaks] = {
 
 
 def peaks(device_name: str) -> Peaks | None:
-    """The vendor's peaks of the device, or None where we know none: then no utilisation is stated."""
+    """Returns the vendor's peaks, or None for an unknown device, for which no MFU is reported."""
     return ACCELERATORS.get(device_name)
 
 
-# Of the gigabytes sold, in GiB: an H200 of 141 has 139.8 for programs, an H100 of 80 has 79.2
-# (records' device_bytes), and a process's context is in these, too.
+# Memory as sold, read as GiB, minus what tensors can use: an H200 (141 GB) has 139.8 GiB for programs,
+# an H100 (80 GB) 79.2 GiB (device_bytes in records), and this includes the process's CUDA context.
 NOT_FOR_TENSORS = 2 * GIB
-CUDA_CONTEXT = 500 * 2**20  # of one process (docs/memory.md)
+CUDA_CONTEXT = 500 * 2**20  # per process (docs/memory.md)
 NOT_FOR_PROGRAMS = NOT_FOR_TENSORS - CUDA_CONTEXT
 
 
 def fits(needed: float, architecture: str) -> str:
-    """The smallest device of the architecture that holds so many bytes, in words; or ""."""
-    known = [
-        (its.memory_gb, name)
-        for name, its in ACCELERATORS.items()
-        if its.architecture == architecture
+    """Returns the smallest device of the architecture that holds so many bytes.
+
+    If none does, returns a text such as "no: H200 has 141 GB". If none is known, returns "".
+    """
+    devices = [
+        (peaks.memory_gb, name)
+        for name, peaks in ACCELERATORS.items()
+        if peaks.architecture == architecture
     ]
-    if not known:
+    if not devices:
         return ""
-    holding = [device for device in known if needed + NOT_FOR_TENSORS <= device[0] * GIB]
-    memory, name = min(holding, default=max(known))
+    fitting = [device for device in devices if needed + NOT_FOR_TENSORS <= device[0] * GIB]
+    memory, name = min(fitting, default=max(devices))
     name = name.removeprefix("NVIDIA ")
-    return name if holding else f"no: {name} has {memory} GB"
+    return name if fitting else f"no: {name} has {memory} GB"
 
 
 HARDWARE_SCHEMA = 1
-SHIPPED = Path(__file__).parent / "machines"  # files of the package
+SHIPPED = Path(__file__).parent / "machines"  # hardware files that come with the package
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HardwareFile:
-    """A calibrated machine on disk.
+    """A calibrated machine.
 
-    device         name of its accelerator, as the driver gives it
-    threads        of a CPU: how many the operations ran on; 0 of a GPU
-    links          what collectives cost: bench comm
-    operations     what single operations cost: calibrate
-    by_ranks       the same of each rank while so many of them share one device, a CPU's cores
-    contention     what kernels and collectives cost each other
-    base           a calibrated machine whose operations hold here, by the ratio of published peaks
-    other          what else stands in it, such as a fabric (spec/fabric.py); it stays as it is
+    device         device name of the driver
+    threads        number of threads of a CPU; 0 for a GPU
+    links          times of collectives, from bench comm
+    operations     times of single operations, from calibrate
+    by_ranks       number of ranks -> operation times per rank while that many ranks share the CPU
+    contention     slowdowns of kernels and collectives that overlap
+    base           another machine, whose operation times are scaled by the ratio of peaks
+    other          remaining fields of the file, such as a fabric (spec/fabric.py); written unchanged
     """
 
     name: str
@@ -163,15 +165,16 @@ class HardwareFile:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The file, with the one beside it, else of the package, that its `base` names. Raises
-        ValueError if either is no hardware file.
+        """Reads the file and its `base`, which is in the same folder or comes with the package.
+
+        Raises ValueError if either is not a hardware file.
         """
         return cls._read(path, ())
 
     @classmethod
-    def _read(cls, path: Path, above: tuple[Path, ...]) -> Self:
-        """The file, which `above` name as their base."""
-        if path.resolve() in above:
+    def _read(cls, path: Path, derived: tuple[Path, ...]) -> Self:
+        """Reads the file. `derived` are the files for which it is the base, directly or not."""
+        if path.resolve() in derived:
             raise ValueError(f"{path} is its own base")
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
@@ -180,25 +183,25 @@ class HardwareFile:
         except OSError as error:
             raise ValueError(f"cannot read the hardware file {path}: {error.strerror}") from None
         except ValueError:
-            raise ValueError(f"{path} is no hardware file: it is not JSON") from None
+            raise ValueError(f"{path} is not a hardware file: it is not JSON") from None
         if not isinstance(value, dict) or value.pop("schema", None) != HARDWARE_SCHEMA:
-            raise ValueError(f"{path} is no hardware file of schema {HARDWARE_SCHEMA}")
+            raise ValueError(f"{path} is not a hardware file of schema {HARDWARE_SCHEMA}")
         base = None
         if name := value.get("base"):
-            beside = path.parent / str(name)
-            known = beside if beside.exists() else SHIPPED / str(name)
-            base = cls._read(known if known.exists() else beside, (*above, path.resolve()))
+            candidates = path.parent / str(name), SHIPPED / str(name)
+            base_path = next(filter(Path.exists, candidates), candidates[0])
+            base = cls._read(base_path, (*derived, path.resolve()))
         try:
-            return cls._of_file(value, base, name=path.stem)
+            return cls._from_json(value, base, name=path.stem)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"the hardware file {path} is damaged: {error}") from None
 
     @classmethod
-    def _of_file(cls, value: dict[str, Any], base: Self | None, *, name: str) -> Self:
-        """Raises one of several errors for what is no hardware file."""
-        value.pop("disturbed", None)  # a sentence that follows from the operations
+    def _from_json(cls, value: dict[str, Any], base: Self | None, *, name: str) -> Self:
+        """Raises AttributeError, KeyError, TypeError or ValueError for an invalid file."""
+        value.pop("disturbed", None)  # written for readers; follows from the operations
         if not isinstance(device := value.pop("device", ""), str):
-            raise ValueError(f"device is {device!r}; it is a name")
+            raise ValueError(f"device is {device!r}; it must be a name")
         return cls(
             name=value.pop("name", name),
             device=device,
@@ -216,99 +219,101 @@ class HardwareFile:
 
     @property
     def peaks(self) -> Peaks | None:
-        """Those that the file gives, else those that are known of its device. Raises ValueError for
-        what are no peaks.
+        """The peaks in the file, else the known peaks of its device.
+
+        Raises ValueError if those in the file are invalid.
         """
-        given = self.other.get("peaks")
-        if not given:
+        fields = self.other.get("peaks")
+        if not fields:
             return peaks(self.device)
         try:
-            found = Peaks(**given)
-            if not all(rate > 0 for rate in (*found.flops.values(), found.memory_bytes_per_s)):
+            result = Peaks(**fields)
+            if not all(rate > 0 for rate in (*result.flops.values(), result.memory_bytes_per_s)):
                 raise ValueError("a rate is not above 0")
         except (AttributeError, TypeError, ValueError) as error:
-            raise ValueError(f"the hardware file {self.name} has no such peaks: {error}") from None
-        return found
+            raise ValueError(
+                f"the peaks in the hardware file {self.name} are invalid: {error}"
+            ) from None
+        return result
 
     @property
     def device_kind(self) -> str:
-        """What steps are predicted for where nobody says: cpu or cuda."""
+        """The default device of predictions from this file: cpu or cuda."""
         return "cpu" if self.threads else "cuda"
 
     def require_kind(self, device: str) -> None:
-        """Of a GPU's file no time of a CPU is taken, nor the other way round. Raises ValueError."""
+        """Raises ValueError if a CPU is to be predicted from the file of a GPU, or vice versa."""
         if device.startswith("cpu") and self.peaks is not None:
             raise ValueError(
-                f"device is {device!r}; the hardware file {self.name} is of a GPU: choose cuda"
+                f"device is {device!r}; the hardware file {self.name} is that of a GPU: choose cuda"
             )
         if device.startswith("cuda") and self.threads:
             raise ValueError(
-                f"device is {device!r}; the hardware file {self.name} is of a CPU: choose cpu"
+                f"device is {device!r}; the hardware file {self.name} is that of a CPU: choose cpu"
             )
 
     @property
     def disturbance(self) -> str:
-        """What to know of a calibration beside other work, as a sentence; or ""."""
-        alone = [name for name, table in self.operations.items() if table.disturbed]
-        shared = [
+        """A warning if other work ran during the calibration; else ""."""
+        one_rank = [name for name, table in self.operations.items() if table.disturbed]
+        several_ranks = [
             f"{name} on {ranks} ranks"
             for ranks, tables in self.by_ranks.items()
             for name, table in tables.items()
             if table.disturbed
         ]
-        found = [*alone, *shared]
-        if not found:
+        disturbed = [*one_rank, *several_ranks]
+        if not disturbed:
             return ""
-        others = f" and {len(found) - 1} more" if found[1:] else ""
+        more = f" and {len(disturbed) - 1} more" if disturbed[1:] else ""
         return (
-            f"the hardware file {self.name} was calibrated beside other work ({found[0]}{others}): "
+            f"the hardware file {self.name} was calibrated beside other work ({disturbed[0]}{more}): "
             f"calibrate it with --fresh on a quiet machine"
         )
 
     def on_ranks(self, ranks: int) -> Self:
-        """The machine as each of so many ranks finds it: where ranks share a CPU, with the
-        operations that were timed side by side alone. What GPUs were asked for side by side is the
-        slowest one's.
+        """Returns the machine with the operation times of one of so many ranks.
+
+        On a CPU, whose cores the ranks share, these are the times measured on all ranks at once.
+        On GPUs, only tables timed for certain steps were measured so (by the slowest GPU); they are
+        added to the times of one GPU.
         """
         shared = self.by_ranks.get(ranks, {})
-        asked = {name: table for name, table in shared.items() if name.endswith(f" {ASKED}")}
-        known = shared if len(shared) > len(asked) else self.operations
-        operations = {**known, **asked}
-        return dataclasses.replace(self, operations=operations, by_ranks={})
+        requested = {name: table for name, table in shared.items() if name.endswith(f" {ASKED}")}
+        base = shared if len(shared) > len(requested) else self.operations
+        return dataclasses.replace(self, operations={**base, **requested}, by_ranks={})
 
     def contention_of(
         self, operation: str, collective: str, ranks: int, us: float = math.inf
     ) -> Contention | None:
-        """What an operation that takes so long and the collective cost each other, measured between
-        as many ranks as come nearest to these; None where it was not. Older files do not tell short
-        products from others.
+        """Returns how an operation of `us` microseconds and the collective slow each other down.
+
+        The result was measured on the number of ranks closest to `ranks`; None if not measured.
+        Older files do not distinguish short matrix products, which then count as others.
         """
-        beside = [row for row in self.contention if row.collective == collective]
+        candidates = [row for row in self.contention if row.collective == collective]
         rows: list[Contention] = []
         for kernels in (kernel_class(operation, us), kernel_class(operation)):
-            rows = rows or [row for row in beside if row.kernels == kernels]
+            rows = rows or [row for row in candidates if row.kernels == kernels]
         return min(rows, key=lambda row: abs(row.ranks - ranks), default=None)
 
     def with_contention(self, rows: Sequence[Contention]) -> Self:
-        """The rows in place of those of the same kernels, collective and ranks; the others stay."""
-        every = (*self.contention, *rows)
-        kept = {(row.kernels, row.collective, row.ranks): row for row in every}
+        """Returns the file with these rows, which replace those of the same kernels, collective and ranks."""
+        merged = (*self.contention, *rows)
+        kept = {(row.kernels, row.collective, row.ranks): row for row in merged}
         return dataclasses.replace(self, contention=list(kept.values()))
 
     def with_links(self, links: Sequence[Link]) -> Self:
-        """The links in place of those of the same operation; the others stay."""
+        """Returns the file with these links, which replace those of the same operation."""
         kept = {json.dumps(link.asked, sort_keys=True): link for link in (*self.links, *links)}
         return dataclasses.replace(self, links=list(kept.values()))
 
     def link(self, **asked: Any) -> Link | None:
-        """The first link with these fields: link(op="all_reduce", backend="nccl", ranks=4)."""
-        return next(
-            (k for k in self.links if all(k.asked.get(n) == value for n, value in asked.items())),
-            None,
-        )
+        """Returns the first link with these fields: link(op="all_reduce", backend="nccl", ranks=4)."""
+        return next((link for link in self.links if asked.items() <= link.asked.items()), None)
 
     def write(self, path: Path) -> None:
-        """Whole or not at all. Raises OSError where it cannot."""
+        """Writes the file atomically. Raises OSError if that fails."""
         draft = draft_of(path)
         value = {
             "schema": HARDWARE_SCHEMA,
@@ -327,8 +332,9 @@ class HardwareFile:
 
 
 def draft_of(path: Path) -> Path:
-    """An empty file beside the path, which takes its place when it is written. Raises OSError where
-    none can be made.
+    """Creates an empty temporary file in the same folder, to be renamed to `path` once written.
+
+    Raises OSError if that fails.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
@@ -337,12 +343,12 @@ def draft_of(path: Path) -> Path:
 
 
 def _tables(value: Mapping[str, Any]) -> dict[str, OperationTable]:
-    """Raises ValueError for a time that cannot be; what a wrapper adds to the host's may be negative."""
+    """Raises ValueError for an impossible time. (The host time that a wrapper adds may be negative.)"""
     tables = {name: OperationTable.from_dict(table) for name, table in value.items()}
     for name, table in tables.items():
-        bad = [row for row in table.rows if not 0 < row[-1] < math.inf]
-        if bad and not name.startswith(wrapper_operation("")):
-            raise ValueError(f"{name} takes {bad[0][-1]} µs at {bad[0][:-1]}")
+        invalid = [row for row in table.rows if not 0 < row[-1] < math.inf]
+        if invalid and not name.startswith(wrapper_operation("")):
+            raise ValueError(f"{name} takes {invalid[0][-1]} µs at {invalid[0][:-1]}")
     return tables
 
 

@@ -1,7 +1,6 @@
-"""What an operation on a link costs, as a fitted function of its bytes: time = alpha + beta·bytes,
-in pieces.
+"""The time of an operation on a link as a piecewise linear function of its size, alpha + beta·bytes.
 
-cost/rates/link_fit.py makes one from measured sizes.
+cost/rates/link_fit.py fits it to measured sizes.
 """
 
 import dataclasses
@@ -13,7 +12,7 @@ from typing import Any, Self
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """`alpha_ms + bytes / bytes_per_s` up to `to_bytes`; the last piece has no end."""
+    """Time = alpha_ms + bytes / bytes_per_s, for sizes up to `to_bytes`; None: no limit."""
 
     alpha_ms: float
     bytes_per_s: float
@@ -27,14 +26,14 @@ class Piece:
 class Link:
     """One operation between some ranks, measured and fitted.
 
-    asked       the fields of the rows that do not vary: op, backend, algorithm, ranks, nodes,
-                dtype, timing, device
+    asked       the fields that all measured rows share: op, backend, algorithm, ranks, nodes, dtype,
+                timing, device
     pieces      the fit, by ascending size
-    range_bytes smallest and largest size that was fitted
-    fitted, held_out   size -> relative error of the fit, on the sizes that it saw and on those that
-                       it did not
+    range_bytes smallest and largest fitted size
+    fitted      size -> relative error of the fit, for the sizes used in it
+    held_out    the same for the sizes held out
     measured    date, versions and devices
-    how         in one sentence
+    how         how it was fitted, in one sentence
     """
 
     asked: Mapping[str, Any]
@@ -46,14 +45,14 @@ class Link:
     how: str = ""
 
     def time_ms(self, size_bytes: float) -> float:
-        """The predicted time. Below and above the fitted range the outer pieces go on."""
+        """Returns the predicted time. The outer pieces are extrapolated beyond the fitted range."""
         for piece in self.pieces:
             if piece.to_bytes is None or size_bytes <= piece.to_bytes:
                 return piece.time_ms(size_bytes)
-        raise ValueError("a link without a last piece")
+        raise ValueError("the last piece of the link is limited")
 
     def held_out_error(self, least_bytes: int = 0, most_bytes: float = math.inf) -> float | None:
-        """Median absolute relative error on held-out sizes within the limits; None without any."""
+        """Returns the median absolute relative error on held-out sizes in this range, or None."""
         errors = [
             abs(error) for size, error in self.held_out.items() if least_bytes <= size < most_bytes
         ]
@@ -61,15 +60,15 @@ class Link:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self:
-        """Of its fields, as JSON has them. Raises ValueError for what is no link."""
+        """Reads the fields from JSON. Raises ValueError if they are not a link."""
         try:
             low, high = value["range_bytes"]
-            read = {
+            converted = {
                 "range_bytes": (low, high),
                 "pieces": [Piece(**piece) for piece in value["pieces"]],
                 "fitted": {int(size): error for size, error in value["fitted"].items()},
                 "held_out": {int(size): error for size, error in value["held_out"].items()},
             }
-            return cls(**{**value, **read})
+            return cls(**{**value, **converted})
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"not a link: {error}") from None

@@ -1,7 +1,6 @@
-"""The network as numbers: its shape, and the parameters, FLOPs and bytes that follow from the
-shape.
+"""The shape of a Transformer and its parameter, FLOP and byte counts.
 
-Legend of the formulas: B batch, T sequence, D model width, H attention heads, K key and value
+Letters in the formulas: B batch, T sequence, D model width, H attention heads, K key and value
 heads, W width of a head, F feed-forward width, E experts, L layers, V vocabulary.
 """
 
@@ -19,9 +18,9 @@ from stepgauge.spec.model_fields import (
 )
 
 FLOP_CONVENTION = (
-    "model FLOPs: 2 per multiply-add of every matrix product; causal attention counted half, a "
-    "window's as the part of it that is seen; of experts those that a token goes to; "
-    "backward twice forward; no recomputation, no norms, softmax or other elementwise work"
+    "model FLOPs: 2 per multiply-add of every matrix product; causal attention counts half, a "
+    "window only its visible part; only the experts that a token is routed to; "
+    "backward is twice forward; no recomputation, no norms, softmax or other elementwise work"
 )
 
 
@@ -29,29 +28,29 @@ FLOP_CONVENTION = (
 class ModelSpec(NetworkFields):
     """A Transformer: embedding, blocks of attention and feed-forward layer, output matrix.
 
-    The defaults are those of a decoder with pre-norm blocks, no biases and as many key heads as
-    query heads. Raises ValueError where the fields do not describe a network (heads that do not
-    divide the width, say).
+    The defaults describe a decoder with pre-norm blocks, no biases and as many key heads as query
+    heads. Raises ValueError if the fields do not describe a valid network, for example if the heads
+    do not divide the width.
     """
 
     @property
     def attention_matrix_parameters(self) -> int:
-        """D(HW + 2KW) of queries, keys and values, and HWD of the output."""
+        """D(HW + 2KW) for queries, keys and values, plus HWD for the output."""
         return self.d_model * (sum(self.qkv_sections) + self.qkv_sections[0])
 
     @property
     def feed_forward_matrix_parameters(self) -> int:
-        """2DF or 3DF; of one expert, where there are several."""
+        """2DF, or 3DF if gated; with experts, the count of one expert."""
         return FEED_FORWARD_MATRICES[self.feed_forward] * self.d_model * self.d_ff
 
     @property
     def block_matrix_parameters(self) -> int:
-        """Weights of one block's matrix products; of experts all, and ED of their router."""
+        """Matrix parameters of one block, with all experts and ED for their router."""
         return self._block_matrices(self.num_experts)
 
     @property
     def active_block_matrix_parameters(self) -> int:
-        """The same of those that one token meets."""
+        """Matrix parameters of one block that one token uses: its own experts only."""
         return self._block_matrices(self.experts_per_token)
 
     def _block_matrices(self, experts: int) -> int:
@@ -61,7 +60,7 @@ class ModelSpec(NetworkFields):
 
     @property
     def block_vector_parameters(self) -> int:
-        """One block's biases and norms."""
+        """Bias and norm parameters of one block."""
         queries, keys, values = self.qkv_sections
         biases = 0 if self.attention_bias == "none" else queries + keys + values
         biases += self.d_model if self.attention_bias == "all" else 0
@@ -73,18 +72,18 @@ class ModelSpec(NetworkFields):
 
     @property
     def num_parameters(self) -> int:
-        """All trainable parameters, a tied matrix counted once."""
+        """Number of trainable parameters, with a tied matrix counted once."""
         blocks = self.num_layers * (self.block_matrix_parameters + self.block_vector_parameters)
         return blocks + self._parameters_outside()
 
     @property
     def num_active_parameters(self) -> int:
-        """Those that one token meets: all, unless there are experts."""
+        """Number of parameters that one token uses: all, unless there are experts."""
         active = self.active_block_matrix_parameters + self.block_vector_parameters
         return self.num_layers * active + self._parameters_outside()
 
     def _parameters_outside(self) -> int:
-        """Of embeddings, last norm and head."""
+        """Parameters of embeddings, final norm and head."""
         vectors = self.vocab_size
         if not self.tied_head:
             vectors += self.vocab_size
@@ -97,9 +96,9 @@ class ModelSpec(NetworkFields):
     def forward_flops(self, *, batch: int, sequence: int, causal_half: bool = True) -> int:
         """Model FLOPs of one forward pass (FLOP_CONVENTION).
 
-        2BT(L(matrices of a block) + VD) for the weights, and 4BHW for each of the T² pairs of
-        query and key in each layer. With `causal_half` a causal mask leaves T²/2 pairs, and a
-        window of w tokens Tw - w²/2; without, all are counted, as torch's counter does.
+        2BT(L(matrix parameters of a block) + VD) for the weights, plus 4BHW for each pair of query
+        and key in each layer. With `causal_half` there are T²/2 pairs under a causal mask and
+        Tw - w²/2 with a window of w tokens; otherwise T², as torch's FLOP counter has it.
         """
         weights = self.num_layers * self.active_block_matrix_parameters
         weights += self.vocab_size * self.d_model
@@ -112,15 +111,15 @@ class ModelSpec(NetworkFields):
         return 2 * batch * sequence * weights + attention
 
     def step_flops(self, *, batch: int, sequence: int) -> int:
-        """Model FLOPs of forward and backward: three forwards. The optimizer is not counted."""
+        """Model FLOPs of forward and backward: three times the forward's. Excludes the optimizer."""
         return 3 * self.forward_flops(batch=batch, sequence=sequence)
 
     def residual_stream_bytes(self, *, batch: int, sequence: int) -> int:
-        """Bytes of one (B, T, D) tensor of fp32, what every block reads and writes."""
+        """Bytes of one (B, T, D) tensor in fp32, which every block reads and writes."""
         return 4 * batch * sequence * self.d_model
 
     def architecture(self) -> dict[str, Any]:
-        """The fields that decide the function: equal for two implementations of one network."""
+        """Returns the fields that define the computed function; two implementations have equal ones."""
         fields = dataclasses.asdict(self)
         del fields["attention"], fields["loss"]
         fields["norm"] = NORMS[self.norm]
@@ -132,21 +131,21 @@ class ModelSpec(NetworkFields):
 
     @classmethod
     def preset(cls, size: str, **changes: Any) -> Self:
-        """The preset of that name with fields changed. Raises ValueError for an unknown name."""
+        """Returns a preset with some fields changed. Raises ValueError for an unknown name."""
         d_model, d_ff, num_layers, num_heads = by_size(size, SIZES)
         shape = {"d_model": d_model, "d_ff": d_ff, "num_layers": num_layers, "num_heads": num_heads}
         return cls(**{**shape, **changes})
 
 
 def _pairs_twice(sequence: int, window: int) -> int:
-    """Twice the pairs of query and key under a causal mask, half of the diagonal counted."""
-    seen = min(window or sequence, sequence)
-    return 2 * sequence * seen - seen**2
+    """Returns twice the number of causal (query, key) pairs; diagonal pairs count half."""
+    visible = min(window or sequence, sequence)
+    return 2 * sequence * visible - visible**2
 
 
-# d_model, d_ff, layers, heads. The six from small to 10b are the course's whose figures others
-# published (EXPERIMENTS: Stanford CS336, assignment 2); the three below small are ours, for
-# machines without a GPU.
+# d_model, d_ff, layers, heads. The six from small to 10b are those of Stanford CS336, assignment 2,
+# for which others have published results (EXPERIMENTS). The three below small are for machines
+# without a GPU.
 SIZES: Mapping[str, tuple[int, int, int, int]] = MappingProxyType(
     {
         "nano": (64, 256, 2, 2),
