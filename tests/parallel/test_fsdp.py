@@ -90,7 +90,7 @@ def test_ranks_that_call_other_blocks_are_told(two_ranks):
     for rank, found in enumerate(two_ranks):
         other = 1 - rank
         words = f"rank 0 calls {calls[0]}, rank 1" if rank == 0 else f"rank 1 calls {calls[1]}"
-        assert words in found["order"] and f"rank {other} {calls[other]}" in found["order"]
+        assert words in found["order"] and f"rank {other} calls {calls[other]}" in found["order"]
 
 
 def test_a_rank_that_alone_leaves_the_order_of_blocks_says_so():
@@ -99,7 +99,7 @@ def test_a_rank_that_alone_leaves_the_order_of_blocks_says_so():
     group = types.SimpleNamespace(
         group_name="two", get_group_store=lambda: store, rank=lambda: 1, size=lambda: 2
     )
-    words = r"rank 1 calls 2 after \[0\], rank 0 has not left the order"
+    words = r"rank 1 calls 2 after \[0\], rank 0 has kept to the order of the previous forward"
     with pytest.raises(RuntimeError, match=words):
         CallOrder(group).require_same(["0"], "2")
 

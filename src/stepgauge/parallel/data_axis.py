@@ -23,7 +23,7 @@ from stepgauge.parallel.data_parallel import (
 )
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
 from stepgauge.parallel.named_state import by_index, by_name
-from stepgauge.parallel.sharding import require_steps_by_parts
+from stepgauge.parallel.sharding import require_steps_on_shards
 from stepgauge.parallel.tensor_parallel import TensorParallel
 from stepgauge.parallel.tensor_parallel.gradient_sums import GradientSum
 from stepgauge.parallel.training import (
@@ -232,7 +232,7 @@ def over_data(
         _hook_shards(modules[stage], of_stage)
     stepping = optimizer(groups(everything))
     if number == 3:
-        require_steps_by_parts(stepping)
+        require_steps_on_shards(stepping)
     return DataAxis(wrapped, modules, stepping, ranks)
 
 

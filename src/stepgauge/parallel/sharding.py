@@ -1,4 +1,4 @@
-"""Parts of tensors that ranks share out, as DTensors, and how they are sent."""
+"""Tensors sharded along their first dimension, as DTensors, and how shards are sent."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ from stepgauge.spec.units import ceil_div
 
 
 class Sharding(GradientReducer):
-    """The ranks that weights are sharded over."""
+    """The ranks that tensors are sharded over."""
 
     def __init__(self, group: Any = None, device_type: str = "cpu"):
         super().__init__(group)
-        # DTensor's caches take meshes of the same ranks and names for one, and would compute on the
-        # first group of these ranks.
+        # DTensor's caches take meshes of the same ranks and names to be equal, and would compute over
+        # the first group of these ranks.
         names = None if self.group is dist.group.WORLD else (self.group.group_name,)
         self.mesh = DeviceMesh.from_group(self.group, device_type, mesh_dim_names=names)
 
@@ -27,76 +27,76 @@ class Sharding(GradientReducer):
         return Sharding, (None, self.mesh.device_type)
 
     def launch_scatter(self, slice_: Tensor, message: Tensor) -> Any:
-        """The work of a reduce-scatter of the mean into this rank's slice, which uses the message
-        up.
+        """Starts a reduce-scatter of the message, whose values it overwrites: this rank's slice gets
+        the mean.
         """
         operation = self.begin_mean([message])
         return reduce_scatter_flat(slice_, message, group=self.group, op=operation, async_op=True)
 
     def shard(self, whole: Tensor) -> DTensor:
-        """This rank's part of a tensor that all ranks have whole."""
-        rows = self.rows(whole.shape[0])
+        """Returns this rank's shard of a tensor that all ranks have whole."""
+        rows = self.rows_per_rank(whole.shape[0])
         first = min(self.rank * rows, whole.shape[0])
-        mine = whole[first : first + rows].contiguous().clone()
-        return self.distributed(mine, whole.shape)
-
-    def distributed(self, mine: Tensor, shape: torch.Size) -> DTensor:
-        """The whole of that shape, of which this rank has `mine`."""
-        stride = torch.empty(shape, device="meta").stride()
+        shard = whole[first : first + rows].contiguous().clone()
+        stride = torch.empty(whole.shape, device="meta").stride()
         return DTensor.from_local(
-            mine, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+            shard, self.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=stride
         )
 
-    def rows(self, whole: int) -> int:
-        """Rows of a rank's part, padding of the last ranks included."""
-        return ceil_div(whole, self.ranks)
+    def rows_per_rank(self, rows: int) -> int:
+        """Returns the rows of each rank's shard, with the padding of the last ranks."""
+        return ceil_div(rows, self.ranks)
 
 
-def require_steps_by_parts(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ValueError for an optimizer of torch that takes norms of whole weights, which are those
-    of this rank's parts where weights are sharded (`DTensor.norm().item()`, torch 2.13).
+def require_steps_on_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError for an optimizer of torch that takes norms of whole weights: under sharding
+    it would get those of this rank's shards (`DTensor.norm().item()`, torch 2.13).
     """
     if isinstance(optimizer, torch.optim.Adafactor | torch.optim.LBFGS):
         raise ValueError(
-            f"{type(optimizer).__name__} looks at whole weights, of which zero3 has parts; choose a "
-            f"wrapper that leaves them whole"
+            f"{type(optimizer).__name__} needs whole weights, which zero3 shards; choose a wrapper "
+            f"that does not shard weights"
         )
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor: all, or its part of a sharded one."""
+    """Returns this rank's shard of a sharded tensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor."""
-    assert isinstance(parameter, DTensor), "it is sharded"
-    # to_local, which is for autograd, takes ten times as long, and a step asks for each weight's
+def local_shard(sharded: Tensor) -> Tensor:
+    """Returns this rank's shard of a sharded tensor, without autograd."""
+    assert isinstance(sharded, DTensor), "the tensor is sharded"
+    # to_local, which supports autograd, takes ten times as long; a step needs each weight's shard
     # four times.
-    return parameter._local_tensor
+    return sharded._local_tensor
 
 
-def like(parameter: Tensor, mine: Tensor) -> DTensor:
-    """Another tensor that is sharded as this one, such as its gradient, of which this rank has
-    `mine`: torch's fully_shard makes it so too. DTensor.from_local takes ten times as long.
+def sharded_like(sharded: Tensor, shard: Tensor) -> DTensor:
+    """Returns a tensor that is sharded like the first argument, such as its gradient, and of which
+    this rank has `shard`. torch's fully_shard makes it so too: DTensor.from_local takes ten times as
+    long.
     """
-    assert isinstance(parameter, DTensor), "it is sharded"
-    return DTensor(mine, parameter._spec, requires_grad=False)
+    assert isinstance(sharded, DTensor), "the tensor is sharded"
+    return DTensor(shard, sharded._spec, requires_grad=False)
 
 
 def sent_dtype(dtype: torch.dtype, compute_dtype: torch.dtype | None) -> torch.dtype:
-    """The type in which weights or gradients of a type travel: integers and complex as they are."""
+    """Returns the dtype in which weights or gradients of a dtype are sent. Integer and complex
+    tensors are not cast.
+    """
     return compute_dtype if compute_dtype and dtype.is_floating_point else dtype
 
 
-def release(tensor: Tensor) -> None:
-    """Gives the memory of a tensor of our own back, once what was sent from it or into it has been
-    waited for. NCCL's works hold their tensors longer, until its watchdog comes round: 9.7 GiB at
-    2.7b on 2 × H200.
+def free_memory(tensor: Tensor) -> None:
+    """Frees the memory of a tensor that only this package uses, after waiting for the collective that
+    read or wrote it. NCCL's works hold their tensors until its watchdog comes round: that took
+    9.7 GiB at 2.7b on 2 × H200.
     """
     tensor.untyped_storage().resize_(0)
 
 
-def real(tensor: Tensor) -> Tensor:
+def flat_real(tensor: Tensor) -> Tensor:
+    """Returns the tensor as one dimension of real values, which collectives accept."""
     flat = tensor.view(-1)
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

@@ -33,10 +33,13 @@ SELDOM = (
 WEIGHTS = OFTEN | dict.fromkeys(SELDOM, 1)
 # What a wrapper may refuse, by its sentence.
 REFUSALS = {
-    "zero2": ("cannot add to it; set gradients to None first", "GradScaler sees only this rank's gradients"),
+    "zero2": (
+        "cannot add to it; set gradients to None first",
+        "GradScaler sees only this rank's gradients",
+    ),
     "zero3": (
         "zero them before the next",
-        "gives no gradients of sharded weights",
+        "cannot return gradients of sharded weights",
         "register it before",
         "tie it again",
     ),

@@ -1,11 +1,12 @@
-"""ZeRO 3 for any module: each rank holds a part of every weight, and whole weights live only while
+"""ZeRO 3 for any module: each rank holds a shard of every weight, and whole weights exist only while
 they are used.
 
-As torch's fully_shard does it: the parameters of the module are DTensors, its repeated blocks
-gather their weights before they compute and free them after, and once more in backward. What is
-done to a parameter or its `.grad` is done to ordinary sharded tensors. Weights are gathered where
-they lie, without a copy into a common buffer where the first dimension divides, and the next
-block's come while one computes. A unit's gradients are averaged as one flat message.
+It works like torch's fully_shard: the parameters of the module are DTensors, and each of its repeated
+blocks gathers its weights before it computes and frees them afterwards, in forward and again in
+backward. Parameters and their `.grad` are ordinary sharded tensors. If the first dimension divides
+by the number of ranks, weights are gathered without a copy into a common buffer. The weights of
+the next block are gathered while a block computes. The gradients of a unit are reduced as one flat
+message.
 """
 
 import contextlib
@@ -28,24 +29,25 @@ from stepgauge.parallel.sharding import Sharding
 class FullyShardedDataParallel(nn.Module):
     """Shards the parameters of a module over the ranks.
 
-    Units that are gathered together are the elements of the module's outermost lists of modules
-    (its blocks), and the rest. Parameters and optimizer state are in the type that the module was
-    built in; with `compute_dtype` weights are gathered, inputs computed and gradients averaged in
-    that type. Each backward averages its gradients: they add up without further ado.
+    The weights of a unit are gathered together. Units are the elements of the module's outermost
+    lists of modules (its blocks), and the rest of the module. Parameters and optimizer state keep
+    the dtype in which the module was built. With `compute_dtype`, floating-point inputs are cast to
+    that dtype, and weights are gathered and gradients averaged in it. Each backward averages its
+    gradients and adds the means to `.grad`.
 
-    All ranks must call the units in the same order, within them modules as they like. The weights
-    of a unit are whole only in its forward. `weight.data = new` raises in the next forward: a DTensor
-    takes nothing of it; write weight.data.copy_(new).
+    All ranks must call the units in the same order; inside a unit they may call different modules.
+    The weights of a unit are whole only during its forward. After `weight.data = new` the next
+    forward raises, because a DTensor ignores it; write weight.data.copy_(new).
 
-    A module on the meta device is sharded there; `to_empty(device=...)` makes the shards, and
-    `reset_parameters` or `load_state_dict` fill them.
+    A module on the meta device is sharded there. `to_empty(device=...)` then allocates the shards,
+    and `reset_parameters` or `load_state_dict` fills them.
 
-    Raises DifferentModelsError, on every rank, where the ranks hold different modules; ValueError
-    for a parameter without dimensions and for an embedding with max_norm; whoever uses the whole
-    weights of before, RuntimeError. Backward raises RuntimeError
-    for create_graph=True, and for weights that were written since forward.
+    Raises DifferentModelsError, on every rank, if the ranks hold different modules; ValueError for a
+    parameter without dimensions and for an embedding with max_norm. Using a weight that was replaced
+    by shards raises RuntimeError. Backward raises RuntimeError under create_graph=True, and for
+    weights that were written since forward.
 
-    residency  keeps all weights whole over several forwards and backwards
+    residency  keeps all weights whole over several forward and backward passes
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class FullyShardedDataParallel(nn.Module):
         if self._registered != (now := registrations()):
             require_known(self.module, ())
             self._registered = now
-        with self._prefetcher.of_one_forward():
+        with self._prefetcher.during_forward():
             return self.module(
                 *map(self._cast, inputs),
                 **{name: self._cast(value) for name, value in named.items()},
@@ -99,18 +101,16 @@ class FullyShardedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Changes nothing: a rank has no place to keep whole gradients, so each backward averages
-        its own.
-        """
+        """Has no effect: ranks do not keep whole gradients, so every backward averages its own."""
         yield
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for parameter in self.parameters():
-            parameter.grad = None  # which copies of other parameters have not either
+            parameter.grad = None  # a deep copy of an ordinary parameter has no gradient either
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scales the gradients so that the norm of all of them is at most `max_norm`; the norm
+        """Scales the gradients so that their total norm is at most `max_norm`; returns the norm
         before.
         """
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
@@ -118,14 +118,16 @@ class FullyShardedDataParallel(nn.Module):
 
 
 def _places_of_parameters(module: nn.Module) -> dict[str, list[Place]]:
-    """Of each whole parameter, under its first name, the modules and attributes where it is:
-    several if it is tied. Raises ValueError for one without dimensions.
+    """Returns the places of each parameter that is not sharded yet, by its first name: a tied
+    parameter has several. Raises ValueError for a parameter without dimensions.
     """
     whole = {p: name for name, p in module.named_parameters() if not isinstance(p, DTensor)}
     places: dict[str, list[Place]] = {name: [] for name in whole.values()}
     for parameter, name in whole.items():
         if parameter.ndim == 0:
-            raise ValueError(f"{name} has no dimensions; ZeRO 3 shards the first one of each")
+            raise ValueError(
+                f"{name} has no dimensions; ZeRO 3 shards the first one of a parameter"
+            )
     for owner in module.modules():
         for attribute, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             if parameter in whole:
@@ -136,15 +138,15 @@ def _places_of_parameters(module: nn.Module) -> dict[str, list[Place]]:
 def _by_unit(
     places: Mapping[str, list[Place]], owners: Sequence[nn.Module]
 ) -> list[list[list[Place]]]:
-    """The places of the weights of each unit, by the module that it is of. What is in several units
-    is the last one's, the whole module's.
+    """Returns the places of the weights of each unit; unit i has the weights inside owners[i]. The
+    last owner is the whole module: its unit has the weights that are in no other unit or in several.
     """
     units_of: dict[nn.Module, set[int]] = {}
     for unit, owner in enumerate(owners[:-1]):
         for module in owner.modules():
             units_of.setdefault(module, set()).add(unit)
-    found: list[list[list[Place]]] = [[] for _ in owners]
+    by_unit: list[list[list[Place]]] = [[] for _ in owners]
     for of_weight in places.values():
-        its_units = {unit for module, _ in of_weight for unit in units_of.get(module, {-1})}
-        found[its_units.pop() if len(its_units) == 1 else -1].append(of_weight)
-    return found
+        units = {unit for module, _ in of_weight for unit in units_of.get(module, {-1})}
+        by_unit[units.pop() if len(units) == 1 else -1].append(of_weight)
+    return by_unit

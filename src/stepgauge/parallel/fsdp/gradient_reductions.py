@@ -1,4 +1,4 @@
-"""The whole gradients of a sharded module's units, on their way to the shards."""
+"""Reduces the whole gradients of a sharded module's units into the shards."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class GradientReductions:
-    """Averages whole gradients into the shards while backward goes on; `.grad` has the means when
-    backward returns.
+    """Starts to reduce the gradients of each unit while backward runs. When backward returns, the
+    shards have their means in `.grad`.
     """
 
     def __init__(self, sharding: Sharding):
@@ -38,15 +38,21 @@ class GradientReductions:
         self._reset()
 
     def _reset(self) -> None:
-        self.is_running = False
-        self._in_flight: list[list[FlatGradients]] = []  # of each unit
-        self._used: set[nn.Parameter] = set()
-        self._unused_here: list[tuple[nn.Parameter, DTensor]] = []
         self._usage: Usage | None = None
-        # gradients, by their versions, when a backward failed
+        # The gradients that a failed backward left, with their versions.
         self._incomplete: list[tuple[Tensor, int]] = []
-        # what this backward used, and frees at its end where it has not come to the weights
-        self._unsharded: dict[UnshardedUnit, None] = {}  # each once, in order
+        self._reset_backward()
+
+    def _reset_backward(self) -> None:
+        """Forgets the state of a backward."""
+        self.is_running = False
+        self._in_flight: list[list[FlatGradients]] = []  # one list per unit
+        self._used: set[nn.Parameter] = set()
+        # Means of weights that a part of this backward did not use on this rank.
+        self._unused_here: list[tuple[nn.Parameter, DTensor]] = []
+        # Weights that this backward gathered or found whole, each once, in order. Those that are still
+        # whole at its end are freed.
+        self._unsharded: dict[UnshardedUnit, None] = {}
         self._keeps_unsharded = False
 
     @property
@@ -54,45 +60,49 @@ class GradientReductions:
         return [shard for unit in self.units for shard in unit.shards]
 
     def forget_usage(self) -> None:
-        """Of parameters that others have taken the places of."""
+        """Must be called when a parameter was replaced by another one."""
         self._usage = None
 
     def begin_backward(self, device: torch.device) -> None:
-        """To be called in a backward, before anything of it."""
+        """Must be called in every backward, before anything else here. Only the first call acts."""
         if not self.is_running:
             self._require_zeroed()
             self.is_running = True
-            # the graph that create_graph makes reads them
+            # The graph that create_graph=True builds needs the whole weights.
             self._keeps_unsharded = torch.is_grad_enabled()
             at_end_of_backward(self._end_backward, device)
 
     def free_at_end(self, unsharded: UnshardedUnit) -> None:
-        """In a backward: frees whole weights when it ends, where it has not come to them."""
+        """Makes the running backward free these whole weights at its end, if they still are whole
+        then. Does nothing outside of a backward.
+        """
         if self.is_running:
             self._unsharded[unsharded] = None
 
     def _require_zeroed(self) -> None:
-        """Raises RuntimeError for gradients of a backward that failed: those of the unit in which
-        it failed are lost.
+        """Raises RuntimeError if gradients of a failed backward are still there. The gradients of the
+        unit in which it failed are lost.
         """
         incomplete, self._incomplete = self._incomplete, []
         for gradient, version in incomplete:
             for parameter in self.parameters:
                 if parameter.grad is gradient and gradient._version == version:
                     raise RuntimeError(
-                        "a backward has failed, and the gradients of sharded weights are "
-                        "incomplete: zero them before the next"
+                        "a backward failed, so the gradients of sharded weights are incomplete: "
+                        "zero them before the next backward"
                     )
 
     def reduce_outside_backward(self, gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
-        """As `reduce`, outside of a backward, in the parameters' own type; until `wait`."""
+        """Does the same as `reduce` outside of a backward, in the parameters' dtype. Must be followed
+        by `wait`.
+        """
         if not self.is_running:
             self._require_zeroed()
             self.is_running = True
         self.reduce(gradients, None)
 
     def wait(self) -> None:
-        """Waits for all that was sent; the shards then have their gradients."""
+        """Waits for all reductions; the shards then have their gradients."""
         self._end_backward(failed=False)
 
     def reduce(
@@ -100,17 +110,17 @@ class GradientReductions:
         gradients: Mapping[nn.Parameter, Tensor | None],
         compute_dtype: torch.dtype | None,
     ) -> None:
-        """Sends the whole gradients of a unit's weights; None counts as zero."""
+        """Starts to reduce the whole gradients of a unit's weights; None counts as zero."""
         device = next(iter(gradients)).device
         self.begin_backward(device)
         while len(self._in_flight) >= MOST_IN_FLIGHT:
             self._receive_oldest()
-        alike: dict[torch.dtype, dict[nn.Parameter, Tensor | None]] = {}
+        by_dtype: dict[torch.dtype, dict[nn.Parameter, Tensor | None]] = {}
         for parameter, gradient in gradients.items():
-            alike.setdefault(parameter.dtype, {})[parameter] = gradient
+            by_dtype.setdefault(parameter.dtype, {})[parameter] = gradient
         flats = [
-            FlatGradients(of_type, sent_dtype(dtype, compute_dtype), self.sharding)
-            for dtype, of_type in alike.items()
+            FlatGradients(of_dtype, sent_dtype(dtype, compute_dtype), self.sharding)
+            for dtype, of_dtype in by_dtype.items()
         ]
         launches = [flat.send for flat in flats]
         works = launch_together(launches, group=self.sharding.group, device=device)
@@ -121,38 +131,41 @@ class GradientReductions:
     @torch.no_grad()
     def _receive_oldest(self) -> None:
         for flat in self._in_flight.pop(0):
-            for parameter, part, used in flat.receive():
+            for parameter, mean, used in flat.receive():
                 if used:
                     self._used.add(parameter)
-                    self._accumulate(parameter, part)
+                    self._accumulate(parameter, mean)
                 else:
-                    self._unused_here.append((parameter, part))
+                    self._unused_here.append((parameter, mean))
 
-    def _accumulate(self, parameter: nn.Parameter, part: Tensor) -> None:
-        """As autograd does, which forgets hooks of a DTensor that was converted."""
+    def _accumulate(self, parameter: nn.Parameter, mean: Tensor) -> None:
+        """Adds a mean to `.grad` and calls the parameter's hooks. Autograd could do that, but it loses
+        the hooks of a DTensor that was converted.
+        """
         for hook in tensor_hooks(parameter):
-            changed = hook(part)
-            part = part if changed is None else changed
+            changed = hook(mean)
+            mean = mean if changed is None else changed
         if parameter.grad is None:
-            parameter.grad = part
+            parameter.grad = mean
         else:
-            parameter.grad.add_(part)
+            parameter.grad.add_(mean)
         for hook in post_accumulate_hooks(parameter):
             hook(parameter)
 
     def _accumulate_used_elsewhere(self) -> None:
-        """The gradients of weights that this rank did not use and another did."""
+        """Accumulates the means of weights that another rank used and this rank did not."""
         parameters = self.parameters
         self._usage = self._usage or Usage(parameters, self.sharding)
         here = {p for p, _ in self._unused_here} - self._used
         numbers = [number for number, p in enumerate(parameters) if p in here] if here else []
         unused = {parameters[number] for number in self._usage.unused_on_all_ranks(numbers)}
-        for parameter, part in self._unused_here:
+        for parameter, mean in self._unused_here:
             if parameter not in unused:
-                self._accumulate(parameter, part)
+                self._accumulate(parameter, mean)
 
     @torch.no_grad()
     def _end_backward(self, failed: bool) -> None:
+        """Receives what is in flight, and frees weights that are still whole."""
         try:
             while self._in_flight:
                 self._receive_oldest()
@@ -160,16 +173,14 @@ class GradientReductions:
                 unsharded.place_shards()
                 if unsharded.is_unsharded and not self._keeps_unsharded:
                     unsharded.reshard()
-            if failed:  # elsewhere it may not have: ranks cannot ask each other
-                given = [p.grad for p in self.parameters if p.grad is not None]
-                self._incomplete = [(gradient, gradient._version) for gradient in given]
+            if failed:
+                # Other ranks may not have failed, so ranks cannot compare which weights they used.
+                gradients = [p.grad for p in self.parameters if p.grad is not None]
+                self._incomplete = [(gradient, gradient._version) for gradient in gradients]
                 return
             for unsharded in self._unsharded:
                 unsharded.require_unwritten()
-            if not self._used and not self._unused_here:
-                return
-            self._accumulate_used_elsewhere()
+            if self._used or self._unused_here:
+                self._accumulate_used_elsewhere()
         finally:
-            kept = self._usage, self._incomplete
-            self._reset()
-            self._usage, self._incomplete = kept
+            self._reset_backward()

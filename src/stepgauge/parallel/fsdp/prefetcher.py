@@ -1,4 +1,4 @@
-"""Which weights of a sharded module are gathered next, before they are asked for."""
+"""Starts to gather the weights of a sharded module before they are needed."""
 
 import contextlib
 import weakref
@@ -13,16 +13,18 @@ from stepgauge.spec.plan.shards import PREFETCHED
 
 
 class Prefetcher:
-    """Starts gathering the next unit's weights, as long as a step uses units as the last one did."""
+    """Gathers the next unit's weights ahead, for as long as a forward calls the units in the order of
+    the previous forward.
+    """
 
     def __init__(self, sharding: Sharding):
         self._sharding = sharding
         self._order: CallOrder | None = None
-        self._is_active = False
-        self._expected: list[ShardedUnit] = []
-        self._calls: list[ShardedUnit] = []
+        self._is_active = False  # inside a forward
+        self._expected: list[ShardedUnit] = []  # calls of the previous forward
+        self._calls: list[ShardedUnit] = []  # calls of this forward so far
         self._prefetched: dict[ShardedUnit, UnshardedUnit] = {}
-        # calls of the last forward, which backward takes in reverse
+        # The calls of the last forward that need a backward, which runs in reverse order.
         self._forward: list[weakref.ref[UnshardedUnit]] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -32,8 +34,9 @@ class Prefetcher:
         self.__init__(state["sharding"])  # type: ignore[misc]
 
     @contextlib.contextmanager
-    def of_one_forward(self) -> Iterator[None]:
-        if self._is_active:  # a module that is called within itself
+    def during_forward(self) -> Iterator[None]:
+        """Wraps a forward of the whole module."""
+        if self._is_active:  # the module calls itself
             yield
             return
         self._is_active, self._calls, self._forward = True, [], []
@@ -47,23 +50,24 @@ class Prefetcher:
             self._prefetched = {}
 
     def _require_order(self, unit: ShardedUnit | None) -> None:
-        """Raises RuntimeError where ranks would gather different weights together, or (None) where
-        they have not called as many.
+        """Raises RuntimeError if ranks are about to gather the weights of different units, or (unit
+        is None) end the forward after different calls. Ranks communicate only if this rank's calls
+        differ from those of the previous forward.
         """
-        place = len(self._calls)
+        position = len(self._calls)
         if unit is None:
-            is_expected = place == len(self._expected)
+            is_expected = position == len(self._expected)
         else:
-            is_expected = self._expected[place : place + 1] == [unit]
+            is_expected = self._expected[position : position + 1] == [unit]
         if is_expected:
             return
         self._order = self._order or CallOrder(self._sharding.group)
         called = [each.name or "the module" for each in self._calls]
-        now = (unit.name or "the module") if unit else "nothing"
-        self._order.require_same(called, now)
+        next_call = (unit.name or "the module") if unit else "nothing"
+        self._order.require_same(called, next_call)
 
     def unshard_for_forward(self, unit: ShardedUnit) -> UnshardedUnit:
-        """The unit's whole weights, on their way already where they were prefetched."""
+        """Starts to gather the unit's weights, unless they were prefetched; returns them."""
         if self._is_active:
             self._require_order(unit)
         unsharded = self._prefetched.pop(unit, None)
@@ -72,27 +76,27 @@ class Prefetcher:
         return unsharded
 
     def prefetch_next(self, unit: ShardedUnit) -> None:
-        """Before a unit computes: starts gathering the weights of those that follow."""
+        """Called before a unit computes: starts to gather the weights of the next units."""
         if not self._is_active:
             return
-        place = len(self._calls)
+        position = len(self._calls)
         self._calls.append(unit)
-        if self._expected[place : place + 1] != [unit]:
+        if self._expected[position : position + 1] != [unit]:
             return
-        for following in self._expected[place + 1 : place + 1 + PREFETCHED]:
+        for following in self._expected[position + 1 : position + 1 + PREFETCHED]:
             if following not in self._prefetched and following.unsharded is None:
                 self._prefetched[following] = following.unshard()
 
     def after_forward(self, unsharded: UnshardedUnit) -> None:
-        """Notes a call that backward comes to."""
+        """Records a call that needs a backward."""
         if self._is_active:
             self._forward.append(weakref.ref(unsharded))
 
     def prefetch_previous(self, unsharded: UnshardedUnit) -> None:
-        """Before a call's backward: starts gathering the weights of the calls before it."""
+        """Called before the backward of a call: starts to gather the weights of the calls before."""
         calls = [call() for call in self._forward]
         if unsharded in calls:
-            place = calls.index(unsharded)
-            for before in calls[max(0, place - PREFETCHED) : place]:
+            position = calls.index(unsharded)
+            for before in calls[max(0, position - PREFETCHED) : position]:
                 if before is not None:
                     before.unshard()

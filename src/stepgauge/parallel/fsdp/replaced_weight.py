@@ -1,4 +1,4 @@
-"""Shards in place of a whole weight."""
+"""Replaces a weight by its shards."""
 
 from typing import Any
 
@@ -9,25 +9,25 @@ from stepgauge.parallel.sharding import Sharding
 
 
 class ReplacedWeight(nn.Parameter):
-    """A whole weight in whose place its shards were put: whoever still has it and uses it is told."""
+    """A weight that was replaced by shards. Every use of it raises RuntimeError."""
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         raise RuntimeError(
-            "this weight is no parameter any more, zero3 has put shards in place of it: build "
-            "optimizers and lists from the parameters of the wrapped module, and wrap modules that "
-            "share the weight as one module"
+            "zero3 has replaced this weight by a sharded parameter: build optimizers and lists from "
+            "the parameters of the wrapped module, and wrap modules that share a weight as one "
+            "module"
         )
 
 
 def sharded_in_place_of(whole: nn.Parameter, sharding: Sharding) -> nn.Parameter:
-    """The weight, sharded, with its attributes, hooks and gradient; the whole says from now on that it
-    is none.
+    """Returns the weight as a sharded parameter with its attributes, hooks and gradient. The whole
+    weight becomes a ReplacedWeight.
     """
-    part, is_trained = sharding.shard(whole.detach()), whole.requires_grad
-    sharded = nn.Parameter(part, requires_grad=is_trained)
+    shard, requires_grad = sharding.shard(whole.detach()), whole.requires_grad
+    sharded = nn.Parameter(shard, requires_grad=requires_grad)
     vars(sharded).update(vars(whole))
     if whole.grad is not None:
         sharded.grad = sharding.shard(whole.grad)

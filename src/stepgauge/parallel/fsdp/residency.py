@@ -1,8 +1,8 @@
-"""A sharded module that is whole over several forwards and backwards: a stage of a pipeline, whose
-micro-batches would else gather its weights and average its gradients one by one.
+"""Keeps a sharded module whole over several forward and backward passes. A stage of a pipeline would
+otherwise gather its weights and reduce its gradients once for every micro-batch.
 
-While it is whole, its weights are plain tensors in the parameters' type, whose gradients add up as
-those of any module. They become the mean over ranks, in the shards, once.
+While the module is whole, its weights are plain tensors in the parameters' dtype, whose gradients
+accumulate as those of any module. They are reduced into the shards once.
 """
 
 import torch
@@ -14,34 +14,35 @@ from stepgauge.parallel.fsdp.unsharded_unit import UnshardedUnit
 
 
 class Residency:
-    """The units of a module, from `unshard` to `reshard`. All ranks of the shards must call both."""
+    """Makes the units of a module whole, from `unshard` to `reshard`. All ranks must call both."""
 
     def __init__(self, units: list[ShardedUnit], reductions: GradientReductions):
         self._units, self._reductions = units, reductions
-        self._whole: list[tuple[UnshardedUnit, list[nn.Parameter], list[Tensor]]] = []
+        # of each unit, with its shards and whole weights
+        self._resident: list[tuple[UnshardedUnit, list[nn.Parameter], list[Tensor]]] = []
 
     def unshard(self) -> None:
-        """Gathers all weights at once, and leaves them in their places."""
-        found = [UnshardedUnit(unit, unit.parameters, None) for unit in self._units]
-        for unsharded in found:
+        """Gathers all weights at once and puts them in place of the shards."""
+        gathered = [UnshardedUnit(unit, unit.parameters, None) for unit in self._units]
+        for unsharded in gathered:
             unsharded.unshard()
-        for unit, unsharded in zip(self._units, found, strict=True):
+        for unit, unsharded in zip(self._units, gathered, strict=True):
             unsharded.wait()
             weights = [
                 buffer[: shard.shape[0]].detach().requires_grad_(shard.requires_grad)
                 for buffer, shard in zip(unsharded.buffers, unsharded.parameters, strict=True)
             ]
-            self._whole.append((unsharded, list(unsharded.parameters), weights))
+            self._resident.append((unsharded, list(unsharded.parameters), weights))
             unit.placed = unsharded
             unit.place(weights)
 
     def reduce(self) -> None:
         """Averages the whole gradients into the shards' `.grad`."""
-        for _, shards, weights in self._whole:
+        for _, shards, weights in self._resident:
             pairs = zip(shards, weights, strict=True)
-            trained = {shard: weight.grad for shard, weight in pairs if shard.requires_grad}
-            if trained:
-                self._reductions.reduce_outside_backward(trained)
+            gradients = {shard: weight.grad for shard, weight in pairs if shard.requires_grad}
+            if gradients:
+                self._reductions.reduce_outside_backward(gradients)
             for weight in weights:
                 weight.grad = None
         self._reductions.wait()
@@ -49,6 +50,6 @@ class Residency:
     @torch.no_grad()
     def reshard(self) -> None:
         """Puts the shards back and frees the whole weights."""
-        for unsharded, _, _ in self._whole:
+        for unsharded, _, _ in self._resident:
             unsharded.reshard()
-        self._whole = []
+        self._resident = []
