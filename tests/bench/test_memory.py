@@ -133,14 +133,14 @@ def test_a_prediction_says_what_holds_it():
         "H100 80GB HBM3",
         "no: H200 has 141 GB",
     ]
-    seen = table.for_eyes()
+    seen = table.for_display()
     assert "fits" in [seen.columns[place] for place in seen.name_columns()]  # however narrow it is
     assert "fits" not in summary_table([tracked()]).columns
 
 
 def test_rows_are_named_in_words_for_people_and_by_fields_for_machines():
     table = summary_table([tracked(), predicted_for_cpu()])
-    assert table.for_eyes().columns[:2] == ["row", "figures"] and {"precision", "predict"} <= {
+    assert table.for_display().columns[:2] == ["row", "figures"] and {"precision", "predict"} <= {
         *table.columns
     }
     assert [row[0] for row in table.rows] == ["predict=no", "predict=cpu"]

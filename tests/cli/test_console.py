@@ -210,7 +210,7 @@ def test_names_wider_together_than_the_terminal_wrap_in_half_of_it(terminal):
 
 def test_what_the_caption_says_is_for_machines():
     told = table(hidden=frozenset(["name"]))
-    assert told.for_eyes().columns == list(FIGURES) and "name" in told.to("csv")
+    assert told.for_display().columns == list(FIGURES) and "name" in told.to("csv")
 
 
 def test_sentences_wrap_behind_their_indent_in_a_terminal(terminal):

@@ -26,7 +26,7 @@ def test_rows_are_modelled_and_their_terms_can_be_seen(stepgauge):
     assert status == 0, err
     assert "matmul tn bf16" in out and "interpolated" in out
     for size in ("medium", "2.7b"):
-        assert re.search(rf"size={size}: terms of [\d.]+ ms ± \d+% by their sources", out)
+        assert re.search(rf"size={size}: terms of the predicted step, [\d.]+ ms ± \d+%, on ", out)
         assert f"size={size}: parts of the peak of" in out
     assert "optimizer state" in out
     status, out, _ = stepgauge(*PREDICT, "--size", "2.7b", "--terms", "--format", "json")

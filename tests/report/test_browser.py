@@ -94,7 +94,7 @@ def test_it_loads_nothing_and_says_everything(browser, path):
         "a <b>",
         "Elsewhere: needs 2 GPUs, this machine has 0",
         "did not run",
-        "−5.000 ms a step: compile=on",
+        "compile=on saves 5.000 ms a step",
         "Yes.",
     ):
         assert words in text
@@ -139,8 +139,8 @@ def test_tables_and_commands_can_be_copied(browser, path):
 
 def test_plots_are_described_and_can_be_saved(browser, path):
     tab = opened(browser, path)
-    told = tab.locator("svg").first.get_attribute("aria-label")
-    assert told.startswith("ms. small: forward 1, backward 2, in all 3; large: forward 2")
+    description = tab.locator("svg").first.get_attribute("aria-label")
+    assert description.startswith("ms. small: forward 1, backward 2, total 3; large: forward 2")
     with tab.expect_download() as download:
         tab.locator("button.save").first.click()
     saved = download.value.path().read_text()

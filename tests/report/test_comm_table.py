@@ -33,16 +33,16 @@ def fitted(times):
     return fit_table(links(records))
 
 
-def test_no_cost_of_a_call_and_an_error_of_one_size_are_called_what_they_are():
+def test_a_fit_warns_of_a_negative_alpha_and_of_an_error_from_one_size():
     sizes = [2**power for power in range(20, 26)]
     table = fitted({size: size / 2**20 - 0.5 for size in sizes})
     (row,) = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
-    assert row["α µs"] == 0 and "α is not above zero" in row["remark"]
+    assert row["α µs"] == 0 and "α is not positive" in row["remark"]
     (row, *_) = fitted({size: 1 + size / 2**20 for size in sizes[:4]}).rows
-    assert row[-1] == "an error is of one size alone"
+    assert row[-1] == "an error comes from a single size"
 
 
-def test_the_answer_names_the_rows_that_its_figures_are_of_and_leaves_disturbed_ones_out():
+def test_the_answer_names_its_rows_and_ignores_disturbed_ones():
     def row(algorithm, size, time, busbw):
         spec = dataclasses.asdict(CommSpec(algorithm=algorithm, size_bytes=size))
         metrics = {"time_ms": Sample.of(time, "ms"), "busbw_gb_per_s": Sample.exact(busbw, "GB/s")}
@@ -51,9 +51,7 @@ def test_the_answer_names_the_rows_that_its_figures_are_of_and_leaves_disturbed_
     disturbed = row("ring", 10 * 2**20, [1.0, 5.0, 9.0], 2.079)
     rows = [row("library", 10 * 2**20, [8.8], 1.19), row("ring", 2**16, [0.3875], 0.17), disturbed]
     assert answer(rows) == (
-        "Of the undisturbed rows all_reduce reaches 1.190 GB/s of bus bandwidth at most (10 MiB over "
-        "gloo, 2 ranks); the quickest row takes 387.5 µs (64 KiB over gloo (our ring), 2 ranks)."
+        "Of the undisturbed rows, all_reduce reaches at most 1.190 GB/s of bus bandwidth (10 MiB over "
+        "gloo, 2 ranks). The quickest row takes 387.5 µs (64 KiB over gloo (our ring), 2 ranks)."
     )
-    assert answer([disturbed]) == (
-        "All rows of all_reduce were disturbed: none says what the links give."
-    )
+    assert answer([disturbed]) == "All rows of all_reduce were disturbed, so no bandwidth is given."

@@ -22,12 +22,12 @@ def record(mib):
 
 
 def numbers(plot):
-    """Those along the vertical axis."""
+    """Returns the labels of the vertical axis."""
     axis = plot.svg.partition('id="matplotlib.axis_2"')[2]
     return re.findall(r">\s*([\d.]+)\s*</text>", axis)
 
 
-def test_timelines_beside_each_other_share_a_scale():
+def test_timelines_share_a_scale_unless_one_would_be_too_low():
     low, high, tiny = record(300), record(700), record(20)
     alone = timeline(low)
     shared, other = (timeline(each, beside=[low, high, tiny]) for each in (low, high))

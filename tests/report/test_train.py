@@ -44,7 +44,7 @@ def test_both_losses_of_a_text_are_told_in_one_unit():
     figures = {"first_loss": 5.5, "last_loss": 1.2, "held_out": 1.8}
     metrics = {name: Sample.exact(value, "") for name, value in figures.items()}
     assert answer([dataclasses.replace(record, metrics=metrics)]) == (
-        "The loss fell from 5.5 to 1.2, held out to 1.25 nats a token (1.8 bits a byte)."
+        "The loss fell from 5.5 to 1.2 nats a token; on held-out data it is 1.25 (1.8 bits a byte)."
     )
     own = dataclasses.replace(record, metrics=metrics, environment={})
-    assert answer([own]) == "The loss fell from 5.5 to 1.2, held out to 1.8."
+    assert answer([own]) == "The loss fell from 5.5 to 1.2; on held-out data it is 1.8."

@@ -1,4 +1,4 @@
-"""What a page says of the machine is the same for all commands."""
+"""The facts at the top of a page: the machine, the software, the number of rows."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ MACHINE = {
 }  # fmt: skip
 
 
-def test_it_says_machine_software_and_times(record):
+def test_facts_name_machine_software_and_times(record):
     rows = [
         dataclasses.replace(record(), environment=MACHINE, created=f"2026-01-0{day}T00:00:00Z")
         for day in (2, 1)
@@ -24,7 +24,7 @@ def test_it_says_machine_software_and_times(record):
     }
 
 
-def test_what_is_not_known_is_left_out(record):
+def test_unknown_facts_are_left_out(record):
     failed = dataclasses.replace(record(status="failed", note="why"), environment={})
     assert measured_where([failed]) == {}
     assert measured_where(
@@ -32,9 +32,7 @@ def test_what_is_not_known_is_left_out(record):
     ) == {"Device": "Test GPU"}
 
 
-def test_disturbed_rows_are_counted_among_those_that_were_measured(record):
+def test_disturbed_rows_are_counted_among_the_measured_rows(record):
     rows = [record(step=[1.0, 9.0]), record(size="tiny", step=[1.0, 1.0])]
     predicted = [dataclasses.replace(row, provenance="modelled") for row in rows]
-    assert page_facts([*rows, *predicted])["Spread"].startswith(
-        "1 of 2 measured rows are disturbed"
-    )
+    assert page_facts([*rows, *predicted])["Disturbed"].startswith("1 of 2 measured rows (")

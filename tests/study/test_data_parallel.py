@@ -3,7 +3,7 @@
 import pytest
 
 from stepgauge.report.bucket_sweep import Overhead
-from stepgauge.report.data_parallel import USUAL_BUCKET_MB
+from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.study.data_parallel import blocks
 
@@ -41,7 +41,7 @@ def test_plans_that_end_alike_tell_nothing_of_the_tail():
 def test_rows_that_send_otherwise_are_other_bars():
     def row(step_ms, **spec):
         metrics = {"step_ms": Sample.exact(step_ms, "ms")}
-        usual = {"size": "tiny", "wrapper": "bucketed", "bucket_mb": USUAL_BUCKET_MB}
+        usual = {"size": "tiny", "wrapper": "bucketed", "bucket_mb": DataParallelSpec.bucket_mb}
         return Record(kind="data-parallel", spec=usual | spec, metrics=metrics)
 
     rows = [

@@ -10,9 +10,10 @@ import pytest
 from stepgauge.report.memory import SAME_COUNT, memory_blocks
 from stepgauge.report.names import labels
 from stepgauge.report.page import Text
-from stepgauge.report.run_page import reservations, write
+from stepgauge.report.run_page import warnings, write
 from stepgauge.report.table import objects
 from stepgauge.spec.comm import CommSpec
+from stepgauge.spec.disturbance import CRITERION
 from stepgauge.spec.experiments import EXPERIMENTS as NAMES
 from stepgauge.spec.kernel import KERNELS
 from stepgauge.spec.memory import MemorySpec
@@ -207,7 +208,7 @@ def test_any_run_has_a_page(stepgauge, tmp_path, record):
         store.append(record("small", step=[10.0 - len(spec), 10.1 - len(spec)], **spec))
     assert stepgauge("report", store.folder)[0] == 0
     text = (store.folder / "report.html").read_text()
-    assert "Not confirmed" in text and "perhaps −1.000 ms a step: compile=on" in text
+    assert "Not confirmed" in text and "compile=on may save 1.000 ms a step" in text
     assert "--precision fp32 --compile off on --turns 3" in text
     assert "The longest step takes 10.05 ms (compile=off)" in text
 
@@ -216,7 +217,7 @@ def test_what_a_gpu_gave_is_shipped_and_answers():
     for name in ("norm-layers", "attention"):
         (experiment,) = select([name])
         assert experiment.needs(CPU) and experiment.needs(H100) is None
-        assert "Ours is the fastest in" in experiment.answer(shipped(name))
+        assert "Our kernel is the fastest in" in experiment.answer(shipped(name))
     for name in ("fused-step", "collectives", "data-parallel", "sharded-state", "broadcast"):
         (experiment,) = select([name])
         assert experiment.answer(shipped(name)), name
@@ -277,17 +278,15 @@ def test_a_source_is_told_with_what_is_known_of_it_and_what_is_not():
     assert published.legend(["S1", "S5"]) in profile.published_table().caption
 
 
-def test_a_section_begins_with_what_is_to_be_known_of_its_figures(record):
+def test_a_section_begins_with_warnings_on_its_figures(record):
     quiet, busy = record("small", step=[10.0, 10.1]), record("medium", step=[10.0, 20.0])
     ours = dataclasses.replace(
         quiet, environment={**quiet.environment, "native": {"norm triton": "plain PyTorch: so"}}
     )
-    assert reservations([quiet]) == []
-    said = [block.text for block in reservations([ours, ours, busy])]
-    assert said == [
-        "No measure of our kernels here: norm triton ran in plain PyTorch: so.",
-        "Disturbed, marked † in plots (other work took cores that they needed, or, where that is not "
-        f"known, their p90 is over 1.5 × their p10): {labels([quiet, busy])[1]}.",
+    assert warnings([quiet]) == []
+    assert [block.text for block in warnings([ours, ours, busy])] == [
+        "Our kernels were not measured: norm triton ran in plain PyTorch: so.",
+        f"Disturbed rows, marked † in plots ({CRITERION}): {labels([quiet, busy])[1]}.",
     ]
 
 

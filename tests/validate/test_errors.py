@@ -145,7 +145,7 @@ def test_a_row_that_was_not_predicted_stands_beside_the_others_where_that_is_ask
     alone = row(two_ranks("zero1"), step=50.0)
     table = error_table([modelled, measured, alone], unpredicted=True)
     assert table.rows[1][1:4] == [None, 50.0, None] and table.rows[1][-1] == "not predicted"
-    shown = table.for_eyes()
+    shown = table.for_display()
     assert shown.rows[1][1:4] == ["-", "50.00", "-"]
     assert len(error_table([modelled, measured, alone]).rows) == 1
 

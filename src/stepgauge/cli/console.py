@@ -102,7 +102,7 @@ def print_table(table: Table) -> None:
         console.print(table.caption, style="table.title", markup=False, soft_wrap=whole)
     if not table.rows:
         return
-    every = table.for_eyes()
+    every = table.for_display()
     width = console.width if console.is_terminal else _page_width()
     shown = that_fit(every, width)
     if shown is None:

@@ -28,7 +28,7 @@ def that_fit(table: Table, width: int) -> Table | None:
         if taken > width:
             break
         chosen.append(place)
-    return None if others and len(chosen) == names else table.of(sorted(chosen))
+    return None if others and len(chosen) == names else table.select(sorted(chosen))
 
 
 def _names_with_room(widths: Sequence[int], width: int) -> int:

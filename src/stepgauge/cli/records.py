@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from stepgauge.cli.console import Format, print_in, print_records, tell, warn
 from stepgauge.report.compare import closest_differ_in, difference_table
 from stepgauge.report.compare import compare as compare_records
-from stepgauge.report.over import over as together
+from stepgauge.report.merge import merge_over as together
 from stepgauge.report.views import STATISTICS
 from stepgauge.spec.experiments import MACHINE_FILE
 from stepgauge.spec.record import Record
@@ -80,13 +80,13 @@ def compare(
     compared = compare_records(
         read(first), read(second), ignoring=[name.replace("-", "_") for name in ignoring]
     )
-    pairs = compared.found
+    pairs = compared.differences
     if not pairs:
         raise ValueError(f"{first} and {second} share no row{_closest(first, second, ignoring)}")
     tell(f"A is {first}, B is {second}")
     for kind in dict.fromkeys(pair.first.kind for pair in pairs):
         print_in(format, difference_table([pair for pair in pairs if pair.first.kind == kind]))
-    for sentence in compared.alone:
+    for sentence in compared.notes:
         tell(sentence)
     exceeding = sum(pair.exceeds_spread for pair in pairs)
     with_spread = sum(pair.has_spread for pair in pairs)

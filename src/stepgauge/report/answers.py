@@ -1,9 +1,9 @@
-"""One or two sentences a set of records: what its table and plots show, computed from its rows."""
+"""Answers of one or two sentences to the question of a section, computed from its records."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from stepgauge.report.comm import asked, moved_by
+from stepgauge.report.comm import comm_spec, transport
 from stepgauge.report.figure import short, short_bytes
 from stepgauge.report.findings import CHOICES, Pair, is_comparable, pairs
 from stepgauge.report.layout import layout_answer
@@ -17,16 +17,16 @@ from stepgauge.spec.record import Record
 from stepgauge.spec.step import TRAINING_PHASES
 from stepgauge.spec.units import NATS_PER_BIT
 
-MOST_CHANGES = 4  # of a sentence
-SAME = 0.05  # relative: a change below it is called none
-NOT_OURS = "Our kernels did not run on this machine: nothing here measures them."
+MAX_CHANGES = 4  # in one sentence
+SAME = 0.05  # relative: a smaller change counts as none
+NOT_OURS = "Our kernels did not run on this machine, so these rows do not measure them."
 
 
 def answer(records: Sequence[Record]) -> str:
-    """The answer that rows of one kind give; nothing where no row has figures."""
+    """Returns the answer from records of one kind, or "" if none of them has figures."""
     good = [record for record in records if record.status == "ok"]
     if not good:
-        return "No row was measured: the table says why."
+        return "No row could be measured; the table gives the reasons."
     kind = good[0].kind
     good = [record for record in good if record.kind == kind]
     if kind in KERNELS:
@@ -35,26 +35,28 @@ def answer(records: Sequence[Record]) -> str:
 
 
 def step_answer(records: Sequence[Record]) -> str:
-    """Where the longest step goes, and how far the shortest is from it."""
+    """Returns the phases of the longest step and the time of the shortest."""
     timed = [r for r in records if r.median("step_ms") and r.provenance == "measured"]
     comparable = list(filter(is_comparable, timed))
-    left_out = 0 < len(comparable) < len(timed)
-    timed = comparable or timed  # disturbed rows where there are no others
+    ignores_rows = 0 < len(comparable) < len(timed)
+    timed = comparable or timed
     if not timed:
         return ""
     names = dict(zip(map(id, timed), labels(timed), strict=True))
     longest, shortest = (pick(timed, key=_step) for pick in (max, min))
     phases = {phase: longest.median(f"{phase}_ms") or 0.0 for phase in TRAINING_PHASES}
-    whole = sum(phases.values())
-    shares = [f"{phase} {100 * ms / whole:.0f} %" for phase, ms in phases.items() if ms]
-    parts = f": {', '.join(shares)}" if shares else ""
-    alone = "The only" if left_out else "A"
-    which = alone if longest is shortest else "The longest"
-    step = "undisturbed step" if left_out else "step"
-    said = f"{which} {step} takes {number(_step(longest))} ms ({names[id(longest)]}){parts}."
+    total = sum(phases.values())
+    shares = [f"{phase} {100 * ms / total:.0f} %" for phase, ms in phases.items() if ms]
     if longest is not shortest:
-        said += f" The shortest takes {number(_step(shortest))} ms ({names[id(shortest)]})."
-    return said
+        which = "The longest"
+    else:
+        which = "The only" if ignores_rows else "A"
+    step = "undisturbed step" if ignores_rows else "step"
+    text = f"{which} {step} takes {number(_step(longest))} ms ({names[id(longest)]})"
+    text += f": {', '.join(shares)}." if shares else "."
+    if longest is not shortest:
+        text += f" The shortest takes {number(_step(shortest))} ms ({names[id(shortest)]})."
+    return text
 
 
 def _step(record: Record) -> float:
@@ -62,42 +64,42 @@ def _step(record: Record) -> float:
 
 
 def choice_answer(records: Sequence[Record], field: str) -> str:
-    """What each value of a choice makes of the step, and which phases of the longest it changes."""
+    """Returns the speedup of each value of a choice, and its effect on the phases of the best pair."""
     choice = next(choice for choice in CHOICES if field in choice)
     every = pairs(records, choice)
     if not every:
-        return "No two undisturbed rows differ in this alone: nothing to compare here."
+        return "Nothing to compare: no two undisturbed rows differ only in this choice."
     confirmed = [pair for pair in every if pair.is_confirmed]
-    apart = [pair for pair in every if not pair.is_confirmed]
-    sentences = [f"{_speeds(confirmed)}."] if confirmed else []
-    if apart:
-        sentences.append(f"{_speeds(apart)} (measured apart, not in turns).")
-    best = min(confirmed or apart, key=lambda pair: pair.ratio)
-    phases = ", ".join(_gain(best, phase) for phase in TRAINING_PHASES if _gain(best, phase))
+    unconfirmed = [pair for pair in every if not pair.is_confirmed]
+    sentences = [f"{_speedups(confirmed)}."] if confirmed else []
+    if unconfirmed:
+        sentences.append(f"{_speedups(unconfirmed)} (measured at different times, not in turns).")
+    best = min(confirmed or unconfirmed, key=lambda pair: pair.ratio)
+    phases = [effect for phase in TRAINING_PHASES if (effect := _effect(best, phase))]
     if phases:
-        sentences.append(f"With {best.change} at {_size(best.after)}: {phases}.")
+        sentences.append(f"With {best.change} at {_size(best.after)}: {', '.join(phases)}.")
     return " ".join(sentences)
 
 
-def _speeds(found: Sequence[Pair]) -> str:
-    """How many times as fast each change makes the step, the largest first."""
+def _speedups(compared: Sequence[Pair]) -> str:
+    """Returns how many times as fast the step is with each change, the largest speedup first."""
     by_change: dict[str, list[Pair]] = {}
-    for pair in found:
+    for pair in compared:
         by_change.setdefault(pair.change, []).append(pair)
-    told = []
+    clauses = []
     for change, own in by_change.items():
-        speeds = sorted(1 / pair.ratio for pair in own)
-        reach = f"{speeds[0]:.2f}" + (f" to {speeds[-1]:.2f}" if len(speeds) > 1 else "")
-        told.append((-speeds[-1], f"{change} is {reach} times as fast as {own[0].instead_of}"))
-    return "; ".join(text for _, text in sorted(told)[:MOST_CHANGES])
+        speedups = sorted(1 / pair.ratio for pair in own)
+        span = f"{speedups[0]:.2f}" + (f" to {speedups[-1]:.2f}" if len(speedups) > 1 else "")
+        clauses.append((-speedups[-1], f"{change} is {span} times as fast as {own[0].instead_of}"))
+    return "; ".join(text for _, text in sorted(clauses)[:MAX_CHANGES])
 
 
-def _gain(pair: Pair, phase: str) -> str:
+def _effect(pair: Pair, phase: str) -> str:
     before, after = (each.median(f"{phase}_ms") for each in (pair.before, pair.after))
     if not before or not after:
         return ""
     if abs(after / before - 1) < SAME:
-        return f"{phase} gains nothing"
+        return f"{phase} unchanged"
     return f"{phase} {before / after:.1f} × faster" if after < before else (
         f"{phase} {after / before:.1f} × slower")  # fmt: skip
 
@@ -109,95 +111,94 @@ def _size(record: Record) -> str:
 
 
 def kernel_answer(records: Sequence[Record]) -> str:
-    """In how many rows ours is the fastest, and the least and largest ratio to the best peer."""
+    """Returns how often our kernel is the fastest, and its speedup over the best peer."""
     if any(map(fallbacks, records)):
         return NOT_OURS
     ratios = sorted(ratio for r in records if (ratio := r.median("ratio_to_best_peer")))
     if not ratios:
-        timed = [f"{describe(r)}: {number(r.median(f'{OURS}_ms'))} ms" for r in records[:1]]
-        return f"No peer ran beside ours; {timed[0]}." if timed else ""
+        ours = f"{describe(records[0])} takes {number(records[0].median(f'{OURS}_ms'))} ms"
+        return f"{ours} with our kernel; no peer ran to compare it with."
     wins = sum(ratio > 1 for ratio in ratios)
     ceilings = [share for r in records if (share := r.median("fraction_of_ceiling"))]
-    reach = f" It reaches {max(ceilings):.2f} of the device's ceiling at most." if ceilings else ""
+    ceiling = f" It reaches up to {max(ceilings):.2f} of the device's ceiling." if ceilings else ""
     return (
-        f"Ours is the fastest in {wins} of {len(ratios)} rows: {ratios[0]:.2f} to {ratios[-1]:.2f} "
-        f"times as fast as the best peer.{reach}"
+        f"Our kernel is the fastest in {wins} of {len(ratios)} rows: {ratios[0]:.2f} to "
+        f"{ratios[-1]:.2f} times as fast as the best peer.{ceiling}"
     )
 
 
 def comm_answer(records: Sequence[Record]) -> str:
-    """The most bandwidth and the least time of all-reduce, else of the first operation."""
+    """Returns the highest bandwidth and the shortest time of all-reduce, or of the first operation if
+    all-reduce was not measured.
+    """
     op = "all_reduce"
     if all(record.spec["op"] != op for record in records):
         op = records[0].spec["op"]
     own = [record for record in records if record.spec["op"] == op]
     own = [record for record in own if record.spec["device"] != "cpu"] or own
     timed = [record for record in own if record.median("busbw_gb_per_s")]
-    held, among = undisturbed(timed)
-    if not held:
-        return f"All rows of {op} were disturbed: none says what the links give." if timed else ""
-    widest = max(held, key=lambda record: record.median("busbw_gb_per_s") or 0.0)
-    soonest = min(held, key=lambda record: record.median("time_ms") or 0.0)
+    kept, among = undisturbed(timed)
+    if not kept:
+        return f"All rows of {op} were disturbed, so no bandwidth is given." if timed else ""
+    widest = max(kept, key=lambda record: record.median("busbw_gb_per_s") or 0.0)
+    quickest = min(kept, key=lambda record: record.median("time_ms") or 0.0)
     return (
-        f"{among}{op} reaches {number(widest.median('busbw_gb_per_s'))} GB/s of bus bandwidth at "
-        f"most ({_moved(widest)}); the quickest row takes "
-        f"{number(1e3 * (soonest.median('time_ms') or 0.0))} µs ({_moved(soonest)})."
+        f"{among}{op} reaches at most {number(widest.median('busbw_gb_per_s'))} GB/s of bus "
+        f"bandwidth ({_transfer(widest)}). The quickest row takes "
+        f"{number(1e3 * (quickest.median('time_ms') or 0.0))} µs ({_transfer(quickest)})."
     )
 
 
-def _moved(record: Record) -> str:
-    return f"{_bytes(record)} over {moved_by(asked(record))}, {record.spec['ranks']} ranks"
-
-
-def _bytes(record: Record) -> str:
+def _transfer(record: Record) -> str:
     size = record.spec["size_bytes"]
-    return short_bytes(size) + ("iB" if size >= 1024 else " B")
+    nbytes = short_bytes(size) + ("iB" if size >= 1024 else " B")
+    return f"{nbytes} over {transport(comm_spec(record))}, {record.spec['ranks']} ranks"
 
 
 def broadcast_answer(records: Sequence[Record]) -> str:
-    """The fastest schedule, beside the naive copies."""
-    held, among = undisturbed(records)
-    if not held:
-        return "All rows were disturbed: no schedule can be called the fastest."
-    best = max(held, key=lambda r: r.median("gb_per_s") or 0.0)
-    naive = [r for r in held if r.spec["schedule"] == "naive"]
-    times = (
-        f", {(naive[0].median('time_ms') or 0.0) / (best.median('time_ms') or 1.0):.1f} times as "
-        "fast as the naive copies"
-        if naive and best.spec["schedule"] != "naive"
-        else ""
-    )
+    """Returns the fastest schedule and its speedup over the naive copies."""
+    kept, among = undisturbed(records)
+    if not kept:
+        return "All rows were disturbed, so no schedule is named as the fastest."
+    best = max(kept, key=lambda r: r.median("gb_per_s") or 0.0)
+    naive = [r for r in kept if r.spec["schedule"] == "naive"]
+    speedup = ""
+    if naive and best.spec["schedule"] != "naive":
+        times = (naive[0].median("time_ms") or 0.0) / (best.median("time_ms") or 1.0)
+        speedup = f", {times:.1f} times as fast as the naive copies"
     return (
-        f"{among}{best.spec['schedule']} is the fastest: {number(best.median('gb_per_s'))} GB/s to "
-        f"each of {best.spec['gpus']} devices{times}."
+        f"{among}{best.spec['schedule']} is the fastest schedule: "
+        f"{number(best.median('gb_per_s'))} GB/s to each of {best.spec['gpus']} devices{speedup}."
     )
 
 
 def data_parallel_answer(records: Sequence[Record]) -> str:
-    """What the quickest wrapper costs beside one rank alone and beside torch's DDP."""
+    """Returns the fastest wrapper of the largest network, compared with a single rank and with
+    torch's DDP.
+    """
     timed = [record for record in records if record.median("step_ms")]
-    ours = [record for record in _of_most_gradients(timed) if not fallbacks(record)]
+    ours = [record for record in _of_largest_network(timed) if not fallbacks(record)]
     rows, among = undisturbed(ours)
     wrapped = [record for record in rows if record.spec["wrapper"] != "none"]
     if not wrapped:
-        return "All rows were disturbed: no wrapper can be called the quickest."
+        return "All rows were disturbed, so no wrapper is named as the fastest."
     best = min(wrapped, key=_step)
     at = f"{among}at" if among else "At"
     low = " with gradients in bf16" if best.spec.get("reduce_dtype", "own") != "own" else ""
-    said = (
-        f"{at} size={best.spec['size']} on {best.spec['ranks']} ranks {best.spec['wrapper']}{low} "
-        f"is the quickest: {number(_step(best))} ms a step"
+    text = (
+        f"{at} size={best.spec['size']} on {best.spec['ranks']} ranks, "
+        f"{best.spec['wrapper']}{low} is the fastest: {number(_step(best))} ms a step"
     )
-    if single := _beside(best, rows, "none"):
-        said += f", {_step(best) / _step(single):.2f} × one rank alone"
-    torch_ddp = _beside(best, rows, "torch-ddp")
+    if single := _same_work(best, rows, "none"):
+        text += f", {_step(best) / _step(single):.2f} × the time of a single rank"
+    torch_ddp = _same_work(best, rows, "torch-ddp")
     if torch_ddp and torch_ddp is not best:
-        said += f"; torch-ddp takes {number(_step(torch_ddp))} ms"
-    return f"{said}.{_exposed(best)}"
+        text += f"; torch-ddp takes {number(_step(torch_ddp))} ms"
+    return f"{text}.{_exposed(best)}"
 
 
-def _of_most_gradients(records: Sequence[Record]) -> list[Record]:
-    """Those of the largest network, by the bytes of its gradients."""
+def _of_largest_network(records: Sequence[Record]) -> list[Record]:
+    """Returns the records of the network with the most bytes of gradients."""
     nbytes = [record.median("gradient_bytes") or 0.0 for record in records]
     most = max(nbytes, default=0.0)
     return [record for record, size in zip(records, nbytes, strict=True) if size == most]
@@ -208,12 +209,12 @@ def _exposed(record: Record) -> str:
     if exposed is None:
         return ""
     if exposed <= 0:
-        return " Its exposed communication is too short to be measured here."
-    return f" Of its communication {number(exposed)} ms are exposed."
+        return " Its exposed communication is too short to measure."
+    return f" {number(exposed)} ms of its communication are exposed."
 
 
-def _beside(record: Record, others: Sequence[Record], wrapper: str) -> Record | None:
-    """The row of that wrapper which does the same work."""
+def _same_work(record: Record, others: Sequence[Record], wrapper: str) -> Record | None:
+    """Returns the row of the wrapper that does the same work as the record."""
 
     def work(each: Record) -> dict[str, Any]:
         spec = flatten(each.spec)
@@ -224,7 +225,7 @@ def _beside(record: Record, others: Sequence[Record], wrapper: str) -> Record | 
 
 
 def memory_answer(records: Sequence[Record]) -> str:
-    """What holds the largest peak."""
+    """Returns the largest peak and the three categories that hold most of it."""
     measured = [r for r in records if r.provenance == "measured" and r.median("peak_bytes")]
     if not measured:
         return ""
@@ -238,41 +239,43 @@ def memory_answer(records: Sequence[Record]) -> str:
     )
     name = dict(zip(map(id, measured), labels(measured), strict=True))[id(largest)]
     unit = size_unit([peak])
-    return f"The largest peak is {unit.of(peak)} {unit.text} ({name}): {shares}."
+    return f"The largest peak is {unit.format(peak)} ({name}): {shares}."
 
 
 def train_answer(records: Sequence[Record]) -> str:
-    told = []
+    """Returns the first, last and held-out loss of the first two runs."""
+    sentences = []
     for record in records:
         first, last, held_out = (record.median(n) for n in ("first_loss", "last_loss", "held_out"))
         if first is None or last is None:
             continue
-        fell = f"The loss fell from {short(first)} to {short(last)}"
-        if "corpus_bytes" in record.environment:
-            held = f", held out to {short(held_out * NATS_PER_BIT)}" if held_out else ""
-            bits = f" ({short(held_out)} bits a byte)" if held_out else ""
-            told.append(f"{fell}{held} nats a token{bits}.")
-        else:
-            told.append(f"{fell}{f', held out to {short(held_out)}' if held_out else ''}.")
-    return " ".join(told[:2])
+        is_text = "corpus_bytes" in record.environment
+        unit = " nats a token" if is_text else ""
+        text = f"The loss fell from {short(first)} to {short(last)}{unit}"
+        if held_out:
+            loss = held_out * NATS_PER_BIT if is_text else held_out
+            bits = f" ({short(held_out)} bits a byte)" if is_text else ""
+            text += f"; on held-out data it is {short(loss)}{bits}"
+        sentences.append(f"{text}.")
+    return " ".join(sentences[:2])
 
 
 def profile_answer(records: Sequence[Record]) -> str:
-    """The kinds of work that take most of the largest profiled step, and idle time."""
+    """Returns the three kinds of work that take most of the longest profiled step."""
     largest = max(records, key=_step)
     kinds = {
         name.removeprefix("kind_").removesuffix("_ms"): sample.median
         for name, sample in largest.metrics.items()
         if name.startswith("kind_")
     }
-    whole = sum(kinds.values())
-    if not whole:
+    total = sum(kinds.values())
+    if not total:
         return ""
     first = sorted(kinds.items(), key=lambda each: -each[1])[:3]
-    shares = ", ".join(f"{SPELLED.get(kind, kind)} {100 * ms / whole:.0f} %" for kind, ms in first)
-    noun = "the kernels' time" if "idle_ms" in largest.metrics else "the operations' time"
+    shares = ", ".join(f"{SPELLED.get(kind, kind)} {100 * ms / total:.0f} %" for kind, ms in first)
+    noun = "kernels" if "idle_ms" in largest.metrics else "operations"
     name = labels(records)[records.index(largest)].removeprefix(f"{largest.kind} ")
-    return f"Of {noun} in a step ({name}): {shares}."
+    return f"Most of the {noun}' time in a step ({name}) goes to {shares}."
 
 
 _ANSWERS: Mapping[str, Callable[[Sequence[Record]], Any]] = {

@@ -1,4 +1,4 @@
-"""A host tensor brought to every GPU: the schedules beside each other."""
+"""Reports on copying a host tensor to every GPU: a comparison of the schedules."""
 
 from collections.abc import Sequence
 
@@ -10,8 +10,8 @@ from stepgauge.report.views import plotted, record_table
 from stepgauge.spec.record import Record
 
 MEANING = (
-    "GB/s: the tensor's bytes over the time until every device has all of it. The links were "
-    "measured alone, in the same run."
+    "GB/s is the tensor's size divided by the time until every device has all of it. The links "
+    "were measured separately, in the same run."
 )
 
 
@@ -21,7 +21,9 @@ def broadcast_blocks(records: Sequence[Record]) -> list[Block]:
     good = [record for record in records if record.status == "ok"]
     if not good:
         return shown
-    rates = {"GB/s to each": [plotted(record, "gb_per_s") for record in good]}
+    rates = {"GB/s to each device": [plotted(record, "gb_per_s") for record in good]}
     link = number(good[0].median("host_link_gb_per_s"))
-    caption = f"What each schedule gives to each device; one host link alone gives {link} GB/s."
+    caption = (
+        f"Rate at which each device receives the tensor. One host link alone reaches {link} GB/s."
+    )
     return [Plot(grouped_bars(labels(good), rates, unit="GB/s"), caption), *shown]

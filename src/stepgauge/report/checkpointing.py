@@ -1,5 +1,5 @@
-"""What activation checkpointing gives back: bytes a block by formula, the best k, memory against
-time.
+"""Reports on activation checkpointing: bytes kept by formula, the best number of blocks per group,
+and memory against time.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ from stepgauge.spec.units import GIB
 
 @dataclasses.dataclass(frozen=True)
 class BlockBytes:
-    """Bytes of one block, from a record with every block checkpointed and one with none."""
+    """Bytes that one block keeps, from a record that checkpoints every block and one that does not."""
 
-    boundary: float  # kept at a block's entry when it is computed again
-    inside: float  # kept within one block when it is not
+    boundary: float  # the block's input: all that a checkpointed block keeps
+    inside: float  # all that a block without checkpointing keeps
 
     def kept(self, layers: int, k: int, checkpointing: str = "blocks") -> float:
-        """Largest bytes kept at once: the inputs of L/k parts and the insides of the part that runs
-        again.
+        """Returns the largest number of bytes kept at once with k blocks per group: the inputs of the
+        L/k groups, and what the recomputed group keeps.
 
         blocks: ceil(L/k) boundary + k inside; nested: ceil(L/k) boundary + k boundary + inside.
         """
@@ -35,21 +35,25 @@ class BlockBytes:
         return math.ceil(layers / k) * self.boundary + within
 
     def best(self, layers: int, checkpointing: str = "blocks") -> int:
-        """The k of least `kept`: near sqrt(L boundary / inside), nested near sqrt(L)."""
+        """Returns the k with the least `kept`: about sqrt(L boundary / inside), nested about sqrt(L)."""
         return min(range(1, layers + 1), key=lambda k: (self.kept(layers, k, checkpointing), k))
 
 
-def bytes_a_block(record: Record) -> float | None:
-    """Kept for backward by a block: the median, since the first and the last keep more or less."""
+def bytes_per_block(record: Record) -> float | None:
+    """Returns the bytes that a block keeps for backward: the median, because the first and the last
+    block differ.
+    """
     kept = [int(size) for name, size in record.tables.get("saved_by_block", [])[1:] if str(name)]
     return statistics.median(kept) if kept else None
 
 
 def block_bytes(records: Iterable[Record]) -> BlockBytes | None:
-    """Of records of one model without checkpointing and with every block; None if one lacks."""
+    """Returns the bytes per block from one model's records: one without checkpointing and one that
+    checkpoints every block. None if either is missing.
+    """
     sizes: dict[str, float] = {}
     for record in records:
-        spec, kept = flatten(record.spec), bytes_a_block(record)
+        spec, kept = flatten(record.spec), bytes_per_block(record)
         if (
             kept is not None
             and spec["checkpointing"] in ("none", "blocks")
@@ -62,7 +66,7 @@ def block_bytes(records: Iterable[Record]) -> BlockBytes | None:
 
 
 def best_checkpoint_tables(records: Sequence[Record]) -> list[Table]:
-    """A table a model: the peak of each checkpointing, and the k that the formula calls best."""
+    """Returns a table per model: the peak of each kind of checkpointing, and the best k by formula."""
     tables = []
     groups = _by_model(paired(records))
     for name, group in zip(labels([group[0].shown for group in groups]), groups, strict=True):
@@ -83,22 +87,22 @@ def best_checkpoint_tables(records: Sequence[Record]) -> list[Table]:
             }
             rows.append({
                 "checkpointing": choice,
-                "blocks a part": k if choice != "none" else None,
+                "blocks per group": k if choice != "none" else None,
                 **{f"{name} {unit.text}": unit.value(size) for name, size in figures.items()},
                 "remark": "least by formula" if by_formula and k == sizes.best(layers, choice) else "",
             })  # fmt: skip
         best = {choice: sizes.best(layers, choice) for choice in ("blocks", "nested")}
         caption = (
-            f"{name}: a block keeps {unit.of(sizes.inside)} {unit.text}, its input "
-            f"{unit.of(sizes.boundary)} {unit.text}. Of the {layers} blocks, by formula parts of "
-            f"{best['blocks']} keep least, and nested ones of {best['nested']}."
+            f"{name}: one block keeps {unit.format(sizes.inside)} for backward, its input is "
+            f"{unit.format(sizes.boundary)}. By formula, the {layers} blocks keep least in groups of "
+            f"{best['blocks']}, with nested checkpointing in groups of {best['nested']}."
         )
         tables.append(Table.from_rows(rows, caption=caption))
     return tables
 
 
 def choice_of(record: Record) -> tuple[str, int]:
-    """What is computed again, and how many blocks at a time."""
+    """Returns the kind of checkpointing and the number of blocks per group."""
     spec = flatten(record.spec)
     return str(spec["checkpointing"]), int(spec["checkpoint_blocks"])
 
@@ -109,7 +113,7 @@ def _order(record: Record) -> tuple[bool, str, int]:
 
 
 def _by_model(rows: Sequence[Row]) -> list[list[Row]]:
-    """Rows that differ in their checkpointing alone."""
+    """Groups rows that differ only in their checkpointing."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         spec = row.shown.spec
@@ -120,9 +124,9 @@ def _by_model(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def memory_against_time(points: Mapping[str, tuple[float, float]]) -> Plot:
-    """A point a choice: (step ms, peak bytes)."""
+    """Plots one point per kind of checkpointing: (step ms, peak bytes)."""
     curves = {name: ([ms], [size / GIB]) for name, (ms, size) in points.items()}
     return Plot(
         lines(curves, x="ms a step (median)", y="peak GiB", dots=tuple(curves)),
-        "Memory against time: what each checkpointing saves and what it costs.",
+        "Peak memory against step time for each kind of checkpointing.",
     )

@@ -1,4 +1,4 @@
-"""Collectives as nccl-tests prints them, their fits, and plots of both."""
+"""Reports on collectives: a table with the columns of nccl-tests, fits of time by size, plots."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from stepgauge.report.figure import SERIES, lines, short, short_bytes
 from stepgauge.report.numbers import whole
 from stepgauge.report.page import Block, Plot
 from stepgauge.report.table import Table
-from stepgauge.report.views import plotted, remarked
+from stepgauge.report.views import plotted, remark_cell
 from stepgauge.spec.comm import IN_PLACE, OPS, ROOT, CommSpec
 from stepgauge.spec.links import Link
 from stepgauge.spec.record import Record, Sample
@@ -16,21 +16,23 @@ from stepgauge.spec.record import Record, Sample
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 FIXED = ("op", "backend", "algorithm", "ranks", "nodes", "dtype", "timing", "device")
 MEGABYTE = 1 << 20
-MOST_FIT_PLOTS = 4
-LEAST_SIZES = 4  # of a curve; fewer are read more easily in the table
+MAX_FIT_PLOTS = 4  # if there are more fits, only those of all-reduce are drawn
+MIN_SIZES = 4  # a curve of fewer sizes is easier to read in the table
 
 
-def asked(record: Record) -> CommSpec:
+def comm_spec(record: Record) -> CommSpec:
     return CommSpec(**record.spec)
 
 
 def comm_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -> Table:
-    """The columns of nccl-tests and the spread: the whole operation's size, the slowest rank."""
+    """Returns the columns of nccl-tests and percentiles. Sizes are of the whole operation, times of
+    the slowest rank.
+    """
     rows = []
     for record in records:
-        spec, time = asked(record), record.metrics.get("time_ms")
+        spec, time = comm_spec(record), record.metrics.get("time_ms")
         rows.append({
-            "op": spec.op, "over": _over(spec), "ranks": spec.ranks, "timing": spec.timing,
+            "op": spec.op, "over": _backend(spec), "ranks": spec.ranks, "timing": spec.timing,
             "size B": spec.bytes,
             "time µs": _us(time.median if time else None),
             "busbw GB/s": record.median("busbw_gb_per_s"),
@@ -45,12 +47,12 @@ def comm_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -> 
             "place": "in" if spec.op in IN_PLACE else "out",
             "factor": spec.factor,
             "wrong": _wrong(record),
-            **remarked(record, records),
+            **remark_cell(record, records),
         })  # fmt: skip
     caption = (
-        "busbw = algbw × factor; percentiles are of batches. As nccl-tests prints them: count is a "
-        "rank's part where the operation is split, root is -1 where there is none; place: whether "
-        "the result lies where the input was."
+        "busbw = algbw × factor. Percentiles are taken over batches of operations. As in nccl-tests, "
+        "count is one rank's part if the operation splits its data, and root is -1 if there is none. "
+        "Place is 'in' if the result overwrites the input."
     )
     return Table.from_rows(rows, caption=caption, names=5, formats={"factor": ".4g"})
 
@@ -59,41 +61,43 @@ def _us(ms: float | None) -> float | None:
     return None if ms is None else ms * 1e3
 
 
-def _over(spec: CommSpec) -> str:
-    by = ["our ring"] if spec.algorithm == "ring" else []
-    by += ["GPU tensors"] if spec.backend == "gloo" and spec.device != "cpu" else []
+def _backend(spec: CommSpec) -> str:
+    details = ["our ring"] if spec.algorithm == "ring" else []
+    details += ["GPU tensors"] if spec.backend == "gloo" and spec.device != "cpu" else []
     nodes = f", {spec.nodes} nodes" if spec.nodes > 1 else ""
-    return spec.backend + (f" ({', '.join(by)})" if by else "") + nodes
+    return spec.backend + (f" ({', '.join(details)})" if details else "") + nodes
 
 
-def moved_by(spec: CommSpec) -> str:
-    """What moves the bytes and, where it is not the usual clock, the clock."""
-    return _over(spec) if spec.timing == "pipelined" else f"{_over(spec)}, {spec.timing}"
+def transport(spec: CommSpec) -> str:
+    """Returns the backend, and the timing method if it is not the default."""
+    return _backend(spec) if spec.timing == "pipelined" else f"{_backend(spec)}, {spec.timing}"
 
 
 def _wrong(record: Record) -> float | str | None:
     if record.status != "ok":
         return None
-    found = record.median("wrong")
-    return "not checked" if found is None else whole(found)
+    wrong = record.median("wrong")
+    return "not checked" if wrong is None else whole(wrong)
 
 
 def links(records: Sequence[Record]) -> list[Link]:
-    """A fit for each operation that was measured at three sizes or more."""
+    """Returns a fit for each operation that was measured at three or more sizes."""
     by_operation: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
-        if record.status == "ok" and asked(record).bytes:
+        if record.status == "ok" and comm_spec(record).bytes:
             by_operation.setdefault(tuple(record.spec[name] for name in FIXED), []).append(record)
     return [
-        _link(rows) for rows in by_operation.values() if len({asked(r).bytes for r in rows}) >= 3
+        _link(rows)
+        for rows in by_operation.values()
+        if len({comm_spec(r).bytes for r in rows}) >= 3
     ]
 
 
 def _link(records: Sequence[Record]) -> Link:
     last = records[-1]
     names = ("device", "torch", "cuda", "library", "hosts", "devices", "stepgauge", "commit")
-    points = {asked(record).bytes: _point(record) for record in records}
-    spec = asked(last)
+    points = {comm_spec(record).bytes: _point(record) for record in records}
+    spec = comm_spec(last)
     return link(
         list(points.values()),
         asked={name: last.spec[name] for name in FIXED},
@@ -106,122 +110,112 @@ def _link(records: Sequence[Record]) -> Link:
 def _point(record: Record) -> LinkPoint:
     time: Sample = record.metrics["time_ms"]
     return LinkPoint(
-        asked(record).bytes, time.median, max(NOISE, (time.p90 - time.p10) / time.median / 4)
+        comm_spec(record).bytes, time.median, max(NOISE, (time.p90 - time.p10) / time.median / 4)
     )
 
 
-def fit_table(fitted: Sequence[Link]) -> Table:
-    """One row a piece; the errors are medians of absolute relative errors."""
+def fit_table(fits: Sequence[Link]) -> Table:
+    """Returns one row per piece of a fit. Errors are medians of absolute relative errors."""
     rows = []
-    for found in fitted:
-        spec = CommSpec(**found.asked)
-        errors = [found.held_out_error(0, MEGABYTE), found.held_out_error(MEGABYTE)]
-        start = found.range_bytes[0]
-        for index, piece in enumerate(found.pieces):
+    for fit in fits:
+        spec = CommSpec(**fit.asked)
+        errors = [fit.held_out_error(0, MEGABYTE), fit.held_out_error(MEGABYTE)]
+        start = fit.range_bytes[0]
+        for index, piece in enumerate(fit.pieces):
             below, above = errors if index == 0 else (None, None)
-            to = piece.to_bytes or found.range_bytes[1]
+            to = piece.to_bytes or fit.range_bytes[1]
             rows.append({
-                "op": spec.op, "over": moved_by(spec), "ranks": spec.ranks, "from B": start, "to B": to,
+                "op": spec.op, "over": transport(spec), "ranks": spec.ranks, "from B": start, "to B": to,
                 "α µs": piece.alpha_ms * 1e3, "1/β GB/s": _rate(piece.bytes_per_s),
                 "held out < 1 MiB %": below and 100 * below,
                 "held out ≥ 1 MiB %": above and 100 * above,
-                "remark": _fit_remark(piece.alpha_ms, found.held_out if index == 0 else ()),
+                "remark": _fit_remark(piece.alpha_ms, fit.held_out if index == 0 else ()),
             })  # fmt: skip
             start = to
-    caption = "time = α + β·bytes; the error is the median over sizes held out of the fit; blank: none was."
+    caption = (
+        "Fit of time = α + β·bytes. The errors are medians over sizes that were held out of the fit; "
+        "blank if none was."
+    )
     formats = {"held out < 1 MiB %": ".2f", "held out ≥ 1 MiB %": ".2f"}
     return Table.from_rows(rows, caption=caption, names=5, formats=formats)
 
 
 def _fit_remark(alpha_ms: float, held_out: Iterable[int]) -> str:
-    """What a line of the fit is not. Sizes held out below a megabyte have one error, the others
-    another.
-    """
-    said = []
+    """Returns a warning on a piece whose α or whose errors say little."""
+    parts = []
     if alpha_ms <= 0:
-        said.append("α is not above zero: a line through these sizes, no cost of a call")
+        parts.append("α is not positive: it only fits these sizes and is not the cost of a call")
     large = [size >= MEGABYTE for size in held_out]
     if 1 in (large.count(True), large.count(False)):
-        said.append("an error is of one size alone")
-    return "; ".join(said)
+        parts.append("an error comes from a single size")
+    return "; ".join(parts)
 
 
 def _rate(bytes_per_s: float) -> float | str:
     return "flat" if bytes_per_s > 1e14 else bytes_per_s / 1e9
 
 
-def _own(found: Link, records: Sequence[Record]) -> list[Record]:
-    """The records that the fit is of."""
-    good = [record for record in records if record.status == "ok"]
-    return [r for r in good if all(r.spec[name] == value for name, value in found.asked.items())]
-
-
 def comm_blocks(records: Sequence[Record]) -> list[Block]:
-    """Bandwidth by size, the fits over the points, and the tables."""
-    good = [record for record in records if record.status == "ok" and asked(record).bytes]
-    fitted = links(good)
-    shown: list[Block] = []
-    widest = max((record.median("busbw_gb_per_s") or 0.0 for record in good), default=1.0)
+    """Returns plots of bandwidth by size and of the fits, and the tables."""
+    good = [record for record in records if record.status == "ok" and comm_spec(record).bytes]
+    fits = links(good)
+    blocks: list[Block] = []
     groups: dict[tuple[int, str], list[Record]] = {}
     for record in good:
-        spec = asked(record)
-        groups.setdefault((spec.ranks, moved_by(spec)), []).append(record)
-    for (ranks, how), here in groups.items():
-        for part in _portions(_by_operation(here, "busbw_gb_per_s")):
+        spec = comm_spec(record)
+        groups.setdefault((spec.ranks, transport(spec)), []).append(record)
+    for (ranks, over), group in groups.items():
+        for curves in _split_into_plots(_bandwidth_by_operation(group)):
             svg = lines(
-                part,
+                curves,
                 x="bytes",
                 y="busbw GB/s",
-                dots=list(part),
+                dots=list(curves),
                 scales={"x": short_bytes},
-                ends=(0.0, 1.1 * _of_device(good, asked(here[0]).device, widest)),
+                ends=(0.0, 1.1 * _widest(good, comm_spec(group[0]).device)),
             )
-            shown.append(Plot(svg, f"Bus bandwidth by size over {how}, {ranks} ranks."))
-    for found in fitted:
-        if len(fitted) <= MOST_FIT_PLOTS or found.asked["op"] == "all_reduce":
-            shown.append(_fit_plot(found, good))
-    shown.append(comm_table(records))
-    return [*shown, fit_table(fitted)] if fitted else shown
+            blocks.append(Plot(svg, f"Bus bandwidth by size over {over}, {ranks} ranks."))
+    for fit in fits:
+        if len(fits) <= MAX_FIT_PLOTS or fit.asked["op"] == "all_reduce":
+            blocks.append(_fit_plot(fit, good))
+    blocks.append(comm_table(records))
+    return [*blocks, fit_table(fits)] if fits else blocks
 
 
-def _of_device(records: Sequence[Record], device: str, default: float) -> float:
-    """The most bandwidth of rows on that device: plots of it share a scale."""
-    rates = [r.median("busbw_gb_per_s") or 0.0 for r in records if asked(r).device == device]
-    return max(rates, default=default)
+def _widest(records: Sequence[Record], device: str) -> float:
+    """Returns the highest bandwidth on that device: all plots of a device share a scale."""
+    return max(r.median("busbw_gb_per_s") or 0.0 for r in records if comm_spec(r).device == device)
 
 
 Curves = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
 
-def _by_operation(records: Sequence[Record], metric: str) -> Curves:
-    curves: dict[str, list[tuple[int, float]]] = {}
+def _bandwidth_by_operation(records: Sequence[Record]) -> Curves:
+    points: dict[str, list[tuple[int, float]]] = {}
     for record in records:
-        spec = asked(record)
-        curves.setdefault(spec.op, []).append((spec.bytes, plotted(record, metric) or 0.0))
-    long = {name: sorted(points) for name, points in curves.items() if len(points) >= LEAST_SIZES}
-    return {name: tuple(zip(*points, strict=True)) for name, points in long.items()}  # type: ignore[misc]
+        spec, busbw = comm_spec(record), plotted(record, "busbw_gb_per_s") or 0.0
+        points.setdefault(spec.op, []).append((spec.bytes, busbw))
+    drawn = {op: sorted(own) for op, own in points.items() if len(own) >= MIN_SIZES}
+    return {op: tuple(zip(*own, strict=True)) for op, own in drawn.items()}  # type: ignore[misc]
 
 
-def _portions(curves: Curves) -> list[Curves]:
-    """As many curves a plot as an eye tells apart."""
-    names = list(curves)
-    return [
-        {n: curves[n] for n in names[i : i + len(SERIES)]}
-        for i in range(0, len(names), len(SERIES))
-    ]
+def _split_into_plots(curves: Curves) -> list[Curves]:
+    """Returns the curves in groups that are small enough for one plot."""
+    every, most = list(curves.items()), len(SERIES)
+    return [dict(every[start : start + most]) for start in range(0, len(every), most)]
 
 
-def _fit_plot(found: Link, records: Sequence[Record]) -> Plot:
-    spec = CommSpec(**found.asked)
-    own = _own(found, records)
-    points = sorted((asked(r).bytes, r.metrics["time_ms"].median * 1e3) for r in own)
-    fitted = [point for point in points if point[0] not in found.held_out]
-    held_out = [point for point in points if point[0] in found.held_out]
-    low, high = found.range_bytes
+def _fit_plot(fit: Link, records: Sequence[Record]) -> Plot:
+    spec = CommSpec(**fit.asked)
+    own = [r for r in records if all(r.spec[name] == value for name, value in fit.asked.items())]
+    points = sorted((comm_spec(r).bytes, r.metrics["time_ms"].median * 1e3) for r in own)
+    fitted = [point for point in points if point[0] not in fit.held_out]
+    held_out = [point for point in points if point[0] in fit.held_out]
+    low, high = fit.range_bytes
     sizes = [low * (high / low) ** (i / 200) for i in range(201)]
     curves: dict[str, tuple[Sequence[float], Sequence[float]]] = {
         "measured, fitted": ([size for size, _ in fitted], [us for _, us in fitted]),
-        "α + β·bytes": (sizes, [found.time_ms(size) * 1e3 for size in sizes]),
+        "α + β·bytes": (sizes, [fit.time_ms(size) * 1e3 for size in sizes]),
     }
     if held_out:
         curves["measured, held out"] = (
@@ -232,12 +226,10 @@ def _fit_plot(found: Link, records: Sequence[Record]) -> Plot:
     svg = lines(
         curves, x="bytes", y="µs", dots=dots, joined=False, scales={"x": short_bytes, "y": short}
     )
-    errors = found.held_out_error(MEGABYTE)
-    seen = sum(size >= MEGABYTE for size in found.held_out)
-    of = "Error on the one held-out size" if seen == 1 else "Median error on held-out sizes"
-    told = f" {of} from 1 MiB: {100 * errors:.2f} %." if errors is not None else ""
-    return Plot(
-        svg,
-        f"{spec.op} over {moved_by(spec)}, {spec.ranks} ranks: the fit through the measured "
-        f"sizes.{told}",
-    )
+    caption = f"{spec.op} over {transport(spec)}, {spec.ranks} ranks: measured sizes and the fit."
+    error = fit.held_out_error(MEGABYTE)
+    if error is not None:
+        is_one = sum(size >= MEGABYTE for size in fit.held_out) == 1
+        of = "Error on the only held-out size" if is_one else "Median error on held-out sizes"
+        caption += f" {of} from 1 MiB: {100 * error:.2f} %."
+    return Plot(svg, caption)

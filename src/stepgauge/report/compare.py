@@ -1,4 +1,4 @@
-"""Two runs beside each other: which rows pair, and what differs by more than its spread."""
+"""Compares two runs: pairs their rows and finds figures that differ by more than their spread."""
 
 import dataclasses
 import itertools
@@ -13,13 +13,13 @@ from stepgauge.report.views import figure, is_measurable
 from stepgauge.spec.kinds import declarations
 from stepgauge.spec.record import Record
 
-MOST_NAMED = 3  # of rows without a partner
+MAX_NAMED = 3  # rows without a partner that are named; the others are counted
 PROVENANCE = "provenance"
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One figure in two runs. `exceeds_spread`: the ranges p10 to p90 do not meet."""
+    """One metric in two runs. `exceeds_spread` is true if the ranges p10 to p90 do not overlap."""
 
     first: Record
     second: Record
@@ -46,20 +46,20 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class RunDifferences:
-    """What two runs have in common, and in sentences what only one of them has."""
+    """The metrics of rows that both runs have, and notes on rows that only one of them has."""
 
-    found: list[Difference]
-    alone: list[str]
+    differences: list[Difference]
+    notes: list[str]
 
 
 def compare(
     first: Iterable[Record], second: Iterable[Record], *, ignoring: Sequence[str] = ()
 ) -> RunDifferences:
-    """Pairs the records of two runs by what was run, but for the fields `ignoring`, by their names
-    or their options'.
+    """Pairs the records of two runs whose specs agree in all fields except those `ignoring`, which are
+    named as fields or as options.
 
-    Raises ValueError if a field is unknown, or if several records of a run would be the same
-    without the fields.
+    Raises ValueError for an unknown field, or if without the fields a run has several records with
+    the same spec.
     """
     sides = [_by_pair_key(list(records), ignoring) for records in (first, second)]
     missing = (
@@ -68,12 +68,12 @@ def compare(
         )
         for own, other, name in ((sides[0], sides[1], "A"), (sides[1], sides[0], "B"))
     )
-    found, alone = [], []
+    differences, notes = [], []
     for key, record in sides[0].items():
         partner = sides[1].get(key)
         if partner is None:
             continue
-        found += [
+        differences += [
             Difference(record, partner, metric)
             for metric in record.metrics
             if metric in partner.metrics
@@ -81,12 +81,14 @@ def compare(
         ]
         for side, other, name in ((record, partner, "A"), (partner, record, "B")):
             if side.status != "ok" and other.status == "ok":
-                alone.append(f"{describe(side)}: {side.status.upper()} in {name} ({side.note})")
-    return RunDifferences(found, [*alone, *(sentence for sentence in missing if sentence)])
+                notes.append(f"{describe(side)}: {side.status.upper()} in {name} ({side.note})")
+    return RunDifferences(differences, [*notes, *filter(None, missing)])
 
 
 def closest_differ_in(first: Sequence[Record], second: Sequence[Record]) -> list[str]:
-    """The fields in which the two closest records of one kind differ; empty for two kinds."""
+    """Returns the fields in which the two most similar records of one kind differ; [] if no two
+    records have the same kind.
+    """
     differences = []
     for one, other in itertools.product(first, second):
         if one.kind == other.kind:
@@ -96,10 +98,10 @@ def closest_differ_in(first: Sequence[Record], second: Sequence[Record]) -> list
 
 
 def _without_partner(records: Sequence[Record], rows: int, run: str) -> str:
-    """How many of a run's rows the other has not, the first few by name; nothing for none."""
+    """Returns a sentence on the rows that only this run has, naming the first; "" if there are none."""
     if not records:
         return ""
-    named = labels(records)[:MOST_NAMED]
+    named = labels(records)[:MAX_NAMED]
     more = f", and {len(records) - len(named)} more" if len(records) > len(named) else ""
     return f"{len(records)} of {rows} rows of {run} without a partner: {'; '.join(named)}{more}"
 
@@ -107,7 +109,7 @@ def _without_partner(records: Sequence[Record], rows: int, run: str) -> str:
 def _by_pair_key(
     records: Sequence[Record], ignoring: Sequence[str]
 ) -> dict[tuple[Any, ...], Record]:
-    """Each record by its kind, its fields and its provenance, but for those to be ignored."""
+    """Returns the records by kind, spec fields and provenance, without the ignored fields."""
     ignored = _field_names(records, ignoring)
     pairs: dict[tuple[Any, ...], Record] = {}
     for record in records:
@@ -123,8 +125,8 @@ def _by_pair_key(
     return pairs
 
 
-def _field_names(records: Sequence[Record], named: Sequence[str]) -> set[str]:
-    """The fields of those names or options. Raises ValueError for an unknown one."""
+def _field_names(records: Sequence[Record], ignoring: Sequence[str]) -> set[str]:
+    """Returns field names for a mix of field names and options. Raises ValueError for unknown ones."""
     known = {PROVENANCE, *(name for record in records for name in flatten(record.spec))}
     flags = {
         field.metadata["flag"]: field.name
@@ -133,21 +135,21 @@ def _field_names(records: Sequence[Record], named: Sequence[str]) -> set[str]:
         for field in dataclasses.fields(declared)
         if field.metadata.get("flag")
     }
-    found = {name if name in known else flags.get(name, name) for name in named}
-    if unknown := found - known:
+    names = {name if name in known else flags.get(name, name) for name in ignoring}
+    if unknown := names - known:
         raise ValueError(
             f"ignoring is {unknown.pop()!r}; choose from {', '.join(sorted({*known, *flags}))}"
         )
-    return found
+    return names
 
 
-def difference_table(found: Sequence[Difference]) -> Table:
-    """One row a figure; a field that differs within a pair is written as "A → B"."""
-    records = [record for difference in found for record in (difference.first, difference.second)]
-    alike = shared_values(records)
-    fields = list(dict.fromkeys([*identifying_fields(records), *alike.fields]))
+def difference_table(differences: Sequence[Difference]) -> Table:
+    """Returns one row per metric. A field that differs within a pair is shown as "A → B"."""
+    records = [record for each in differences for record in (each.first, each.second)]
+    shared = shared_values(records)
+    fields = list(dict.fromkeys([*identifying_fields(records), *shared.fields]))
     rows = []
-    for difference in found:
+    for difference in differences:
         first, second = flatten(difference.first.spec), flatten(difference.second.spec)
         cells: list[Any] = []
         for name in fields:
@@ -163,8 +165,8 @@ def difference_table(found: Sequence[Difference]) -> Table:
         columns,
         rows,
         numeric=frozenset(("A", "B", "B / A")),
-        caption=alike.text,
-        hidden=alike.columns(),
+        caption=shared.text,
+        hidden=shared.columns(),
         formats={"B / A": ".3f"},
     )
 

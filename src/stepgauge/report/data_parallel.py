@@ -1,4 +1,4 @@
-"""Data parallel steps drawn: by wrapper, and traced; the table, and the sweep of bucket sizes."""
+"""Reports on data-parallel steps: plots by wrapper, a traced step, the table, the bucket sweep."""
 
 from collections.abc import Sequence
 
@@ -9,21 +9,25 @@ from stepgauge.report.views import record_table
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.record import Record
 
-USUAL_BUCKET_MB = DataParallelSpec.bucket_mb
-# as many as a plot shows
+# A plot has room for six bars a cluster.
 DRAWN = ("none", "naive", "bucketed", "bucketed bf16", "zero3", "torch-ddp")
 
 
 def plots(records: Sequence[Record]) -> list[Block]:
-    """Steps by wrapper, traced steps, the table and the bucket sweep."""
+    """Returns bars by wrapper, the traced step of each wrapper, the table and the bucket sweep."""
     good = [record for record in records if record.status == "ok"]
-    caption = "Step by wrapper; bf16: gradients are averaged in bf16. The table has all wrappers."
+    caption = (
+        "Step time by wrapper. bf16: gradients are averaged in bf16. The table has all wrappers."
+    )
     unit = "ms a step (median, slowest rank)"
     shown: list[Block] = [step_bars(good, caption, row=_size, bar=_bar, bars=DRAWN, unit=unit)]
     traced = [(str(r.spec["wrapper"]), r) for r in good if r.series.get("communication_start_ms")]
     last = [(wrapper, record) for wrapper, record in traced if _size(record) == _size(good[-1])]
     if last:
-        caption = f"A traced step of {_size(good[-1])}: communication beside computation, one wrapper above the other."
+        caption = (
+            f"One traced step of {_size(good[-1])} under each wrapper: when rank 0 communicates and "
+            "when it computes."
+        )
         shown.append(Plot(overlap_tracks(last), caption))
     return [*shown, record_table(records), *overhead_blocks(good)]
 
@@ -33,11 +37,11 @@ def _size(record: Record) -> str:
 
 
 def _bar(record: Record) -> str:
-    """The wrapper, with what of its sending is not as usual."""
-    usual = {"bucket_mb": USUAL_BUCKET_MB, "reduce_dtype": "own"}
-    unusual = [
+    """Returns the wrapper's name, and its bucket size and reduce type if they are not the default."""
+    defaults = {"bucket_mb": DataParallelSpec.bucket_mb, "reduce_dtype": "own"}
+    changed = [
         str(record.spec[name])
-        for name, value in usual.items()
+        for name, value in defaults.items()
         if record.spec.get(name, value) != value
     ]
-    return " ".join([str(record.spec["wrapper"]), *unusual])
+    return " ".join([str(record.spec["wrapper"]), *changed])

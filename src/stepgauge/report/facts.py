@@ -1,4 +1,4 @@
-"""Where and on what records were measured, and how many held: the facts that head a page."""
+"""Facts at the top of a page: the machine and software, and how many rows were measured."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ SOFTWARE = {"Python": "python", "torch": "torch", "Triton": "triton", "stepgauge
 
 
 def page_facts(records: Sequence[Record]) -> dict[str, str]:
-    """`measured_where`, peaks and conventions that figures need, and how many rows there are."""
+    """Returns `measured_where`, the device's peaks, the FLOP convention and the number of rows."""
     facts = measured_where(records)
     devices = {str(r.environment["device"]) for r in records if r.environment.get("device")}
     known = peaks(devices.pop()) if len(devices) == 1 else None
@@ -25,21 +25,20 @@ def page_facts(records: Sequence[Record]) -> dict[str, str]:
     measured = sum(record.provenance == "measured" for record in ok)
     disturbed = sum(is_disturbed(r) for r in ok if r.provenance == "measured")
     if disturbed:
-        facts["Spread"] = (
-            f"{disturbed} of {measured} measured rows are disturbed ({CRITERION}). No finding rests "
-            "on them."
+        facts["Disturbed"] = (
+            f"{disturbed} of {measured} measured rows ({CRITERION}). Findings do not use them."
         )
     counts = {
         "measured": measured,
         "predicted": len(ok) - measured,
         "did not fit or failed": len(records) - len(ok),
     }
-    told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-    return {**facts, "Rows": told or "none"}
+    rows = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    return {**facts, "Rows": rows or "none"}
 
 
 def measured_where(records: Sequence[Record]) -> dict[str, str]:
-    """Device, host, software, commit and times of the records; what they do not know is left out."""
+    """Returns device, host, software, commit and time of the records; unknown facts are left out."""
     known = [record for record in records if record.environment]
     if not known:
         return {}
@@ -49,15 +48,15 @@ def measured_where(records: Sequence[Record]) -> dict[str, str]:
     software = [f"{name} {where[key]}" for name, key in SOFTWARE.items() if where.get(key)]
     hosts = list(dict.fromkeys(where.get("hosts", [])))
     facts = {
-        "Device": _listed(where.get("device"), size),
-        "Host": _listed(where.get("cpu"), cores, where.get("os")),
-        "Software": _listed(*software),
-        "Library": _listed(where.get("library")),
-        "Hosts": _listed(*hosts) if len(hosts) > 1 else "",
-        "Commit": _listed(where.get("commit")),
+        "Device": _joined(where.get("device"), size),
+        "Host": _joined(where.get("cpu"), cores, where.get("os")),
+        "Software": _joined(*software),
+        "Library": _joined(where.get("library")),
+        "Hosts": _joined(*hosts) if len(hosts) > 1 else "",
+        "Commit": _joined(where.get("commit")),
         "Measured": _first_to_last([record.created for record in known if record.created]),
     }
-    return {name: told for name, told in facts.items() if told}
+    return {name: text for name, text in facts.items() if text}
 
 
 def _first_to_last(times: Sequence[str]) -> str:
@@ -68,9 +67,9 @@ def _first_to_last(times: Sequence[str]) -> str:
 
 
 def _minute(created: str) -> str:
-    """Of an ISO 8601 time in UTC."""
+    """Returns an ISO 8601 time, which is in UTC, without its seconds."""
     return f"{created[:16].replace('T', ' ')} UTC"
 
 
-def _listed(*parts: str | None) -> str:
+def _joined(*parts: str | None) -> str:
     return ", ".join(part for part in parts if part)

@@ -1,8 +1,8 @@
-"""Plots as inline SVG whose colours are CSS variables: one drawing for light and dark, text stays
-text.
+"""Plots as inline SVG. Their colours are CSS variables, so one drawing fits light and dark pages, and
+their text stays text.
 
-matplotlib draws with placeholder colours that the page's style sheet then gives a meaning: ink,
-grid and the series.
+matplotlib draws with placeholder colours, which are then replaced by the page's CSS variables for
+ink, grid and series.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
 
-# Placeholder -> CSS variable. Any colours that nothing else draws with.
+# Placeholder colours. Their values do not matter, as long as nothing else is drawn with them.
 INK, FAINT, GRID = "#010203", "#010204", "#010205"
-MOST_BARS = 24  # of a plot
+MAX_BARS = 24  # rows in one plot
 SERIES = ("#020301", "#020302", "#020303", "#020304", "#020305", "#020306")
 _VARIABLES = {
     INK: "ink",
@@ -64,11 +64,11 @@ _STYLE: Any = {
     "svg.hashsalt": "stepgauge",  # equal input gives equal bytes
 }
 
-# ends of a scale further apart than this get labels at powers of ten only
-MOST_LABELLED_BETWEEN = 3e3
+# A logarithmic axis with a larger ratio of its ends has labels only at powers of ten.
+MAX_RATIO_LABELLED_BETWEEN = 3e3
 DASHED = (0, (4, 3))
-LATE = 0.85  # of a scale: a name further right would leave the plot
-# of a legend's entry: its key with gaps, a letter on average
+LATE = 0.85  # fraction of the x axis: names beyond it are written to the left of their line
+# Widths in a legend: an entry's key with its gaps, and a letter on average.
 LEGEND_KEY_INCHES, LETTER_INCHES = 0.6, 0.065
 
 Series = Mapping[str, Sequence[float | None]]
@@ -80,8 +80,8 @@ NO_SCALES: Scales = MappingProxyType({})
 
 @contextlib.contextmanager
 def canvas(width: float, height: float) -> Iterator[tuple["Axes", list[str]]]:
-    """An axes to draw on; the SVG is appended to the list when the block ends."""
-    # Loading it takes most of a second, which a command that draws nothing should not wait for.
+    """Yields an axes to draw on. The SVG is appended to the list when the block ends."""
+    # Imported here because it takes most of a second, and most commands draw nothing.
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.rcsetup import cycler
@@ -113,7 +113,7 @@ def _themed(svg: str) -> str:
 
 
 def described(svg: str, text: str) -> str:
-    """The SVG with its figures in words, for screen readers."""
+    """Returns the SVG with a description for screen readers."""
     return svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(text)}"', 1)
 
 
@@ -141,13 +141,13 @@ def stacked_bars(
     totals: Sequence[float | None],
     unit: str,
     points: Series | None = None,
-    most: float | None = None,
+    scale_end: float | None = None,
 ) -> str:
-    """A horizontal bar a label, made of the parts, and its total written at the end. None is no
-    bar.
+    """Returns one horizontal bar per label, stacked from the parts, with its total at the end.
 
-    The total of medians is not the median of totals, so it is given. `points` marks other totals
-    (published ones) on the same rows. `most` ends the scale: plots beside each other share one.
+    totals     given separately, because a sum of medians is not the median of the sum; None: did not run
+    points     other totals that are marked on the same rows, such as published ones
+    scale_end  the end of the scale, which plots of one section share
     """
     _require_few(parts)
     with canvas(7.2, 0.9 + 0.42 * len(labels)) as (axes, output):
@@ -157,29 +157,29 @@ def stacked_bars(
             lengths = [value or 0.0 for value in values]
             axes.barh(rows, lengths, left=start, height=0.62, label=name)
             start = [a + b for a, b in zip(start, lengths, strict=True)]
-        reach = 0.12 * (most or max(start, default=0.0))
+        reach = 0.12 * (scale_end or max(start, default=0.0))
         for row, (end, total) in enumerate(zip(start, totals, strict=True)):
             near = [value for values in (points or {}).values() if (value := values[row])]
-            # Behind a mark that would cover it.
-            after = [value for value in near if end <= 1.03 * value and value - end < reach]
+            # A mark that would cover the text moves it to the right.
+            covering = [value for value in near if end <= 1.03 * value and value - end < reach]
             text = short(total) if total else "did not run"
-            place, colour = (max([end, *after]), row), INK if total else FAINT
-            _note(axes, text, place, (4, 0), va="center", color=colour, fontsize=8.5)
+            place, colour = (max([end, *covering]), row), INK if total else FAINT
+            _annotate(axes, text, place, (4, 0), va="center", color=colour, fontsize=8.5)
         _mark(axes, points)
-        _finish_rows(axes, labels, unit, most)
-    return described(output[0], _in_words(labels, {**parts, "in all": totals}, unit))
+        _finish_rows(axes, labels, unit, scale_end)
+    return described(output[0], _in_words(labels, {**parts, "total": totals}, unit))
 
 
 def grouped_bars(labels: Sequence[str], groups: Series, *, unit: str) -> str:
-    """A cluster of horizontal bars a label, one bar a group."""
+    """Returns a cluster of horizontal bars per label, one bar per group."""
     _require_few(groups)
     height = 0.8 / max(1, len(groups))
     with canvas(7.2, 0.9 + len(labels) * (0.2 + 0.24 * len(groups))) as (axes, output):
         for index, (name, values) in enumerate(groups.items()):
             rows = [row - 0.4 + height * (index + 0.5) for row in range(len(labels))]
             bars = axes.barh(rows, [v or 0.0 for v in values], height=height * 0.9, label=name)
-            told = [short(value) if value else "" for value in values]
-            axes.bar_label(bars, told, padding=4, color=INK, fontsize=8.5)
+            texts = [short(value) if value else "" for value in values]
+            axes.bar_label(bars, texts, padding=4, color=INK, fontsize=8.5)
         _finish_rows(axes, labels, unit)
     return described(output[0], _in_words(labels, groups, unit))
 
@@ -196,11 +196,13 @@ def lines(
     level: tuple[str, float] | None = None,
     ends: tuple[float, float] | None = None,
 ) -> str:
-    """A line a curve of (x values, y values); those named in `dots` get a marker a point.
+    """Returns one line per curve of (x values, y values). A Doubtful point is marked with †.
 
-    Without `joined` they get no line. `scales` names the axes that are logarithmic, with what
-    writes their numbers (`short`, `short_bytes`); `level` is a limit across the plot and its name;
-    `ends` are those of the y axis: plots beside each other share them. A Doubtful point has a †.
+    dots    names of the curves that get a marker per point
+    joined  False: curves with markers have no line
+    scales  the logarithmic axes, "x" or "y", with the function that writes their labels
+    level   name and height of a horizontal limit
+    ends    the range of the y axis, which plots of one section share
     """
     _require_few(curves)
     with canvas(7.2, height) as (axes, output):
@@ -210,13 +212,13 @@ def lines(
             axes.plot(*curve, marker=marker, linestyle=line, label=name)
             for at, value in zip(*curve, strict=True):
                 if isinstance(value, Doubtful):
-                    _note(axes, "†", (at, value), (3, 3), color=INK)
+                    _annotate(axes, "†", (at, value), (3, 3), color=INK)
         if level:
             axes.axhline(level[1], color=FAINT, linestyle=DASHED, linewidth=1.2, label=level[0])
         axes.set(xlabel=x, ylabel=y)
         places = [value for xs, _ in curves.values() for value in xs]
-        _whole_ticks(axes, places)
-        _logarithmic(axes, scales, places)
+        _use_integer_ticks(axes, places)
+        _use_log_scales(axes, scales, places)
         if ends:
             axes.set_ylim(*ends)
         axes.margins(x=0.02)
@@ -232,39 +234,43 @@ def areas(
     x_label: str,
     marks: Mapping[str, float] = MappingProxyType({}),
     level: tuple[str, float] | None = None,
-    most: float = 0.0,
+    scale_end: float = 0.0,
 ) -> str:
-    """Stacked steps over x. `marks` are named places on x, `level` is a named height; the scale
-    reaches `most` at least: plots beside each other share it.
+    """Returns stacked areas over x, drawn as steps.
+
+    marks      named places on the x axis
+    level      name and height of a horizontal line
+    scale_end  the least end of the scale, which plots of one section share
     """
     _require_few(layers)
     with canvas(7.2, 3.4) as (axes, output):
         heights = [[value or 0.0 for value in values] for values in layers.values()]
         axes.stackplot(x, heights, labels=list(layers), step="post", linewidth=0)
         top = max(map(sum, zip(*heights, strict=True)), default=1.0)
-        end = max(top, most, level[1] if level else 0.0) * 1.18
+        end = max(top, scale_end, level[1] if level else 0.0) * 1.18
         for name, place in marks.items():
             axes.axvline(place, color=FAINT, linewidth=0.8)
-            # on the left of the line where the right has no room
-            side, offset = ("right", -3) if place > LATE * x[-1] else ("left", 3)
-            _note(axes, name, (place, end * 0.93), (offset, 0), ha=side, color=FAINT, fontsize=8.5)
+            align, offset = ("right", -3) if place > LATE * x[-1] else ("left", 3)
+            at = (place, end * 0.93)
+            _annotate(axes, name, at, (offset, 0), ha=align, color=FAINT, fontsize=8.5)
         if level is not None:
             axes.axhline(level[1], color=INK, linewidth=1.0, linestyle=DASHED, label=level[0])
         axes.set(ylim=(0, end), xlabel=x_label, ylabel=unit)
         axes.margins(x=0)
         _legend(axes)
     sums = [sum(each) for each in zip(*heights, strict=True)]
-    held = [
-        (name, layer[sums.index(max(sums))]) for name, layer in zip(layers, heights, strict=True)
-    ]
-    parts = ", ".join(f"{name} {short(value)}" for name, value in held)
-    return described(output[0], f"{unit} over {x_label}; the highest is {short(top)}: {parts}.")
+    peak = sums.index(max(sums))
+    parts = (f"{name} {short(own[peak])}" for name, own in zip(layers, heights, strict=True))
+    text = f"{unit} over {x_label}. The peak is {short(top)}: {', '.join(parts)}."
+    return described(output[0], text)
 
 
 def roofline(
     points: Mapping[str, tuple[float, float]], *, bandwidth_gb_per_s: float, peak_tflop_per_s: float
 ) -> str:
-    """Points of (FLOP a byte, TFLOP/s) under min(peak, bandwidth x intensity) (Williams 2009)."""
+    """Returns points of (FLOP per byte, TFLOP/s) under min(peak, bandwidth · intensity), the roofline
+    of Williams et al., 2009.
+    """
     ridge = peak_tflop_per_s / bandwidth_gb_per_s * 1e3
     intensities = [intensity for intensity, _ in points.values()]
     ends = min(*intensities, ridge) / 4, max(*intensities, ridge) * 4
@@ -273,26 +279,26 @@ def roofline(
     with canvas(7.2, 3.6) as (axes, output):
         for name, (intensity, rate) in points.items():
             axes.plot([intensity], [rate], "o", markersize=7, label=name)
-        axes.plot([ends[0], ridge, ends[1]], roof, color=FAINT, label="measured roof")
-        axes.set(xlabel="FLOP a byte", ylabel="TFLOP/s")
-        _logarithmic(axes, {"x": short, "y": short}, intensities)
+        axes.plot([ends[0], ridge, ends[1]], roof, color=FAINT, label="measured roofline")
+        axes.set(xlabel="FLOP per byte", ylabel="TFLOP/s")
+        _use_log_scales(axes, {"x": short, "y": short}, intensities)
         _legend(axes)
-    told = [f"{n}: {short(y)} TFLOP/s at {short(x)} FLOP a byte" for n, (x, y) in points.items()]
+    texts = [f"{n}: {short(y)} TFLOP/s at {short(x)} FLOP per byte" for n, (x, y) in points.items()]
     limits = f"{short(peak_tflop_per_s)} TFLOP/s and {short(bandwidth_gb_per_s)} GB/s"
-    return described(output[0], f"{'; '.join(told)}. The roof is {limits}.")
+    return described(output[0], f"{'; '.join(texts)}. The roofline is {limits}.")
 
 
-def _whole_ticks(axes: "Axes", xs: Sequence[float]) -> None:
-    """Where x counts something, no tick lies between two counts."""
+def _use_integer_ticks(axes: "Axes", xs: Sequence[float]) -> None:
+    """If x is a count, places ticks only at whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
     if all(isinstance(value, int) for value in xs):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _logarithmic(axes: "Axes", scales: Scales, xs: Iterable[float]) -> None:
-    """Scales whose ticks are written out, and labels that say so: powers of two along whole numbers
-    of x; else 1, 2 and 5.
+def _use_log_scales(axes: "Axes", scales: Scales, xs: Iterable[float]) -> None:
+    """Makes axes logarithmic and says so in their labels. Ticks are powers of two if all x are whole
+    numbers, else 1, 2 and 5 times a power of ten.
     """
     if "x" in scales:
         if all(float(value).is_integer() for value in xs):
@@ -312,7 +318,7 @@ def _logarithmic(axes: "Axes", scales: Scales, xs: Iterable[float]) -> None:
 def _label_decades(
     axis: "Axis", written: Callable[[float], str], ends: tuple[float, float]
 ) -> None:
-    between = "25" if ends[1] < MOST_LABELLED_BETWEEN * ends[0] else ""
+    between = "25" if ends[1] < MAX_RATIO_LABELLED_BETWEEN * ends[0] else ""
     axis.set_major_formatter(lambda value, _: written(value))
     axis.set_minor_formatter(
         lambda value, _: written(value) if between and f"{value:e}"[0] in between else ""
@@ -320,15 +326,15 @@ def _label_decades(
 
 
 def _require_few(series: Mapping[str, Any]) -> None:
-    """Raises ValueError for more series than an eye tells apart."""
+    """Raises ValueError for more series than there are colours."""
     if len(series) > len(SERIES):
         raise ValueError(f"{len(series)} series in one plot; it can show {len(SERIES)}")
 
 
-def _note(
+def _annotate(
     axes: "Axes", text: str, at: tuple[float, float], offset: tuple[float, float], **style: Any
 ) -> None:
-    """A text beside a place, so many points from it."""
+    """Writes a text at an offset, in points, from a place."""
     axes.annotate(text, at, offset, textcoords="offset points", **style)
 
 
@@ -341,20 +347,22 @@ def _mark(axes: "Axes", points: Series | None) -> None:
                       markeredgecolor=INK, markeredgewidth=1.3, label=name)  # fmt: skip
 
 
-def _finish_rows(axes: "Axes", labels: Sequence[str], unit: str, most: float | None = None) -> None:
+def _finish_rows(
+    axes: "Axes", labels: Sequence[str], unit: str, scale_end: float | None = None
+) -> None:
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set_xlabel(unit)
     axes.xaxis.set_major_formatter(lambda value, _: short(value))
     axes.margins(x=0.12)
-    if most:
-        axes.set_xlim(0, 1.12 * most)
+    if scale_end:
+        axes.set_xlim(0, 1.12 * scale_end)
     _legend(axes)
 
 
 def _legend(axes: "Axes") -> None:
-    """Above the axes and no wider than they are: a wider one would make the plot small."""
+    """Places the legend above the axes and no wider than they are; a wider one would shrink the plot."""
     _, names = axes.get_legend_handles_labels()
     if len(names) > 1:
         inches = LEGEND_KEY_INCHES + LETTER_INCHES * max(map(len, names))
@@ -363,13 +371,13 @@ def _legend(axes: "Axes") -> None:
 
 
 def short(value: float) -> str:
-    """Three significant digits, thousands separated, and † after a Doubtful one."""
+    """Returns three significant digits with thousands separators, and † for a Doubtful value."""
     mark = "†" if isinstance(value, Doubtful) else ""
     return (f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}") + mark
 
 
 def short_bytes(value: float) -> str:
-    """512 K, 1 M, 1 G: powers of 1024."""
+    """Returns "512 K", "1 M", "1 G", in powers of 1024."""
     for unit, factor in (("G", 2**30), ("M", 2**20), ("K", 2**10)):
         if value >= factor:
             return f"{value / factor:.3g} {unit}"

@@ -1,7 +1,7 @@
-"""What to change first: rows that differ in one choice alone, ranked by the milliseconds it saves.
+"""What to change first: pairs of rows that differ in one choice, ranked by the time that it saves.
 
-Rows that were measured apart may differ because the machine's speed has changed between: only those
-that were measured in turns (spec.turns) confirm a finding.
+Rows measured at different times may differ because the machine's speed has changed. Only rows that
+were measured in turns (spec.turns) confirm a finding.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from stepgauge.spec.turns import STEP_MS as TURN_STEP_MS
 from stepgauge.spec.turns import USUAL, turns_together
 from stepgauge.spec.user_model import UserModel
 
-# What a user may choose without changing what is trained: fields, and what each is compared with.
+# Choices that do not change the trained model: their fields, with the values used as baseline.
 CHOICES: tuple[Mapping[str, Any], ...] = (
     {"precision": "fp32"},
     {"compile": "off"},
@@ -31,20 +31,20 @@ CHOICES: tuple[Mapping[str, Any], ...] = (
     {"reduce_dtype": "own"},
     {"bucket_mb": 25.0},
 )
-# Computes the forward pass again, to hold less: such a row saves no time beside the one without it.
+# Checkpointing repeats forward to save memory. A row with it is never faster than one without.
 RECOMPUTING = {"checkpointing": "none", "checkpoint_blocks": 1}
-# Values of these that do less than their peers, or something else.
+# Values whose step does less or other work than the alternatives: rows with them are not compared.
 OTHER_WORK: Mapping[str, Collection[str]] = {
     "norm": [name for name, function in NORMS.items() if function != "rmsnorm"],
     "wrapper": ["none"],
 }
 CAUTIONS = {
-    "bf16-pure": "Weights and optimizer state are bf16 then: compare the loss.",
-    "fp16": "Needs loss scaling: compare the loss.",
+    "precision=bf16-pure": "It keeps weights and optimizer state in bf16: compare the loss.",
+    "precision=fp16": "It needs loss scaling: compare the loss.",
 }
 GRAPHS = "reduce-overhead"
-LEAST_IDLE = 0.1  # of a step: less is not worth a finding
-MOST = 6
+MIN_IDLE = 0.1  # fraction of a step: less idle time is not worth a finding
+MAX_FINDINGS = 6
 COMMANDS = {
     "step": "bench step",
     "data-parallel": "bench data-parallel",
@@ -58,7 +58,7 @@ COMMANDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Two measured rows that differ in one choice alone."""
+    """Two measured rows that differ only in one choice."""
 
     before: Record
     after: Record
@@ -75,7 +75,7 @@ class Pair:
 
     @property
     def turns(self) -> int:
-        """How many turns both rows had together; 0 where they were measured apart."""
+        """The number of turns in which both rows were measured; 0 if they were not measured in turns."""
         return turns_together((self.before, self.after))
 
     @property
@@ -84,8 +84,8 @@ class Pair:
 
     @property
     def exceeds_spread(self) -> bool:
-        """Of rows measured in turns: every turn of one is quicker than all of the other. Else the
-        ranges p10 to p90 do not meet.
+        """True if one row is faster in each of its turns than the other in any. For rows that were not
+        measured in turns: if the ranges p10 to p90 do not overlap.
         """
         if self.is_confirmed:
             old, new = (each.series[TURN_STEP_MS] for each in (self.before, self.after))
@@ -96,10 +96,10 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What to change, what that saves a step, and the command that does it; where it is not
-    confirmed, the command that measures whether it is so.
+    """A change and the time that it saves per step.
 
-    rows  the two that it rests on; none where nothing was measured with the change
+    command  runs the step with the change; if the finding is not confirmed, measures both in turns
+    rows     the two compared rows; empty if nothing was measured with the change
     """
 
     saved_ms: float
@@ -115,9 +115,7 @@ def _ms(record: Record) -> float:
 
 
 def is_comparable(record: Record) -> bool:
-    """Whether there is a time of a step, measured without disturbance, and it is what its options
-    say.
-    """
+    """True if the step was measured without disturbance, and with the kernels that its options name."""
     step = record.metrics.get("step_ms")
     if record.status != "ok" or record.provenance != "measured" or not step or not step.median:
         return False
@@ -125,7 +123,7 @@ def is_comparable(record: Record) -> bool:
 
 
 def pairs(records: Sequence[Record], choice: Mapping[str, Any]) -> list[Pair]:
-    """Each row with another value of the choice, beside the one with the usual value."""
+    """Pairs each row that has another value of the choice with the row that has the baseline value."""
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for record in filter(is_comparable, records):
         spec = flatten(record.spec)
@@ -146,77 +144,78 @@ def pairs(records: Sequence[Record], choice: Mapping[str, Any]) -> list[Pair]:
 def _pair(before: Record, after: Record, fields: Sequence[str]) -> Pair:
     old, new = flatten(before.spec), flatten(after.spec)
     changed = [name for name in fields if old.get(name) != new.get(name)]
-    told = (" ".join(f"{name}={spec.get(name)}" for name in changed) for spec in (new, old))
-    return Pair(before, after, *told)
+    change, instead_of = (
+        " ".join(f"{name}={spec.get(name)}" for name in changed) for spec in (new, old)
+    )
+    return Pair(before, after, change, instead_of)
 
 
 def findings(records: Sequence[Record]) -> list[Finding]:
-    """The change of each choice that saves most, and idle time: what is confirmed first, and then by
-    milliseconds.
+    """Returns the best change of each choice and the device's idle time: first confirmed findings, then
+    by milliseconds saved.
     """
-    steps = _steps(records)
+    steps = [record for record in records if record.kind == "step" or _is_data_parallel(record)]
     by_choice = [pairs(steps, choice) for choice in CHOICES]
-    # A row that another choice has made slower is no fair start for a change.
+    # A row that another choice has made slower is not a fair baseline.
     slowed = {id(pair.after) for of_choice in by_choice for pair in of_choice if pair.saved_ms < 0}
     slowed |= {id(pair.after) for pair in pairs(steps, RECOMPUTING)}
-    found = [_idle(records)]
-    for of_choice in by_choice:
-        found.append(_best([pair for pair in of_choice if id(pair.before) not in slowed]))
-    told = [finding for finding in found if finding]
-    return sorted(told, key=lambda each: (not each.is_confirmed, -each.saved_ms))[:MOST]
+    best = [
+        _best([pair for pair in of_choice if id(pair.before) not in slowed])
+        for of_choice in by_choice
+    ]
+    ranked = [finding for finding in (_idle(records), *best) if finding]
+    return sorted(ranked, key=lambda each: (not each.is_confirmed, -each.saved_ms))[:MAX_FINDINGS]
 
 
-def _steps(records: Sequence[Record]) -> list[Record]:
-    return [record for record in records if record.kind == "step" or _is_of_gpus(record)]
-
-
-def _is_of_gpus(record: Record) -> bool:
-    """Whether a row is of GPUs: processes that share a CPU say nothing of wrappers."""
+def _is_data_parallel(record: Record) -> bool:
+    """True for a data-parallel step of a preset on GPUs. Ranks that share a CPU cannot compare
+    wrappers.
+    """
     network = record.spec.get("model", {}).get("network", "")
     is_gpu = str(record.spec.get("device", "")).startswith("cuda")
     return record.kind == "data-parallel" and is_gpu and not network
 
 
-def _best(found: Sequence[Pair]) -> Finding | None:
-    """The confirmed pair that saves most, else one that is not; nothing where none saves more than
-    its spread.
+def _best(compared: Sequence[Pair]) -> Finding | None:
+    """Returns the pair that saves most, preferring pairs without a caution and confirmed ones. None if
+    no pair saves more than its spread.
     """
-    saving = [pair for pair in found if pair.exceeds_spread and pair.saved_ms > 0]
-    saving = [pair for pair in saving if not _cautions(pair)] or saving
+    saving = [pair for pair in compared if pair.exceeds_spread and pair.saved_ms > 0]
+    saving = [pair for pair in saving if pair.change not in CAUTIONS] or saving
     saving = [pair for pair in saving if pair.is_confirmed] or saving
     if not saving:
         return None
     most = max(saving, key=lambda pair: pair.saved_ms)
+    sentences = [_comparison(most), _certainty(most), CAUTIONS.get(most.change, "")]
     return Finding(
         most.saved_ms,
         most.change,
-        " ".join([_told(most), _certainty(most), *_cautions(most)]),
+        " ".join(filter(None, sentences)),
         command(most.after) if most.is_confirmed else command_in_turns(most),
         most.is_confirmed,
         (most.before, most.after),
     )
 
 
-def _told(pair: Pair) -> str:
+def _comparison(pair: Pair) -> str:
     return (
-        f"{number(_ms(pair.before))} ms a step with {pair.instead_of}, {number(_ms(pair.after))} ms "
-        f"with {pair.change}: {1 / pair.ratio:.2f} times as fast "
-        f"({_where(pair.before, pair.change)})."
+        f"A step takes {number(_ms(pair.before))} ms with {pair.instead_of} and "
+        f"{number(_ms(pair.after))} ms with {pair.change}: {1 / pair.ratio:.2f} times as fast "
+        f"({_label_without(pair.before, pair.change)})."
     )
 
 
 def _certainty(pair: Pair) -> str:
-    """How the two rows were measured, which is what their comparison rests on."""
+    """Returns a sentence on how the two rows were measured."""
     if pair.is_confirmed:
-        return f"The rows were measured in turns, {pair.turns} times each."
+        return f"Both were measured in turns, {pair.turns} times each."
     return (
-        f"The rows were measured once each, {_apart(pair)}: the machine's speed may have changed "
+        f"Each was measured only once, {_time_between(pair)}: the machine's speed may have changed "
         "in between."
     )
 
 
-def _apart(pair: Pair) -> str:
-    """How long after one another the two rows were measured."""
+def _time_between(pair: Pair) -> str:
     first, last = sorted((pair.before.created, pair.after.created))
     if not first:
         return "one after the other"
@@ -224,23 +223,18 @@ def _apart(pair: Pair) -> str:
     return f"{duration(seconds)} apart"
 
 
-def _cautions(pair: Pair) -> list[str]:
-    """What the change does beside saving time."""
-    return [said for value, said in CAUTIONS.items() if pair.change == f"precision={value}"]
-
-
-def _where(record: Record, change: str) -> str:
-    """The row in `key=value`, without what the change names."""
+def _label_without(record: Record, change: str) -> str:
+    """Returns the row's `key=value` label without the fields that the change names."""
     changed = {each.partition("=")[0] for each in change.split()}
     parts = labels([record])[0].split()[1:]
     return " ".join(part for part in parts if part.partition("=")[0] not in changed)
 
 
 def _idle(records: Sequence[Record]) -> Finding | None:
-    """Of profiles: the one whose device waits longest for the host, which CUDA graphs may spare.
+    """Returns the profile whose device waits longest for the host, which CUDA graphs may avoid.
 
-    The profiler itself slows the host, so that idle time is taken from the stopwatch: the step
-    without the profiler less the time in which the device was busy under it.
+    The profiler slows down the host, so idle time is computed from the step without the profiler:
+    its time minus the time in which the device was busy in the profile.
     """
     waits = []
     for record in records:
@@ -249,14 +243,14 @@ def _idle(records: Sequence[Record]) -> Finding | None:
         )
         if record.kind == "profile" and idle and profiled and step:
             wait = step - (profiled - idle)
-            waits += [(wait, step, record)] if wait > LEAST_IDLE * step else []
+            waits += [(wait, step, record)] if wait > MIN_IDLE * step else []
     if not waits:
         return None
     wait, step, record = max(waits, key=lambda each: each[0])
     text = (
-        f"The device works {number(step - wait)} of the step's {number(step)} ms and waits for the "
-        f"host in the rest ({_where(record, 'compile=')}). CUDA graphs launch all kernels at once: "
-        "they can save up to that, which has to be measured."
+        f"The device is busy for {number(step - wait)} of the step's {number(step)} ms and waits for "
+        f"the host for the rest ({_label_without(record, 'compile=')}). CUDA graphs launch all "
+        "kernels at once, which can save up to this much."
     )
     modes = f"{flatten(record.spec).get('compile', 'off')} {GRAPHS}"
     compared = command(record, "bench step", compile=modes, turns=USUAL)
@@ -264,7 +258,7 @@ def _idle(records: Sequence[Record]) -> Finding | None:
 
 
 def command_in_turns(pair: Pair) -> str:
-    """The command that measures both rows of the pair, in turns."""
+    """Returns the command that measures both rows of the pair in turns."""
     old, new = flatten(pair.before.spec), flatten(pair.after.spec)
     known = {field.name: field for field in declared_fields(pair.after)}
     changed = [each.partition("=")[0] for each in pair.change.split()]
@@ -276,28 +270,28 @@ def command_in_turns(pair: Pair) -> str:
 
 
 def command(record: Record, verb: str = "", **changed: Any) -> str:
-    """The command that measures such a row, with other values for the fields `changed`."""
+    """Returns the command that measures the row. `changed` gives other values for some fields."""
     spec = flatten(record.spec)
     if not (verb or record.kind in COMMANDS):
         return f"stepgauge bench kernel {record.kind}"
-    told, named = _network_options(record)
+    options, replaced = _network_options(record)
     known = {field.name: field for field in declared_fields(record)}
-    own = [name for name in label_fields(record)[0] if name not in named and name not in changed]
+    own = [name for name in label_fields(record)[0] if name not in {*replaced, *changed}]
     values = {name: shlex.quote(written(known[name], spec[name])) for name in own} | changed
     for name, value in values.items():
         flag = flag_of(known[name]) if name in known else name.replace("_", "-")
-        told.append(f"--{flag}" + ("" if value == "true" else f" {value}"))
-    return " ".join(["stepgauge", verb or COMMANDS[record.kind], *told])
+        options.append(f"--{flag}" + ("" if value == "true" else f" {value}"))
+    return " ".join(["stepgauge", verb or COMMANDS[record.kind], *options])
 
 
 def _network_options(record: Record) -> tuple[list[str], set[str]]:
-    """The option of a network that is no preset, and the fields in whose place it stands."""
+    """Returns the option for a network that is not a preset, and the fields that it replaces."""
     network, size = record.spec.get("model", {}), record.spec.get("size", "custom")
     if network.get("network") == UserModel.network:
         return [f"--model {network['file']}:{network['factory']}"], {"size", "batch"}
-    if size == "custom":  # no value of the option: the widths say it
+    if size == "custom":  # not a value of --size: the options of the shape give it
         return [], {"size"}
     if size in SIZES:
         return [], set()
-    # Its file is known to the user alone.
+    # The record does not know the path of the user's file.
     return ["--hf-config CONFIG.json"], {"size", *network} - {"context_length"}

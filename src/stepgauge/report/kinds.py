@@ -1,4 +1,4 @@
-"""Which table shows the records of a kind."""
+"""Which function makes the table of a kind of record."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -18,5 +18,5 @@ _TABLES: Mapping[str, Callable[..., Table]] = {
 
 
 def table_of(kind: str) -> Callable[..., Table]:
-    """A function of records, and of the statistics asked for, that gives their table."""
+    """Returns the function that makes a table of records and of the requested statistics."""
     return _TABLES.get(kind, record_table)

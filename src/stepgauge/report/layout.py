@@ -1,8 +1,8 @@
-"""Steps under layouts: what each axis costs beside computing, and which layout is the quickest."""
+"""Reports on steps under layouts: the time that each axis adds, and the fastest layout."""
 
 from collections.abc import Mapping, Sequence
 
-from stepgauge.report.figure import MOST_BARS, stacked_bars
+from stepgauge.report.figure import MAX_BARS, stacked_bars
 from stepgauge.report.names import flatten, labels
 from stepgauge.report.numbers import number
 from stepgauge.report.page import Block, Plot, Text
@@ -18,15 +18,15 @@ AXES: Mapping[str, str] = {
     "pipeline": "pipeline: transfers and bubbles",
 }
 MEANING = (
-    "Exposed time of data and tensor is the step less the same step without that axis' "
-    "communication; of a pipeline, forward and backward less what its busiest rank computes. A "
-    "difference below zero is not shown."
+    "The exposed time of the data or tensor axis is the step's time minus the time of the same step "
+    "without that axis's communication. For a pipeline it is forward and backward minus the compute "
+    "time of its busiest rank. A difference below zero is not shown."
 )
 
 
 def layout_blocks(records: Sequence[Record]) -> Sequence[Block]:
-    """Bars of computing and of each axis, and the table."""
-    shown = [r for r in records if r.status == "ok" and r.provenance == "measured"][:MOST_BARS]
+    """Returns bars of computing and of each axis, and the table."""
+    shown = [r for r in records if r.status == "ok" and r.provenance == "measured"][:MAX_BARS]
     if not shown:
         return [record_table(records)]
     parts = {"computing and optimizer": [_rest(record) for record in shown]}
@@ -52,28 +52,29 @@ def _rest(record: Record) -> float | None:
 
 
 def layout_answer(records: Sequence[Record]) -> str:
-    """Of the rows that do the same step as most others, the quickest on several ranks."""
+    """Returns the fastest layout among the rows that do the same work as the last one."""
     timed = [r for r in records if r.median("step_ms") and r.provenance == "measured"]
-    good, among = undisturbed(timed)
-    if not good:
-        return "All rows were disturbed: no layout can be called the quickest."
-    work = _work(good[-1])
-    same = [record for record in good if _work(record) == work]
+    kept, among = undisturbed(timed)
+    if not kept:
+        return "All rows were disturbed, so no layout is named as the fastest."
+    work = _work(kept[-1])
+    same = [record for record in kept if _work(record) == work]
     best = min(same, key=lambda record: record.median("step_ms") or 0.0)
-    alone = next((r for r in same if r.spec["layout"] == "none"), None)
+    single = next((r for r in same if r.spec["layout"] == "none"), None)
     step = best.median("step_ms") or 0.0
-    beside = ""
-    if alone is not None and alone is not best:
-        beside = f", {(alone.median('step_ms') or 0.0) / step:.2f} × as fast as one process"
+    speedup = ""
+    if single is not None and single is not best:
+        speedup = f", {(single.median('step_ms') or 0.0) / step:.2f} × as fast as one process"
+    at = f"{among}at" if among else "At"
     return (
-        f"{f'{among}at' if among else 'At'} size={best.spec['size']} layout {best.spec['layout']!r} is the quickest: "
-        f"{number(step)} ms a step{beside}{_why(best, same)}."
+        f"{at} size={best.spec['size']}, layout {best.spec['layout']!r} is the fastest: "
+        f"{number(step)} ms a step{speedup}.{_exposed_times(best, same)}"
     )
 
 
-def _why(best: Record, same: Sequence[Record]) -> str:
-    """What the quickest and the others on several ranks spend beside computing; nothing where that
-    was not measured.
+def _exposed_times(best: Record, same: Sequence[Record]) -> str:
+    """Returns a sentence on the exposed communication and waiting of each layout, or "" if it was
+    measured only for the best.
     """
     costs: dict[str, float] = {}
     for record in same:
@@ -84,19 +85,19 @@ def _why(best: Record, same: Sequence[Record]) -> str:
     own = costs.pop(str(best.spec["layout"]), None)
     if not costs:
         return ""
-    others = " and ".join(f"{number(ms)} ms under {name!r}" for name, ms in costs.items())
+    others = " and ".join(f"{number(ms)} ms with {name!r}" for name, ms in costs.items())
     if best.spec["layout"] == "none":
-        return f", since it sends nothing; sending and waiting take {others}"
+        return f" It does not communicate; exposed communication and waiting take {others}."
     if own is None:
-        return f"; sending and waiting beside computing take {others}"
-    return f"; sending and waiting beside computing take {number(own)} ms of it, {others}"
+        return f" Exposed communication and waiting take {others}."
+    return f" Exposed communication and waiting take {number(own)} ms of it, and {others}."
 
 
 def _work(record: Record) -> dict[str, object]:
-    """What decides how much a step computes."""
+    """Returns the values that decide how much a step computes."""
     spec = flatten(record.spec)
     names = ("size", "batch", "accumulation", "context_length", "precision", "optimizer")
     work = {name: spec.get(name) for name in names}
-    if spec.get("network") == UserModel.network:  # each data rank has a batch of its own
+    if spec.get("network") == UserModel.network:  # each data rank draws its own batch
         work["batches"] = Layout.parse(str(spec["layout"])).data
     return work

@@ -1,10 +1,10 @@
-"""Records of kind "memory" as tables and timelines."""
+"""Reports on records of kind "memory": tables and timelines."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stepgauge.report.checkpointing import best_checkpoint_tables, bytes_a_block
+from stepgauge.report.checkpointing import best_checkpoint_tables, bytes_per_block
 from stepgauge.report.figure import areas
 from stepgauge.report.names import SHAPE, describe, flatten, labels, shared_values
 from stepgauge.report.numbers import SizeUnit, size_unit
@@ -28,72 +28,77 @@ SHOWN = (
     "saved_for_backward_bytes",
 )
 SAME_COUNT = (
-    "On a CPU one tracker counts the peak and predicts it: that they agree is no test of the "
-    "prediction. On a GPU the allocator counts."
+    "On a CPU, the same tracker counts and predicts the peak, so their agreement does not test the "
+    "prediction. On a GPU, the peak is counted by the allocator."
 )
 PHASES = ("forward only", "forward", "backward", "optimizer")
-POINTS_DRAWN = 350
-LEAST_SHARED = 0.2  # of a scale that timelines share
-LARGEST_SHOWN = 10
-SAVERS_SHOWN = 5
-ONE_SHAPE = ("content", "size", *SHAPE, "batch", "context_length", "precision")
+MAX_POINTS = 350  # of a timeline
+MIN_OF_SHARED_SCALE = 0.2  # a timeline that would be lower has its own scale
+MAX_LARGEST = 10
+MAX_SAVERS = 5
+SAME_WORK = ("content", "size", *SHAPE, "batch", "context_length", "precision")
 OUTSIDE = "outside of blocks"
 
 
 def summary_table(records: Sequence[Record], caption: str = "") -> Table:
-    """One row a thing asked: measured peak, predicted peak, their error, and whose bytes it is.
+    """Returns one row per spec: the measured and the predicted peak, their error, and the peak's
+    categories.
 
-    What is predicted alone says so, and which device of that architecture holds it.
+    A row that was only predicted says so, and names a device of its architecture that has room.
     """
     pairs = paired(records)
     unit = _unit(records)
-    table = record_table([_shown(pair, unit) for pair in pairs])
+    table = record_table([_with_columns(pair, unit) for pair in pairs])
     at = table.name_columns().stop
     shown = [pair.shown for pair in pairs]
     common = shared_values(shown).text if len(shown) > 1 else ""
     figures = ["predicted" if record.provenance == "modelled" else "measured" for record in shown]
-    held = [_holds(record) for record in shown]
-    # which figures are predicted is said in a column
+    devices = [_fitting_device(record) for record in shown]
+    # The column "figures" has the provenance, so the labels need not.
     names = labels([dataclasses.replace(record, provenance="measured") for record in shown])
     columns = ["row", *table.columns[:at], "figures", "fits", *table.columns[at:]]
     rows = [
-        [name, *row[:at], of, holds, *row[at:]]
-        for name, row, of, holds in zip(names, table.rows, figures, held, strict=True)
+        [name, *row[:at], kind, device, *row[at:]]
+        for name, row, kind, device in zip(names, table.rows, figures, devices, strict=True)
     ]
     same = figures[:1] if len(set(figures)) == 1 else []
-    said = ", ".join(filter(None, (common, *same)))
-    found = dataclasses.replace(
+    details = ", ".join(filter(None, (common, *same)))
+    summary = dataclasses.replace(
         table,
         columns=columns,
         rows=rows,
-        caption=": ".join(filter(None, (caption, said))),
+        caption=": ".join(filter(None, (caption, details))),
         hidden=frozenset([*table.columns[:at], "provenance", *(["figures"] if same else [])]),
         names=None,
     )
-    return found if any(held) else found.of([n for n, c in enumerate(columns) if c != "fits"])
+    if any(devices):
+        return summary
+    return summary.select([place for place, name in enumerate(columns) if name != "fits"])
 
 
-def _holds(record: Record) -> str:
+def _fitting_device(record: Record) -> str:
     peak = record.median("peak_bytes")
     modelled = record.provenance == "modelled"
     return fits(peak, str(record.spec["predict"])) if modelled and peak else ""
 
 
 def _unit(records: Sequence[Record]) -> SizeUnit:
-    """What all sizes of the records are written in, so that they can be compared and added up."""
+    """Returns one unit for all sizes of the records, so that they can be compared and added up."""
     return size_unit(
         record.median(name) for record in records for name in SHOWN if name.endswith("_bytes")
     )
 
 
 def peak_error(row: Row) -> float | None:
-    """Signed fraction of a peak that an allocator measured; None where a tracker counted it."""
-    measured_by_allocator = str(row.record.spec.get("device", "")).startswith("cuda")
-    return row.error("peak_bytes") if measured_by_allocator else None
+    """Returns the signed relative error of the predicted peak, or None on a CPU, where the tracker
+    that predicts the peak also counts it.
+    """
+    is_counted_by_allocator = str(row.record.spec.get("device", "")).startswith("cuda")
+    return row.error("peak_bytes") if is_counted_by_allocator else None
 
 
-def _shown(pair: Row, unit: SizeUnit) -> Record:
-    """The row as a record with the columns' metrics: what is predicted alone has no measured peak."""
+def _with_columns(pair: Row, unit: SizeUnit) -> Record:
+    """Returns the row as one record whose metrics are the summary's columns."""
     record, prediction = pair.shown, pair.prediction
     known = {name: sample for name, sample in record.metrics.items() if name in SHOWN}
     if record is prediction:
@@ -119,32 +124,32 @@ def _in_unit(name: str, sample: Sample, unit: SizeUnit) -> tuple[str, Sample]:
 
 
 def memory_tables(record: Record, *, name: str = "") -> list[Table]:
-    """Who holds the peak, who keeps for backward, and the sizes that follow from the shape; with the
-    row's name in each caption, where it is given.
+    """Returns tables of one record: phases, the largest tensors at the peak, what is kept for backward,
+    and sizes by formula. `name` is put before each caption.
     """
     if not record.tables:
         return []
     tables = [
         phases_table(record),
-        _table(record, "at_the_peak", LARGEST_SHOWN, "the largest at the peak"),
-        _table(record, "savers", SAVERS_SHOWN, "what is kept for backward, all blocks together"),
+        _largest_table(record, "at_the_peak", MAX_LARGEST, "largest tensors at the peak"),
+        _largest_table(record, "savers", MAX_SAVERS, "kept for backward, summed over all blocks"),
         blocks_table(record),
         derived_table(record),
     ]
-    return [
-        dataclasses.replace(table, caption=_captioned(name, table.caption))
+    captions = [
+        f"{name}: {table.caption}" if name else table.caption[:1].upper() + table.caption[1:]
         for table in tables
+    ]
+    return [
+        dataclasses.replace(table, caption=caption)
+        for table, caption in zip(tables, captions, strict=True)
         if table.rows
     ]
 
 
-def _captioned(name: str, text: str) -> str:
-    return f"{name}: {text}" if name else text[0].upper() + text[1:]
-
-
-def _largest(record: Record, which: str, most: int) -> tuple[list[str], list[list[Any]]]:
-    """Headings and first rows of a record's table, bytes last; none where it has no such table."""
-    head, *rows = record.tables.get(which, [["bytes"]])
+def _largest(record: Record, table: str, most: int) -> tuple[list[str], list[list[Any]]]:
+    """Returns the headings and first rows of one of the record's tables; no rows if it has none."""
+    head, *rows = record.tables.get(table, [["bytes"]])
     shown = [list(row) for row in rows[:most]]
     for column, name in enumerate(head):
         if name in ("module", "kept by"):
@@ -153,49 +158,62 @@ def _largest(record: Record, which: str, most: int) -> tuple[list[str], list[lis
     return head, shown
 
 
-def _table(record: Record, which: str, most: int, caption: str) -> Table:
-    head, rows = _largest(record, which, most)
+def _largest_table(record: Record, table: str, most: int, caption: str) -> Table:
+    head, rows = _largest(record, table, most)
     unit = _unit([record])
-    shown = [[*row[:-1], unit.value(row[-1])] for row in rows]
+    shown = [[*row[:-1], unit.value(row[-1])] for row in rows]  # the last column is bytes
     return Table([*head[:-1], unit.text], shown, caption=caption)
 
 
 def kept_tables(records: Sequence[Record], *, largest: bool = True) -> list[Table]:
-    """What rows of one shape and precision keep for backward: a block, all, the five `largest`."""
+    """Compares what is kept for backward by records with the same work: one table of sizes, and with
+    `largest` one of the five largest contributions.
+    """
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
         if "savers" in record.tables:
             spec = flatten(record.spec)
-            groups.setdefault(tuple(spec.get(name) for name in ONE_SHAPE), []).append(record)
-    tables = [table for group in groups.values() if len(group) > 1 for table in _kept_tables(group)]
-    return tables if largest else tables[::2]
+            groups.setdefault(tuple(spec.get(name) for name in SAME_WORK), []).append(record)
+    compared = [group for group in groups.values() if len(group) > 1]
+    tables = []
+    for group in compared:
+        tables.append(_kept_sizes(group))
+        if largest:
+            tables.append(_kept_largest(group))
+    return tables
 
 
-def _kept_tables(found: Sequence[Record]) -> tuple[Table, Table]:
-    common, rows = shared_values(found).text, labels(found)
-    unit = _unit(found)
-    sizes, savers = [], []
-    for name, record in zip(rows, found, strict=True):
-        whole = record.median("saved_for_backward_bytes") or 0.0
-        of_block = unit.value(bytes_a_block(record))
-        sizes.append(
-            {"row": name, f"a block {unit.text}": of_block, f"all {unit.text}": unit.value(whole)}
-        )
-        for module, operator, line, tensors, size in _largest(record, "savers", SAVERS_SHOWN)[1]:
-            savers.append({
-                "row": name, unit.text: unit.value(size), "of all %": 100 * size / whole if whole else None,
+def _kept_sizes(records: Sequence[Record]) -> Table:
+    unit = _unit(records)
+    rows = [
+        {
+            "row": name,
+            f"per block {unit.text}": unit.value(bytes_per_block(record)),
+            f"total {unit.text}": unit.value(record.median("saved_for_backward_bytes") or 0.0),
+        }
+        for name, record in zip(labels(records), records, strict=True)
+    ]
+    return Table.from_rows(rows, caption=f"{shared_values(records).text}: kept for backward")
+
+
+def _kept_largest(records: Sequence[Record]) -> Table:
+    unit = _unit(records)
+    rows = []
+    for name, record in zip(labels(records), records, strict=True):
+        total = record.median("saved_for_backward_bytes")
+        for module, operator, line, tensors, size in _largest(record, "savers", MAX_SAVERS)[1]:
+            rows.append({
+                "row": name, unit.text: unit.value(size), "of total %": 100 * size / total if total else None,
                 "tensors": tensors, "made by": operator, "kept by": module, "line": line,
             })  # fmt: skip
-            name = ""  # once for the five
-    kept = f"{common}: kept for backward, by a block and in all"
-    most = f"{common}: the five that keep most for backward, all blocks together"
-    return Table.from_rows(sizes, caption=kept), Table.from_rows(
-        savers, caption=most, formats={"of all %": ".1f"}
-    )
+            name = ""  # only in the first row of a record
+    common = shared_values(records).text
+    caption = f"{common}: the five largest contributions to what is kept, summed over all blocks"
+    return Table.from_rows(rows, caption=caption, formats={"of total %": ".1f"})
 
 
 def phases_table(record: Record) -> Table:
-    """The peak of forward alone without gradients, and of each phase of the step."""
+    """Returns the peak of a forward pass without gradients, and of each phase of the step."""
     peaks = {phase: record.median(f"{phase.replace(' ', '_')}_peak_bytes") for phase in PHASES}
     unit = _unit([record])
     rows = [
@@ -207,7 +225,7 @@ def phases_table(record: Record) -> Table:
 
 
 def blocks_table(record: Record) -> Table:
-    """Bytes kept by block; equal blocks between the first and the last are one row."""
+    """Returns the bytes kept by each block. Consecutive blocks that keep the same are one row."""
     rows = [(str(name) or OUTSIDE, int(size)) for name, size in record.tables["saved_by_block"][1:]]
     merged: list[tuple[str, str, int]] = []
     for name, size in rows:
@@ -217,14 +235,14 @@ def blocks_table(record: Record) -> Table:
             merged.append((name, name, size))
     unit = _unit([record])
     shown = [
-        {"part": a if a == b else f"{a} to {b.rpartition('.')[2]}", unit.text: unit.value(size)}
+        {"block": a if a == b else f"{a} to {b.rpartition('.')[2]}", unit.text: unit.value(size)}
         for a, b, size in merged
     ]
-    return Table.from_rows(shown, caption="kept for backward, each", folded=len(shown) > 8)
+    return Table.from_rows(shown, caption="kept for backward by each block", folded=len(shown) > 8)
 
 
 def derived_table(record: Record) -> Table:
-    """Sizes that follow from the shape: the residual stream's, and full attention's quadratic term."""
+    """Returns sizes computed from the shape: of the residual stream and of full attention's scores."""
     spec = flatten(record.spec)
     if spec.get("own") or spec.get("network") == "user":
         return Table([], [])
@@ -237,22 +255,23 @@ def derived_table(record: Record) -> Table:
         ["residual stream, fp32", f"{batch} × {length} × {width} × 4 B", unit.value(stream)],
         ["one layer's full score matrices, fp32", f"{batch} × {heads} × {length}² × 4 B", unit.value(scores)],
     ]  # fmt: skip
-    caption = "sizes by formula (fused attention never holds the score matrices)"
+    caption = "sizes by formula (fused attention never stores the score matrices)"
     return Table(["tensor", "size", unit.text], rows, caption=caption)
 
 
 def timeline(
     record: Record, prediction: Record | None = None, *, beside: Sequence[Record] = ()
 ) -> Plot | None:
-    """Active bytes over the step's allocations and frees, by category, the phases marked. On one
-    scale with the timelines `beside` it, unless it would be too low to read.
+    """Returns a plot of active bytes by category over the step's allocations and frees, or None if the
+    record has no timeline. It shares its scale with the timelines of `beside`, unless it would be too
+    low to read.
     """
     series = record.series
     if "event" not in series:
         return None
-    points = _highest_of_stretches(series)
-    highest = max(map(_highest, [record, *beside]))
-    shared = _highest(record) >= LEAST_SHARED * highest
+    points = _sampled(series)
+    highest = max(map(_peak, [record, *beside]))
+    shared = _peak(record) >= MIN_OF_SHARED_SCALE * highest
     unit = _unit([record, *beside] if shared else [record])
     layers = {
         name: [series[name.replace(" ", "_")][i] / unit.bytes for i in points]
@@ -268,24 +287,24 @@ def timeline(
         x_label="allocations and frees of one step",
         marks=starts,
         level=level,
-        most=highest / unit.bytes if shared else 0.0,
+        scale_end=highest / unit.bytes if shared else 0.0,
     )
-    whole = "predicted" if record.provenance == "modelled" else "tracked"
+    kind = "predicted" if record.provenance == "modelled" else "tracked"
     name = describe(record).removeprefix(f"{record.kind} ")
-    return Plot(svg, f"{name}: memory in use over one step, {whole}.")
+    return Plot(svg, f"{name}: memory in use over one step, {kind}.")
 
 
-def _highest(record: Record) -> float:
-    """Bytes at the top of its timeline; 0 without one."""
+def _peak(record: Record) -> float:
+    """Returns the highest point of the record's timeline in bytes, 0 without a timeline."""
     curves = [record.series.get(name.replace(" ", "_"), []) for name in CATEGORIES]
     return max(map(sum, zip(*curves, strict=True)), default=0.0)
 
 
-def _highest_of_stretches(series: Mapping[str, Sequence[float]]) -> list[int]:
-    """At most POINTS_DRAWN places of the curves, of each stretch the highest."""
+def _sampled(series: Mapping[str, Sequence[float]]) -> list[int]:
+    """Returns at most MAX_POINTS positions of the timeline: the highest of each stretch."""
     curves = [series[name.replace(" ", "_")] for name in CATEGORIES]
     totals = [sum(values) for values in zip(*curves, strict=True)]
-    stretch = ceil_div(len(totals), POINTS_DRAWN)
+    stretch = ceil_div(len(totals), MAX_POINTS)
     highest = []
     for start in range(0, len(totals), stretch):
         places = range(start, min(start + stretch, len(totals)))
@@ -299,29 +318,28 @@ def memory_blocks(
     drawn: Sequence[Record] | None = None,
     compared: Sequence[Record] | None = None,
 ) -> list[Block]:
-    """The report of these records: timelines of those `drawn`, what those `compared` keep."""
+    """Returns the blocks of a memory section. By default all records are drawn as timelines and
+    compared in what they keep for backward; `drawn` and `compared` select some.
+    """
     rows = paired(records)
     predictions = {row.shown.key: row.prediction for row in rows}
     every = [row.shown for row in rows]
-    if drawn is None:
-        drawn = every
-    if compared is None:
-        compared = every
-    shown: list[Block] = [summary_table(records, "Peak of the last step, and whose bytes it is")]
-    if said := _errors_said(rows):
-        shown.append(Text(said))
+    drawn = every if drawn is None else drawn
+    compared = every if compared is None else compared
+    blocks: list[Block] = [summary_table(records, "Peak of the last step, by category")]
+    if sentence := _error_sentence(rows):
+        blocks.append(Text(sentence))
     for record in drawn:
         plot = timeline(record, predictions.get(record.key), beside=drawn)
         if plot:
-            shown.append(plot)
+            blocks.append(plot)
         name = describe(record) if len(drawn) > 1 and not plot else ""  # else the plot names it
         tables = memory_tables(record, name=name)
-        shown += [dataclasses.replace(table, folded=True) for table in tables]
-    return [*shown, *kept_tables(compared), *best_checkpoint_tables(records)]
+        blocks += [dataclasses.replace(table, folded=True) for table in tables]
+    return [*blocks, *kept_tables(compared), *best_checkpoint_tables(records)]
 
 
-def _errors_said(rows: Sequence[Row]) -> str:
-    """How far predicted peaks are off, or why that says nothing."""
+def _error_sentence(rows: Sequence[Row]) -> str:
     errors = [abs(error) for row in rows if (error := peak_error(row)) is not None]
     if errors:
         over = "1 row" if len(errors) == 1 else f"{len(errors)} rows"

@@ -1,4 +1,4 @@
-"""How figures and their headings are written: the one place that rounds."""
+"""Formats figures and their headings. Rounding happens only here."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ from stepgauge.spec.units import GIB, MIB
 
 
 class Doubtful(float):
-    """A figure of a row that was disturbed: tables and plots write † behind it."""
+    """A figure from a disturbed measurement. Tables and plots mark it with †."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Heading:
     scale: float = 1.0
 
 
-# What a unit of a Sample is written in, where that is another one.
+# Units of a Sample that are shown as another unit, with the factor to multiply by.
 _UNITS: Mapping[str, Heading] = {
     "us": Heading("µs"),
     "bytes": Heading("GiB", 2.0**-30),
@@ -50,12 +50,14 @@ def heading(metric: str, unit: str) -> str:
 
 
 def scaled(value: float | None, unit: str) -> float | None:
-    """The value in the unit of its heading: bytes in GiB, fractions in %."""
+    """Returns the value in the unit of its heading: bytes in GiB, fractions in %."""
     return value if value is None or unit not in _UNITS else value * _UNITS[unit].scale
 
 
 def number(value: float | None, unit: str = "") -> str:
-    """Four significant digits, thousands separated; nothing for None. An exponent below 1e-5."""
+    """Returns four significant digits with thousands separators, an exponent if below 1e-5, and ""
+    for None.
+    """
     value = scaled(value, unit)
     if value is None:
         return ""
@@ -68,25 +70,25 @@ def number(value: float | None, unit: str = "") -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time for people, in its largest unit of which there are two or more."""
+    """Returns "90 s", "5 minutes", "3 hours": in the largest unit of which there are at least two."""
     for name, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {name}"
     return f"{seconds:.0f} s"
 
 
-def cut_to(text: str, longest: int) -> str:
+def truncated(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
 def whole(value: float) -> float:
-    """A count as an int, which is written without decimals, where it comes to a whole number."""
+    """Returns a whole number as an int, so that counts are shown without decimals."""
     return int(value) if float(value).is_integer() else value
 
 
 @dataclasses.dataclass(frozen=True)
 class SizeUnit:
-    """What a table's sizes are written in."""
+    """The unit for the sizes of one table."""
 
     text: str
     bytes: int
@@ -94,12 +96,12 @@ class SizeUnit:
     def value(self, size: float | None) -> float | None:
         return None if size is None else size / self.bytes
 
-    def of(self, size: float | None) -> str:
-        return number(self.value(size))
+    def format(self, size: float) -> str:
+        return f"{number(self.value(size))} {self.text}"
 
 
 def size_unit(sizes: Iterable[float | None]) -> SizeUnit:
-    """GiB; MiB or KiB where all sizes are below a GiB or MiB."""
+    """Returns GiB, or MiB or KiB if all sizes are below one GiB or MiB."""
     largest = max((size for size in sizes if size is not None), default=0.0)
     units = (SizeUnit("GiB", GIB), SizeUnit("MiB", MIB), SizeUnit("KiB", 2**10))
     return next(

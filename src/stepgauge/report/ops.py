@@ -1,9 +1,7 @@
-"""The record of a person's own function: its figures, what it launched, where it lies under the
-roof.
-"""
+"""Reports on the user's own function: its figures, its kernels and its place under the roofline."""
 
 from stepgauge.report.figure import roofline
-from stepgauge.report.numbers import cut_to, heading, whole
+from stepgauge.report.numbers import heading, truncated, whole
 from stepgauge.report.page import Block, Plot
 from stepgauge.report.table import Range, Table
 from stepgauge.spec.record import Record
@@ -12,12 +10,12 @@ LONGEST_NAME = 64
 _NAMES = {
     "ms": "ms",
     "gb_per_s": "GB/s",
-    "copy_gb_per_s": "GB/s of a copy here",
-    "matmul_tflop_per_s": "TFLOP/s of a matmul here",
+    "copy_gb_per_s": "GB/s of a copy on this device",
+    "matmul_tflop_per_s": "TFLOP/s of a matmul on this device",
     "tflop_per_s": "TFLOP/s",
-    "bytes": "MiB moved at least",
+    "bytes": "least MiB moved",
     "attainable_tflop_per_s": "TFLOP/s attainable",
-    "fraction_of_roofline": "of the roofline",
+    "fraction_of_roofline": "fraction of the roofline",
     "error": "relative error",
     "intensity": "FLOP/byte",
     "flops": "GFLOP",
@@ -30,7 +28,7 @@ def title(record: Record) -> str:
 
 
 def figures_table(record: Record) -> Table:
-    """One row a figure: median, and the range from p10 to p90 where it has one."""
+    """One row per figure: its median, and its range from p10 to p90 if it was repeated."""
     rows = []
     for name, sample in record.metrics.items():
         scale = _SCALES.get(name, 1.0)
@@ -44,20 +42,20 @@ def figures_table(record: Record) -> Table:
 
 
 def launched_table(record: Record) -> Table:
-    """One row a kernel, most time first: calls and µs in one call of the function, and its share."""
+    """One row per kernel, the longest first: calls and µs in one call of the function, and share."""
     total = sum(us for _, us in record.series.values()) or 1.0
     rows = [
-        [cut_to(name, LONGEST_NAME), whole(calls), us, 100 * us / total]
+        [truncated(name, LONGEST_NAME), whole(calls), us, 100 * us / total]
         for name, (calls, us) in record.series.items()
     ]
     on_cpu = record.environment.get("device") == record.environment.get("cpu")
-    what = "operator" if on_cpu else "device kernel"
-    caption = f"What one call launches: each {what} with its own time."
-    return Table([what, "calls", "µs", "%"], rows, caption=caption, formats={"%": ".1f"})
+    kind = "operator" if on_cpu else "device kernel"
+    caption = f"Time of each {kind} in one call of the function."
+    return Table([kind, "calls", "µs", "%"], rows, caption=caption, formats={"%": ".1f"})
 
 
 def op_blocks(record: Record) -> list[Block]:
-    """The roofline where FLOPs are known, the figures, the launches."""
+    """The roofline if the FLOPs are known, the figures and the kernels."""
     blocks: list[Block] = [figures_table(record)]
     figures = {name: sample.median for name, sample in record.metrics.items()}
     if "intensity" in figures:
@@ -66,6 +64,8 @@ def op_blocks(record: Record) -> list[Block]:
             "bandwidth_gb_per_s": figures["copy_gb_per_s"],
             "peak_tflop_per_s": figures["matmul_tflop_per_s"],
         }
-        caption = "Under the roof that a copy and a matrix product reach on this device in the same process."
+        caption = (
+            "Roofline. Its limits are a copy and a matrix product, measured in the same process."
+        )
         blocks.insert(0, Plot(roofline(points, **ceilings), caption))
     return [*blocks, launched_table(record)] if record.series else blocks

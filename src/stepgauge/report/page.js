@@ -9,7 +9,7 @@ document.getElementById("theme").addEventListener("click", () => {
   root.dataset.theme = dark ? "light" : "dark";
 });
 
-// A page opened from a file may not use the clipboard interface; a selected text area always can.
+// A page opened from a file may not use the clipboard API. Copying a selected text area always works.
 async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
@@ -22,7 +22,7 @@ async function copy(text) {
   }
 }
 
-// A table in all formats, as gzip in base64.
+// Decompresses a table in all formats: base64 of gzip of JSON.
 async function unpacked(text) {
   const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
@@ -39,7 +39,7 @@ for (const button of document.querySelectorAll("[data-copy], [data-format]")) {
   });
 }
 
-// ---- navigation: the section that is read stands out -------------------------------------------------------------
+// ---- navigation: highlights the section that is on screen --------------------------------------------------------
 
 const links = new Map([...document.querySelectorAll("nav a")].map((link) => [link.hash.slice(1), link]));
 const seen = new IntersectionObserver(
@@ -50,7 +50,7 @@ const seen = new IntersectionObserver(
 );
 for (const section of document.querySelectorAll("section[id]")) seen.observe(section);
 
-// ---- plots as files: their colours are the page's variables, which a file has not ------------------------------------
+// ---- saving plots: a plot's colours are variables of the page, so a file needs their values --------------------------
 
 function standalone(svg) {
   const probe = document.body.appendChild(document.createElement("span"));
@@ -74,19 +74,20 @@ for (const button of document.querySelectorAll("button.save")) {
   });
 }
 
-// ---- flame graphs: nested [name, µs of its own, children] -----------------------------------------------------------
+// ---- flame graphs: nested [name, own µs, children] --------------------------------------------------------------------
 
-const ROW = 20;
-const THINNEST = 0.0008; // of the width: narrower boxes are not drawn
-const NAMED = 0.03; // narrower boxes have no room for a name
-const BORDERED = 0.004; // narrower boxes have none for a border
+const ROW = 20; // pixels
+// Fractions of the graph's width: narrower boxes are not drawn, have no name, have no border.
+const THINNEST = 0.0008;
+const NAMED = 0.03;
+const BORDERED = 0.004;
 
 function sized([name, self, children]) {
   const inner = children.map(sized);
   return { name, self, children: inner, us: inner.reduce((sum, child) => sum + child.us, self) };
 }
 
-// Siblings that differ in a number only become one, and so do their children.
+// Merges siblings whose names differ only in a number, and their children.
 function mergedRepeats(node) {
   const groups = new Map();
   for (const child of node.children) {
@@ -118,8 +119,8 @@ function flameGraph(figure) {
   const [search, merge] = figure.querySelectorAll("input");
   const output = figure.querySelector("output");
   let whole = plain;
-  let zoom = [plain]; // from the root to what is shown in full width
-  let boxes = []; // as drawn
+  let zoom = [plain]; // path from the root to the box that is shown in full width
+  let boxes = []; // the drawn boxes
 
   const time = (us) => `${digits(us / steps / 1000)} ms a step, ${digits((100 * us) / plain.us)} %`;
   const matches = (node, words) => words && node.name.toLowerCase().includes(words);
@@ -156,7 +157,7 @@ function flameGraph(figure) {
     return deepest;
   }
 
-  // What the words find, an outer box counted once with all inside it.
+  // Time of the boxes that match. A matching box counts once, with everything inside it.
   function found(node, words) {
     return matches(node, words) ? node.us : node.children.reduce((sum, child) => sum + found(child, words), 0);
   }
@@ -170,11 +171,11 @@ function flameGraph(figure) {
     rows.style.height = `${(deepest + 1) * ROW}px`;
     const scope = zoom.at(-1);
     output.value = words
-      ? `found: ${time(found(scope, words))}, ${digits((100 * found(scope, words)) / scope.us)} % of what is shown`
+      ? `found: ${time(found(scope, words))}, ${digits((100 * found(scope, words)) / scope.us)} % of the boxes shown`
       : `${scope.name || "all"}: ${time(scope.us)}`;
   }
 
-  // Arrows go to the box above, below or beside; Enter zooms; Escape shows all.
+  // The arrow keys move to a neighbouring box, Enter zooms in, Escape shows all.
   function neighbour(from, key) {
     const middle = from.left + from.width / 2;
     const level = from.depth + ({ ArrowUp: -1, ArrowDown: 1 }[key] ?? 0);

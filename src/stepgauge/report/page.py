@@ -1,4 +1,4 @@
-"""Sections in, one HTML file out: no script, style, font or picture is loaded from anywhere."""
+"""Renders sections as one self-contained HTML file that loads nothing from elsewhere."""
 
 import base64
 import dataclasses
@@ -23,7 +23,7 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Plot:
-    """An SVG of report.figure, and what it shows."""
+    """An SVG from report.figure with a caption."""
 
     svg: str
     caption: str
@@ -31,7 +31,9 @@ class Plot:
 
 @dataclasses.dataclass(frozen=True)
 class Flame:
-    """A flame graph to zoom and search: nested [name, own µs, children], of so many steps."""
+    """A flame graph to zoom and search. The tree is nested [name, own µs, children], summed over
+    `steps` steps.
+    """
 
     tree: Sequence[Any]
     steps: int
@@ -39,8 +41,8 @@ class Flame:
 
 
 @dataclasses.dataclass(frozen=True)
-class Elsewhere:
-    """What another machine gave: named as such in its title, and set apart."""
+class OtherMachine:
+    """Results of another machine, marked as such."""
 
     title: str
     answer: str
@@ -48,18 +50,23 @@ class Elsewhere:
 
 
 NOTHING_FOUND = (
-    "<p>Nothing can be ranked here: among the undisturbed rows no two differ in one choice alone "
-    "and in their times by more than their spread.</p>"
+    "<p>No change is recommended: no two undisturbed rows differ only in one choice and by more "
+    "than their spread.</p>"
 )
 UNCONFIRMED = "Not confirmed"
-WHY_UNCONFIRMED = "Measure these before you rely on them: each command does, in turns."
-LONG = 24  # letters of a table's cell, above which it may take several lines
-Block = Text | Plot | Table | Flame | Elsewhere
+WHY_UNCONFIRMED = (
+    "These rows were not measured in turns. Before you rely on a finding, run its command: it "
+    "measures both variants in turns."
+)
+LONG = 24  # characters: cells with more may wrap
+Block = Text | Plot | Table | Flame | OtherMachine
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """One experiment. `answer` is computed from its rows; `reason` says why there are none."""
+    """One section. `answer` is computed from its rows. `reason` says why it was not measured; then the
+    section is only listed at the end of the page.
+    """
 
     title: str
     question: str
@@ -75,7 +82,7 @@ class Section:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Page:
-    """What a page says. `findings` stand at its top; None: they are not asked for."""
+    """The content of a page. `findings` come first; with None there is no such section."""
 
     title: str
     sections: Sequence[Section]
@@ -83,7 +90,7 @@ class Page:
     findings: Sequence[Finding] | None = None
 
     def html(self) -> str:
-        """The whole document."""
+        """Returns the HTML document."""
         shown = [section for section in self.sections if not section.reason]
         left_out = [section for section in self.sections if section.reason]
         return _resource("page.html").format(
@@ -101,7 +108,7 @@ class Page:
 
 
 def page(title: str, sections: Sequence[Section], *, facts: Mapping[str, str]) -> str:
-    """The HTML document of a page without findings."""
+    """Returns the HTML document of a page without findings."""
     return Page(title=title, sections=sections, facts=facts).html()
 
 
@@ -114,24 +121,21 @@ def _link(section: Section) -> str:
 
 
 def _findings(findings: Sequence[Finding]) -> str:
-    """What to change first, the most milliseconds first, then what has still to be measured, each
-    with its command.
-    """
     confirmed = [finding for finding in findings if finding.is_confirmed]
-    open_ = [finding for finding in findings if not finding.is_confirmed]
+    unconfirmed = [finding for finding in findings if not finding.is_confirmed]
     shown = f"<ol>{''.join(map(_finding, confirmed))}</ol>" if confirmed else ""
-    if open_:
+    if unconfirmed:
         shown += f"<h3>{UNCONFIRMED}</h3><p>{WHY_UNCONFIRMED}</p>"
-        shown += f"<ul>{''.join(map(_finding, open_))}</ul>"
+        shown += f"<ul>{''.join(map(_finding, unconfirmed))}</ul>"
     return f'<section id="findings"><h2>What to change first</h2>{shown or NOTHING_FOUND}</section>'
 
 
 def _finding(finding: Finding) -> str:
-    saved = f"{number(finding.saved_ms)} ms a step"
-    saved = f"−{saved}" if finding.is_confirmed else f"perhaps −{saved}"
+    saves = "saves" if finding.is_confirmed else "may save"
+    title = f"{finding.title} {saves} {number(finding.saved_ms)} ms a step"
     command = html.escape(finding.command)
     return (
-        f"<li><b>{html.escape(f'{saved}: {finding.title}')}</b><p>{html.escape(finding.text)}</p>"
+        f"<li><b>{html.escape(title)}</b><p>{html.escape(finding.text)}</p>"
         f'<div class="command"><code>{command}</code>'
         f'<button data-copy="{command}">copy</button></div></li>'
     )
@@ -163,7 +167,7 @@ def _block(block: Block) -> str:
             )
         case Flame():
             return _flame(block)
-        case Elsewhere(title, answer, blocks):
+        case OtherMachine(title, answer, blocks):
             return (
                 f'<div class="shipped"><h3>{html.escape(title)}</h3><p>{html.escape(answer)}</p>'
                 f"{''.join(map(_block, blocks))}</div>"
@@ -176,17 +180,17 @@ def _flame(flame: Flame) -> str:
     data = json.dumps(flame.tree, separators=(",", ":")).replace("</", "<\\/")
     return (
         f'<figure class="flame" data-steps="{flame.steps}"><div class="bar"><span><input type="search" '
-        'placeholder="find, e.g. norm" aria-label="Find in the flame graph"> '
-        '<label><input type="checkbox" class="merge"> repeated parts as one</label> '
-        '<button class="reset">whole</button></span><output></output></div><div class="rows"></div>'
-        f"<figcaption>{html.escape(flame.caption)} Width is time. Click or Enter zooms, arrows "
-        "move, Escape shows all.</figcaption>"
+        'placeholder="search, e.g. norm" aria-label="Search the flame graph"> '
+        '<label><input type="checkbox" class="merge"> merge repeated blocks</label> '
+        '<button class="reset">show all</button></span><output></output></div><div class="rows"></div>'
+        f"<figcaption>{html.escape(flame.caption)} The width of a box is its time. Click a box or "
+        "press Enter to zoom in, use the arrow keys to move, press Escape to show all.</figcaption>"
         f'<script type="application/json">{data}</script></figure>'
     )
 
 
 def html_table(table: Table) -> str:
-    """The table alone; figures have the class n, long texts the class long."""
+    """Returns only the <table>. Figures have the class n, long texts the class long."""
 
     def row(tag: str, cells: Sequence[str]) -> str:
         drawn = ""
@@ -195,7 +199,7 @@ def html_table(table: Table) -> str:
             drawn += f"<{tag}{f' class={kind}' if kind else ''}>{html.escape(cell)}</{tag}>"
         return f"<tr>{drawn}</tr>"
 
-    shown = table.for_eyes()
+    shown = table.for_display()
     body = "".join(row("td", cells) for cells in shown.rows)
     notes = "".join(f"<p>{html.escape(note)}</p>" for note in shown.notes)
     return f"<table><thead>{row('th', shown.columns)}</thead><tbody>{body}</tbody></table>{notes}"
@@ -215,7 +219,9 @@ def _table(table: Table) -> str:
 
 
 def _packed(texts: Mapping[str, str]) -> str:
-    """The table in all formats, a tenth of its size; the script unpacks it when it is copied."""
+    """Returns the table in all formats, compressed to a tenth. The page's script unpacks it when the
+    user copies it.
+    """
     return base64.b64encode(gzip.compress(json.dumps(texts).encode(), mtime=0)).decode()
 
 

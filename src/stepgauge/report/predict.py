@@ -1,4 +1,4 @@
-"""A modelled record's terms, and the parts of its memory, as tables."""
+"""Tables of a prediction: the terms of its time and the parts of its memory."""
 
 from stepgauge.cost.rates.estimate import spread
 from stepgauge.report.table import Table
@@ -7,23 +7,22 @@ from stepgauge.spec.units import GIB
 
 
 def terms_table(record: Record, label: str) -> Table:
-    """Every term of the prediction: what runs how often, the milliseconds, where they come from.
-
-    label  names the row
+    """Returns every term of the predicted step: the operation, its count and sizes, its time, and the
+    source of the time. `label` names the prediction.
     """
     head, *rows = record.tables["terms"]
     columns = ["phase", "term", "ms", "operation", "source", "count", "sizes"]
-    cells = [dict(zip(head, row, strict=True)) for row in rows]
-    shown = [[{**cell, "ms": cell["us"] / 1e3}[name] for name in columns] for cell in cells]
+    terms = [dict(zip(head, row, strict=True)) for row in rows]
+    shown = [[{**term, "ms": term["us"] / 1e3}[name] for name in columns] for term in terms]
     caption = (
-        f"{label}: terms of {record.median('step_ms'):.2f} ms ± {spread(record):.0%} by their "
-        f"sources, on {record.environment['hardware']}"
+        f"{label}: terms of the predicted step, {record.median('step_ms'):.2f} ms "
+        f"± {spread(record):.0%}, on {record.environment['hardware']}"
     )
     return Table(columns, shown, names=2, caption=caption, numeric=frozenset(("count", "ms")))
 
 
 def memory_table(record: Record, label: str) -> Table:
-    """The parts of the peak, and what lies outside of torch's count, in GiB."""
+    """Returns the parts of the peak in GiB, including memory that torch does not count."""
     head, *rows = record.tables["memory"]
     shown = [[name, nbytes / GIB, source] for name, nbytes, source in rows]
     peak = (record.median("peak_bytes") or 0.0) / GIB

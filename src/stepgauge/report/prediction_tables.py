@@ -16,7 +16,7 @@ from stepgauge.report.prediction_errors import (
     sentence,
 )
 from stepgauge.report.table import REMARK, SEPARATOR, Table
-from stepgauge.report.views import remark, remark_beside
+from stepgauge.report.views import remark, remark_with_prediction
 from stepgauge.spec.predictions import STEP, steps_beside
 from stepgauge.spec.record import Record
 
@@ -67,7 +67,7 @@ def _measured_alone(records: Sequence[Record]) -> list[Record]:
 
 def _own_remark(each: Errors) -> str:
     """Without what is to be known of the hardware file, which the caption has for all rows."""
-    parts = remark_beside(each.row).split(SEPARATOR)
+    parts = remark_with_prediction(each.row).split(SEPARATOR)
     return SEPARATOR.join(part for part in parts if DISTURBED_FILE not in part)
 
 

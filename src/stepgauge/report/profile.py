@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stepgauge.report.kernel_names import range_name, short_name
-from stepgauge.report.numbers import cut_to, number, whole
+from stepgauge.report.numbers import number, truncated, whole
 from stepgauge.report.page import Block, Flame, Text
 from stepgauge.report.profile_ranks import overlap_table
 from stepgauge.report.table import Table
@@ -256,7 +256,7 @@ def operations_table(found: Analysis) -> Table:
             for value, most in ((row.flops, MOST_FLOP_PER_S), (row.bytes, MOST_BYTES_PER_S))
         )
         rows.append({
-            "operation": row.operation, "kind": row.kind, "shapes": cut_to(row.shapes, LONGEST_SHAPES),
+            "operation": row.operation, "kind": row.kind, "shapes": truncated(row.shapes, LONGEST_SHAPES),
             "type": row.dtype.removeprefix("c10::"), "calls a step": whole(row.calls / found.steps),
             "ms a step": row.us / 1e3 / found.steps, "mean µs": seconds * 1e6,
             "TFLOP/s": flop_per_s / 1e12 or None, "GB/s": bytes_per_s / 1e9 or None,

@@ -1,4 +1,4 @@
-"""Records in, one HTML page out, a section for each kind of record."""
+"""Builds the HTML page of a run, with one section per kind of record."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from stepgauge.report.comm import comm_blocks
 from stepgauge.report.data_parallel import plots as data_parallel_plots
 from stepgauge.report.dtypes import dtype_table
 from stepgauge.report.facts import page_facts
-from stepgauge.report.figure import MOST_BARS
+from stepgauge.report.figure import MAX_BARS
 from stepgauge.report.findings import findings
 from stepgauge.report.kernel_plots import kernel_bars
 from stepgauge.report.kernels import kernel_table
@@ -33,34 +33,37 @@ from stepgauge.spec.predictions import steps_beside
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import StoreError
 
-NAMED = 4  # of disturbed rows, in a section
+MAX_NAMED = 4  # disturbed rows that a section names; the others are counted
 
 
-def reservations(records: Sequence[Record]) -> list[Text]:
-    """What a reader of the section has to know before its figures."""
+def warnings(records: Sequence[Record]) -> list[Text]:
+    """Returns warnings that come before a section's figures: fallbacks and disturbed rows."""
     ran = dict.fromkeys(sentence for record in records for sentence in fallbacks(record))
-    said = [f"No measure of our kernels here: {'; '.join(ran)}."] if ran else []
+    sentences = [f"Our kernels were not measured: {'; '.join(ran)}."] if ran else []
     names = zip(labels(records), records, strict=True)
     disturbed = [name for name, record in names if is_disturbed(record)]
     if disturbed:
-        more = f" and {len(disturbed) - NAMED} more" if len(disturbed) > NAMED else ""
-        said.append(
-            f"Disturbed, marked † in plots ({CRITERION}): {'; '.join(disturbed[:NAMED])}{more}."
+        more = f" and {len(disturbed) - MAX_NAMED} more" if len(disturbed) > MAX_NAMED else ""
+        sentences.append(
+            f"Disturbed rows, marked † in plots ({CRITERION}): "
+            f"{'; '.join(disturbed[:MAX_NAMED])}{more}."
         )
-    return [Text(sentence) for sentence in said]
+    return [Text(sentence) for sentence in sentences]
 
 
 def run_page(records: Sequence[Record], folder: Path) -> Page:
-    """A section for each kind of record in the run, and where steps were predicted one of that."""
+    """Returns a page with a section per kind of record. If steps were predicted, a section on the
+    prediction errors comes first.
+    """
     shown = [row.record for row in steps_beside(records)]
     kinds = dict.fromkeys(record.kind for record in shown)
-    sections = [_kind([r for r in shown if r.kind == kind], records) for kind in kinds]
+    sections = [_section([r for r in shown if r.kind == kind], records) for kind in kinds]
     sections += _profiles([r for r in shown if r.kind == "profile"], folder)
     if errors(records):
         sections.insert(0, predictions_section(records))
     timed = sum("step_ms" in record.metrics for record in shown)
     found = findings(shown) if timed else None
-    if timed == 1:  # which has nothing to be compared with
+    if timed == 1:  # a single row cannot be compared, so an empty list says nothing
         found = found or None
     name = folder.resolve().name
     return Page(
@@ -69,47 +72,47 @@ def run_page(records: Sequence[Record], folder: Path) -> Page:
 
 
 QUESTIONS = {
-    "step": "What does a step take, and which phase takes most of it?",
-    "train": "Does the loss fall, and how fast are tokens trained on?",
+    "step": "How long does a step take, and which phase takes most of it?",
+    "train": "Does the loss fall, and how many tokens are trained on per second?",
     "profile": "Which kinds of work take the time of a step?",
     "memory": "What holds memory during a step, and what is the peak?",
-    "comm": "What do the links give, and what does a byte cost?",
-    "data-parallel": "What does training on several ranks cost a step?",
-    "layout": "Which layout trains fastest, and what does each of its axes cost?",
-    "pipeline": "What does a schedule cost beside computing, and how much does each rank hold?",
-    "op": "How fast is it, and how fast could it be here?",
+    "comm": "How fast are the links, and how does time grow with size?",
+    "data-parallel": "How much slower is a step when it runs on several ranks?",
+    "layout": "Which layout trains fastest, and how much time does each of its axes take?",
+    "pipeline": "How much time does a schedule spend waiting, and how much does each rank hold?",
+    "op": "How fast is the function, and how fast could it be on this device?",
     "broadcast": "Which way of copying a tensor from the host to every device is the fastest?",
 }
 
 
-def _kind(records: Sequence[Record], run: Sequence[Record]) -> Section:
-    """The rows of one kind; steps of pipelines are drawn below their predictions in the run."""
+def _section(records: Sequence[Record], run: Sequence[Record]) -> Section:
+    """Returns the section of records of one kind. `run` has the predictions of pipeline steps."""
     kind = records[0].kind
     draw = _BLOCKS.get(kind, lambda records: [record_table(records)])
-    reserved = [*_of_processes(records), *reservations(records)]
-    blocks = [*reserved, *draw(records), *step_blocks(records, run)]
+    before = [*_shared_cpu_note(records), *warnings(records)]
+    blocks = [*before, *draw(records), *step_blocks(records, run)]
     question = QUESTIONS.get(kind, "What was measured?")
     return Section(kind, question, blocks, answer=answer(records))
 
 
-def _of_processes(records: Sequence[Record]) -> list[Text]:
-    """That ranks were processes of one CPU, where all of them were."""
-    of_ranks = [record for record in records if record.spec.get("ranks", 1) > 1]
-    hosts = {host for record in of_ranks for host in record.environment.get("hosts", ["here"])}
-    if len(hosts) != 1 or any(record.spec.get("device") != "cpu" for record in of_ranks):
+def _shared_cpu_note(records: Sequence[Record]) -> list[Text]:
+    """Returns a note if all ranks ran as processes on one CPU."""
+    multi_rank = [record for record in records if record.spec.get("ranks", 1) > 1]
+    hosts = {host for record in multi_rank for host in record.environment.get("hosts", ["here"])}
+    if len(hosts) != 1 or any(record.spec.get("device") != "cpu" for record in multi_rank):
         return []
-    return [Text("Ranks were processes of one CPU: they share it, as GPUs do not.")]
+    return [Text("The ranks were processes on one CPU. They share its cores; GPUs would not.")]
 
 
 def _steps(records: Sequence[Record]) -> Sequence[Block]:
-    """Bars of the phases, and the table."""
-    shown = [record for record in records if record.status == "ok"][:MOST_BARS]
+    """Returns bars of the phases, and the table."""
+    shown = [record for record in records if record.status == "ok"][:MAX_BARS]
     bars = [phase_bars(shown, labels(shown), "Step time by phase.")] if shown else []
     return [*bars, record_table(records)]
 
 
 def _profiles(records: Sequence[Record], folder: Path) -> list[Section]:
-    """A section a profile, from the analyses that lie in the run's folder."""
+    """Returns a section per profile, made from the analysis in the run's folder."""
     return [
         profile_section(name, read_profile(record, folder), record.note)
         for name, record in zip(labels(records), records, strict=True)
@@ -131,7 +134,7 @@ _BLOCKS: Mapping[str, Callable[[Sequence[Record]], Sequence[Block]]] = {
 
 
 def write(page: Page, path: Path) -> Path:
-    """Raises StoreError where it cannot be written."""
+    """Writes the page and returns its path. Raises StoreError if it cannot be written."""
     try:
         path.write_text(page.html(), encoding="utf-8")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Bars of measured steps: by phase, and by two choices."""
+"""Plots of measured steps: bars by phase, bars by two choices, communication over time."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -16,16 +16,17 @@ def phase_bars(
     caption: str,
     *,
     points: Series | None = None,
-    most: float | None = None,
+    scale_end: float | None = None,
 ) -> Plot:
-    """A bar a record, made of its phases; `points` and `most` as those of stacked_bars."""
+    """Returns one bar per record, stacked from its phases. `points` and `scale_end` as in stacked_bars."""
     phases = {
         phase: [record.median(f"{phase}_ms") for record in records] for phase in TRAINING_PHASES
     }
     totals = [plotted(record, "step_ms") for record in records]
     unit = "ms a step (medians)"
     return Plot(
-        stacked_bars(names, phases, totals=totals, unit=unit, points=points, most=most), caption
+        stacked_bars(names, phases, totals=totals, unit=unit, points=points, scale_end=scale_end),
+        caption,
     )
 
 
@@ -38,8 +39,9 @@ def step_bars(
     bars: Iterable[str] = (),
     unit: str = "ms a step (median)",
 ) -> Plot:
-    """A cluster of bars for each name that `row` gives, one for each that `bar` gives; `bars` are
-    those that are drawn and their order, where it is not that of the records.
+    """Returns a cluster of bars for each result of `row`, with one bar for each result of `bar`.
+
+    `bars` selects and orders the bars; by default all are drawn in the order of the records.
     """
     steps = {(row(record), bar(record)): plotted(record, "step_ms") for record in records}
     clusters = list(dict.fromkeys(name for name, _ in steps))
@@ -50,7 +52,9 @@ def step_bars(
 
 
 def overlap_tracks(records: Sequence[tuple[str, Record]]) -> str:
-    """Two tracks a record on one time axis from the step's begin: what meets is hidden."""
+    """Returns an SVG with two tracks per record, communication and computation, on one time axis that
+    begins with the step. Communication is hidden where both tracks are busy.
+    """
     with canvas(7.2, 0.9 + 0.75 * len(records)) as (axes, output):
         labels: list[str] = []
         for position, (label, record) in enumerate(records):

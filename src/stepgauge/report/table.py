@@ -1,6 +1,6 @@
-"""A table of values, and the formats that it is written in.
+"""A table of values and the formats that it can be written in.
 
-Values are rounded here and nowhere else: people get four digits, CSV and JSON all of them.
+Tables hold unrounded values. A displayed table rounds them to four digits; CSV and JSON do not.
 """
 
 import csv
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from stepgauge.report.numbers import Doubtful, number
 
-REMARK = "remark"  # the column of what is to be known of rows
-SEPARATOR = "; "  # of what a remark says
+REMARK = "remark"  # the column with notes on a row
+SEPARATOR = "; "  # between the notes of one remark
 _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 
 
@@ -27,16 +27,17 @@ class Range(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Columns, and rows of values: texts, numbers, a Range, None where there is nothing.
+    """Columns and rows of values. A value is a text, a number, a Range or None.
 
-    numeric  columns of figures, aligned right; None: those that hold a number
-    formats  how a column is written where four digits are not wanted: {"ratio": ".3f"}
-    hidden   columns that people need not read: the caption or another column has them. They are in
-             CSV and JSON
-    names    how many of the first columns name the rows; None: those before the first figure
-    folded   shown in the report only when opened
-    absent   what people see where there is nothing
-    notes    sentences below the table; for_eyes adds the remarks that all rows share
+    numeric  columns of figures, which are aligned right; None: every column that holds a number
+    formats  format specs for columns that do not have four digits: {"ratio": ".3f"}
+    hidden   columns that are not displayed, because the caption or another column has their value;
+             CSV and JSON have them
+    names    the number of columns, from the left, that name the rows; None: all before the first
+             figure
+    folded   True if the report shows the table only when it is opened
+    absent   the text displayed for a missing figure
+    notes    sentences below the table; for_display adds remarks that all rows share
     """
 
     columns: Sequence[str]
@@ -52,7 +53,9 @@ class Table:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, Any]], **fields: Any) -> "Table":
-        """Of rows by column, in the order in which columns first come; what a row lacks is None."""
+        """Returns a table of rows given as dicts. Columns come in the order in which they first appear;
+        a missing value is None.
+        """
         columns = list(dict.fromkeys(column for row in rows for column in row))
         return cls(columns, [[row.get(column) for column in columns] for row in rows], **fields)
 
@@ -63,23 +66,23 @@ class Table:
         return any(_is_figure(row[place]) for row in self.rows)
 
     def to(self, name: str) -> str:
-        """The table as text of one of FORMATS."""
+        """Returns the table as text in one of FORMATS."""
         return FORMATS[name](self)
 
     def name_columns(self) -> range:
-        """The columns that name the rows."""
+        """Returns the positions of the columns that name the rows."""
         figures = (place for place, column in enumerate(self.columns) if self.is_numeric(column))
         return range(next(figures, len(self.columns)) if self.names is None else self.names)
 
-    def for_eyes(self) -> "Table":
-        """The table as people read it: every cell a text, without columns that are hidden or empty;
-        what all remarks say stands below it.
+    def for_display(self) -> "Table":
+        """Returns the table as it is displayed: all cells are texts, hidden and empty columns are left
+        out, and remarks that all rows share become notes below the table.
         """
         table = self._without_shared_remarks()
         numeric = frozenset(filter(table.is_numeric, table.columns))
         texts = [
             [
-                _text(cell, self.formats.get(column, ""), grouped=column in numeric)
+                _text(cell, self.formats.get(column, ""), is_numeric=column in numeric)
                 if cell is not None
                 else (self.absent if column in numeric else "")
                 for cell, column in zip(row, table.columns, strict=True)
@@ -93,16 +96,16 @@ class Table:
         }
         left_out = self.hidden | empty
         shown = [place for place, name in enumerate(table.columns) if name not in left_out]
-        return dataclasses.replace(table, rows=texts, numeric=numeric).of(shown)
+        return dataclasses.replace(table, rows=texts, numeric=numeric).select(shown)
 
     def _without_shared_remarks(self) -> "Table":
-        """With what the remarks of all rows say as a note."""
+        """Returns the table with remarks that all rows share as one note."""
         if REMARK not in self.columns or not self.rows:
             return self
         place = list(self.columns).index(REMARK)
-        said = [str(row[place] or "").split(SEPARATOR) for row in self.rows]
-        shared = [part for part in said[0] if part and all(part in parts for parts in said)]
-        own = [SEPARATOR.join(part for part in parts if part not in shared) for parts in said]
+        remarks = [str(row[place] or "").split(SEPARATOR) for row in self.rows]
+        shared = [part for part in remarks[0] if part and all(part in parts for parts in remarks)]
+        own = [SEPARATOR.join(part for part in parts if part not in shared) for parts in remarks]
         rows = [
             [*row[:place], remark or None, *row[place + 1 :]]
             for row, remark in zip(self.rows, own, strict=True)
@@ -110,8 +113,8 @@ class Table:
         notes = [*self.notes, *filter(None, [SEPARATOR.join(shared)])]
         return dataclasses.replace(self, rows=rows, notes=notes)
 
-    def of(self, places: Sequence[int]) -> "Table":
-        """Some of the columns."""
+    def select(self, places: Sequence[int]) -> "Table":
+        """Returns a table of the columns at these positions."""
         columns = [self.columns[place] for place in places]
         rows = [[row[place] for place in places] for row in self.rows]
         names = self.names
@@ -124,13 +127,11 @@ def _is_figure(cell: object) -> bool:
     return isinstance(cell, int | float | Range) and not isinstance(cell, bool)
 
 
-def _text(cell: Any, form: str, *, grouped: bool) -> str:
-    """A cell for people; whole numbers have separators of thousands where they are figures."""
-    if cell is None:
-        return ""
+def _text(cell: Any, form: str, *, is_numeric: bool) -> str:
+    """Returns a cell as it is displayed. In a column of figures, integers have thousands separators."""
     if isinstance(cell, Range):
-        return " – ".join(_text(end, form, grouped=grouped) for end in cell)
-    if not _is_figure(cell) or not grouped:
+        return " – ".join(_text(end, form, is_numeric=is_numeric) for end in cell)
+    if not _is_figure(cell) or not is_numeric:
         return str(cell)
     mark = "†" if isinstance(cell, Doubtful) else ""
     if form:
@@ -139,7 +140,7 @@ def _text(cell: Any, form: str, *, grouped: bool) -> str:
 
 
 def _machine_value(cell: Any, *, is_numeric: bool) -> Any:
-    """A cell of JSON. Texts of digits in a column of figures are numbers."""
+    """Returns a cell as a JSON value. A text of digits in a column of figures becomes a number."""
     if isinstance(cell, Range):
         return list(cell)
     if not is_numeric or not isinstance(cell, str):
@@ -151,7 +152,7 @@ def _machine_value(cell: Any, *, is_numeric: bool) -> Any:
 
 
 def objects(table: Table) -> list[dict[str, Any]]:
-    """One a row, by column, in full precision; null where there is no figure."""
+    """Returns each row as a dict by column, in full precision. A missing figure is None."""
     numeric = set(filter(table.is_numeric, table.columns))
     return [
         {
@@ -163,12 +164,11 @@ def objects(table: Table) -> list[dict[str, Any]]:
 
 
 def _json(table: Table) -> str:
-    """A list of objects, one a row."""
     return json.dumps(objects(table), indent=1, ensure_ascii=False) + "\n"
 
 
 def _csv(table: Table) -> str:
-    """Full precision; a Range is "low – high"."""
+    """Returns full precision. A Range is written "low – high"."""
 
     def cell(value: Any) -> Any:
         return " – ".join(map(str, value)) if isinstance(value, list) else value
@@ -183,7 +183,7 @@ def _markdown(table: Table) -> str:
     def line(cells: Sequence[str]) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
-    table = table.for_eyes()
+    table = table.for_display()
     rule = ["---:" if table.is_numeric(column) else "---" for column in table.columns]
     above = [table.caption, ""] if table.caption else []
     drawn = [line(table.columns), line(rule), *map(line, table.rows)] if table.columns else []
@@ -201,7 +201,7 @@ def _latex(table: Table) -> str:
     def line(cells: Sequence[str]) -> str:
         return " & ".join(cell.translate(_LATEX_ESCAPES) for cell in cells) + r" \\"
 
-    table = table.for_eyes()
+    table = table.for_display()
     align = "".join("r" if table.is_numeric(column) else "l" for column in table.columns)
     body = [line(table.columns), r"\midrule", *map(line, table.rows)]
     lines = [rf"\begin{{tabular}}{{{align}}}", r"\toprule", *body, r"\bottomrule", r"\end{tabular}"]

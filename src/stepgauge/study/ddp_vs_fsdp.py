@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stepgauge.report.merge import merge_over
 from stepgauge.report.names import labels
 from stepgauge.report.numbers import scaled
-from stepgauge.report.over import over
 from stepgauge.report.page import Block, Text
 from stepgauge.report.table import Table
 from stepgauge.report.views import record_table, remark, undisturbed
@@ -84,7 +84,7 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
 
 def over_seeds(records: Sequence[Record]) -> list[Record]:
     """A record for the seeds of a configuration, with its global batch and samples/s."""
-    rows = over(records, "seed") if records else []
+    rows = merge_over(records, "seed") if records else []
     return [_of_all_ranks(row) for row in rows]
 
 

@@ -10,8 +10,8 @@ from stepgauge.report.answers import answer
 from stepgauge.report.facts import page_facts
 from stepgauge.report.findings import findings
 from stepgauge.report.kernels import kernel_table
-from stepgauge.report.page import Block, Elsewhere, Page, Section, Text
-from stepgauge.report.run_page import reservations, run_page
+from stepgauge.report.page import Block, OtherMachine, Page, Section, Text
+from stepgauge.report.run_page import run_page, warnings
 from stepgauge.report.views import record_table
 from stepgauge.spec.kernel import KERNELS
 from stepgauge.spec.record import Record
@@ -57,7 +57,7 @@ def _experiment(
         return dataclasses.replace(empty, reason="not measured in this run")
     caution = [Text(f"On a CPU: {experiment.on_cpu}.")] if experiment.on_cpu and elsewhere else []
     try:
-        blocks = [*caution, *reservations(own), *experiment.blocks(own),
+        blocks = [*caution, *warnings(own), *experiment.blocks(own),
                   *experiment.pictures(own, folder), *elsewhere]  # fmt: skip
         good = [record for record in own if record.status == "ok"]
         return dataclasses.replace(
@@ -95,7 +95,7 @@ def _elsewhere(experiment: Experiment) -> list[Block]:
         f"Not this machine: {where['device']}, torch {where['torch']}, "
         f"{records[0].created[:10]}, a record that comes with stepgauge"
     )
-    return [Elsewhere(title, experiment.answer(records), [_table(records)])]
+    return [OtherMachine(title, experiment.answer(records), [_table(records)])]
 
 
 def _table(records: Sequence[Record]) -> Block:

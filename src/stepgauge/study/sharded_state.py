@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepgauge.report.data_parallel import USUAL_BUCKET_MB
 from stepgauge.report.figure import stacked_bars
 from stepgauge.report.findings import is_comparable
 from stepgauge.report.page import Block, Plot
@@ -31,7 +30,9 @@ def specs(machine: StudyMachine, folder: Path) -> Sequence[DataParallelSpec]:
     """Those of data parallel training: what both ask is measured once."""
     asked = data_parallel.specs(machine, folder)
     usual = [
-        spec for spec in asked if spec.bucket_mb == USUAL_BUCKET_MB and spec.reduce_dtype == "own"
+        spec
+        for spec in asked
+        if spec.bucket_mb == DataParallelSpec.bucket_mb and spec.reduce_dtype == "own"
     ]
     return [spec for spec in usual if spec.wrapper in WRAPPERS]
 

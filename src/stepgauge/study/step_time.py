@@ -28,13 +28,13 @@ def specs(machine: StudyMachine, folder: Path) -> Sequence[StepSpec]:
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
     shown: list[Block] = []
-    most = max((record.median("step_ms") or 0.0 for record in records), default=0.0)
+    scale_end = max((record.median("step_ms") or 0.0 for record in records), default=0.0)
     for load in dict.fromkeys(map(_load, records)):
         rows = [record for record in records if _load(record) == load]
         names = [str(record.spec["size"]) for record in rows]
         caption = f"Step time by size and phase, fp32, batch × context {load}."
         points = _published_totals(load, names)
-        shown.append(phase_bars(rows, names, caption, points=points, most=most))
+        shown.append(phase_bars(rows, names, caption, points=points, scale_end=scale_end))
     shown.append(record_table(records))
     return [*shown, beside(EXPERIMENT_NAME, records, SWIGLU)]
 

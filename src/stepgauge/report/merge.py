@@ -1,4 +1,4 @@
-"""Records that differ in one field alone, their seed say, as one record."""
+"""Merges records that differ only in one field, such as the seed."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,11 +7,11 @@ from stepgauge.report.names import flatten
 from stepgauge.spec.record import Record, Sample
 
 
-def over(records: Sequence[Record], field: str) -> list[Record]:
-    """One record for those of one machine that agree in all but the field. Its figures are samples: of times and
-    rates each record's mean, of bytes those of each rank. The field has all values, as a text.
+def merge_over(records: Sequence[Record], field: str) -> list[Record]:
+    """Merges the records of one machine that agree in all fields but this one.
 
-    Raises ValueError for a field that no record has.
+    A merged time or rate is a sample of each record's mean; merged bytes are a sample of all ranks'
+    bytes. The field's value is a text of all values. Raises ValueError if no record has the field.
     """
     if not any(field in record.spec for record in records):
         known = dict.fromkeys(name for record in records for name in record.spec)
@@ -21,10 +21,10 @@ def over(records: Sequence[Record], field: str) -> list[Record]:
         if record.status == "ok":
             same = dataclasses.replace(record, spec={**record.spec, field: None})
             groups.setdefault(same.identity, []).append(record)
-    return [_together(group, field) for group in groups.values()]
+    return [_merged(group, field) for group in groups.values()]
 
 
-def _together(records: Sequence[Record], field: str) -> Record:
+def _merged(records: Sequence[Record], field: str) -> Record:
     first = records[0]
     metrics = {}
     for name, sample in first.metrics.items():
