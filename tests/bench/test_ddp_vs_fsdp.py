@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from stepgauge.report.over import over
+from stepgauge.report.merge import merge_over
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.record import Record, Sample
@@ -53,7 +53,9 @@ def test_the_command_line(stepgauge, tmp_path):
 
 
 def test_bert_and_dropout():
-    with pytest.raises(ValueError, match=r"dropout is 0\.1; checkpointing would drop other values"):
+    with pytest.raises(
+        ValueError, match=r"dropout is 0\.1; with checkpointing, the recomputation would"
+    ):
         DataParallelSpec(model=BertSpec(dropout=0.1), checkpointing="blocks")
 
 
@@ -88,10 +90,10 @@ def test_times_are_over_the_field_and_bytes_over_ranks_too():
     rows = [row("zero3", seed, peak=seed) for seed in (1, 2, 3)]
     rows[0].series["rank_peak_bytes"] = [1.0 * 2**30, 3.0 * 2**30]
     failed = Record(kind="data-parallel", spec=rows[0].spec, status="failed")
-    (together,) = over([*rows, failed], "seed")
+    (together,) = merge_over([*rows, failed], "seed")
     assert together.metrics["step_ms"] == Sample.of([101.0, 102.0, 103.0], "ms")
     assert together.metrics["peak_bytes"].n == 4
-    assert len(over(rows, "wrapper")) == 3
+    assert len(merge_over(rows, "wrapper")) == 3
 
 
 @pytest.fixture

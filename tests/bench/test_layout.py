@@ -74,14 +74,14 @@ def test_what_an_axis_costs_is_told_where_it_can_be(rows):
     assert re.fullmatch(r"stages of \d, \d blocks, by measured time", rows["pp2 1f1b m2"].note)
 
 
-def test_the_page_draws_them_and_says_which_is_the_quickest(rows, tmp_path):
+def test_the_page_draws_them_and_names_the_fastest(rows, tmp_path):
     page = run_page(list(rows.values()), tmp_path).html()
     assert "Which layout trains fastest" in page
     assert "Step time by axis." in page
-    assert "is the quickest: " in page or "All rows were disturbed" in page
+    assert "is the fastest: " in page or "All rows were disturbed" in page
 
 
-def test_the_answer_says_why_the_quickest_is():
+def test_the_answer_gives_the_exposed_times_of_all_layouts():
     def row(layout, step_ms, **exposed):
         metrics = {"step_ms": step_ms, **{f"{axis}_exposed_ms": ms for axis, ms in exposed.items()}}
         samples = {name: Sample.exact(ms, "ms") for name, ms in metrics.items()}
@@ -95,12 +95,10 @@ def test_the_answer_says_why_the_quickest_is():
         row("pp2 1f1b m2", 14.0, pipeline=-1.0),
     ]
     said = layout_answer(rows)
-    assert (
-        "'dp2 bucketed' is the quickest: 12.00 ms a step, 1.67 × as fast as one process; " in said
-    )
-    assert "take 2.000 ms of it, 6.000 ms under 'tp2' and 0 ms under 'pp2 1f1b m2'." in said
+    assert "'dp2 bucketed' is the fastest: 12.00 ms a step, 1.67 × as fast as one process. " in said
+    assert "take 2.000 ms of it, and 6.000 ms with 'tp2' and 0 ms with 'pp2 1f1b m2'." in said
     rows[0] = row("none", 10.0)
-    assert "since it sends nothing; sending and waiting take 2.000 ms" in layout_answer(rows)
+    assert "does not communicate; exposed communication and waiting take 2" in layout_answer(rows)
 
 
 def test_what_the_machine_has_not_is_said_before_ranks_are_started():

@@ -44,7 +44,7 @@ def test_numbers(value, unit, text):
 )
 def test_sizes_of_a_table_are_in_one_unit(sizes, texts):
     unit = size_unit(sizes)
-    assert [f"{unit.of(size)} {unit.text}" for size in sizes] == texts
+    assert list(map(unit.format, sizes)) == texts
 
 
 def test_exposed_time_below_zero_is_no_figure_anywhere(record):
@@ -56,7 +56,7 @@ def test_exposed_time_below_zero_is_no_figure_anywhere(record):
     assert cells["exposed ms"] == "not measurable here"
     assert plotted(below, "exposed_ms") is None
     assert "exposed" not in summary(below, "row")
-    assert "exposed_ms" not in [pair.metric for pair in compare([below], [below]).found]
+    assert "exposed_ms" not in [pair.metric for pair in compare([below], [below]).differences]
 
 
 def test_a_prediction_is_not_compared_with_itself(record):
@@ -250,10 +250,10 @@ def test_people_get_four_digits_and_machines_all_of_them():
         [["a", 1 / 3, 2 / 3, Range(1234.5, 2345.678), 12345], [None, None, None, None, None]],
         formats={"ratio": ".2f"},
     )
-    shown = table.for_eyes()
+    shown = table.for_display()
     assert shown.rows[0] == ["a", "0.3333", "0.67", "1,234 – 2,346", "12,345"]
     assert shown.rows[1] == [""] * 5
-    assert Table(["ms"], [[Doubtful(1 / 3)]]).for_eyes().rows == [["0.3333†"]]
+    assert Table(["ms"], [[Doubtful(1 / 3)]]).for_display().rows == [["0.3333†"]]
     assert [name for name in table.columns if shown.is_numeric(name)] == table.columns[1:]
     assert table.to("csv").splitlines()[1] == f"a,{1 / 3},{2 / 3},1234.5 – 2345.678,12345"
     assert json.loads(table.to("json"))[0]["ratio"] == 2 / 3
@@ -276,7 +276,7 @@ def test_a_custom_network_shows_its_shape(record):
 def test_comparison_pairs_by_what_was_run(record):
     before = [record("small", step=[10.0, 10.1, 10.2]), record("medium", step=[20.0])]
     after = [record("small", step=[5.0, 5.1, 5.2]), record("large", step=[1.0])]
-    step, peak = compare(before, after).found
+    step, peak = compare(before, after).differences
     assert (step.metric, peak.metric) == ("step_ms", "peak_bytes")
     assert step.ratio == pytest.approx(5.1 / 10.1)
     assert step.exceeds_spread
@@ -285,15 +285,15 @@ def test_comparison_pairs_by_what_was_run(record):
 
 
 def test_overlapping_ranges_do_not_differ(record):
-    step, _ = compare([record(step=[10.0, 11.0, 12.0])], [record(step=[11.5, 12.5, 13.5])]).found
+    step, _ = compare([record(step=[10.0, 11.0, 12.0])], [record(step=[11.5, 12.5, 13.5])]).differences
     assert step.has_spread
     assert not step.exceeds_spread
 
 
 def test_comparison_across_a_field_shows_both_values(record):
     before, after = [record(precision="fp32")], [record(precision="bf16")]
-    assert compare(before, after).found == []
-    found = compare(before, after, ignoring=["precision"]).found
+    assert compare(before, after).differences == []
+    found = compare(before, after, ignoring=["precision"]).differences
     assert len(found) == 2
     assert "fp32 → bf16" in difference_table(found).rows[0]
 
@@ -309,14 +309,14 @@ def test_an_ambiguous_or_unknown_field_is_refused(record):
 def test_a_field_is_ignored_by_its_options_name_too(record):
     before, after = record(), record()
     after.spec["model"]["context_length"] = 1024
-    assert not compare([before], [after]).found
-    assert compare([before], [after], ignoring=["context"]).found
+    assert not compare([before], [after]).differences
+    assert compare([before], [after], ignoring=["context"]).differences
 
 
 def test_rows_without_a_partner_are_counted_and_the_first_named(record):
     first = [record(batch=batch) for batch in (1, 2, 3, 4, 5)]
     found = compare(first, [record(batch=1), record(batch=9)])
-    assert found.alone == [
+    assert found.notes == [
         "4 of 5 rows of A without a partner: batch=2; batch=3; batch=4, and 1 more",
         "1 of 2 rows of B without a partner: step size=small batch=9 context=512 precision=fp32",
     ]
@@ -324,16 +324,16 @@ def test_rows_without_a_partner_are_counted_and_the_first_named(record):
 
 def test_a_row_that_only_one_run_could_measure_is_named(record):
     found = compare([record()], [record(status="oom", note="memory ran out")])
-    assert found.found == []
-    assert found.alone == [
+    assert found.differences == []
+    assert found.notes == [
         "step size=small batch=4 context=512 precision=fp32: OOM in B (memory ran out)"
     ]
 
 
 def test_a_modelled_row_pairs_with_a_measured_one_only_where_that_is_asked(record):
     measured, modelled = record(), dataclasses.replace(record(), provenance="modelled")
-    assert not compare([measured], [modelled]).found
-    assert compare([measured], [modelled], ignoring=["provenance"]).found
+    assert not compare([measured], [modelled]).differences
+    assert compare([measured], [modelled], ignoring=["provenance"]).differences
     assert labels([measured, modelled]) == ["measured", "modelled"]
     other = dataclasses.replace(record("medium"), provenance="modelled")
     assert "provenance" in record_table([measured, other]).columns
@@ -349,7 +349,7 @@ def test_what_all_rows_share_is_said_once_above_them(record):
     table = record_table([record("small"), record("2.7b")])
     assert "fp32" in table.caption and "small" not in table.caption
     assert {"precision", "compile"} <= table.hidden and "size" not in table.hidden
-    assert "precision" not in table.for_eyes().columns and "precision" in table.to("csv")
+    assert "precision" not in table.for_display().columns and "precision" in table.to("csv")
     alone = record_table([record("small")])
     assert "small" in alone.caption and "size" in alone.hidden
 
@@ -362,7 +362,7 @@ def test_a_count_is_written_as_one(record, value, unit, text):
     row = record()
     row.metrics["buckets"] = Sample.exact(value, unit)
     table = record_table([row])
-    assert table.for_eyes().rows[0][-1] == text
+    assert table.for_display().rows[0][-1] == text
 
 
 def test_what_an_older_or_newer_version_recorded_has_a_table_too(record):
@@ -389,7 +389,7 @@ def test_machines_get_what_the_caption_says(record):
         "4",
         "512",
     )
-    assert table.for_eyes().columns[0] == "batch"
+    assert table.for_display().columns[0] == "batch"
     for form, start in (
         ("markdown", "size=small, "),
         ("latex", "% size=small, "),

@@ -57,9 +57,9 @@ def compare(
     """
     sides = [open_run(side) if isinstance(side, str | Path) else side for side in (first, second)]
     found = compare_records(*sides, ignoring=ignoring)
-    if not found.found:
+    if not found.differences:
         raise ValueError("the runs share no row; ignoring=[FIELD] pairs rows that differ in FIELD")
-    return Comparison(difference_table(found.found), found.alone)
+    return Comparison(difference_table(found.differences), found.notes)
 
 
 @contextlib.contextmanager
