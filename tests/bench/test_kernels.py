@@ -1,9 +1,8 @@
-"""Operations beside their peers: a wrong result has no time, and nobody's failure costs the others'
-figures.
+"""Kernels compared with their peers: a wrong result gets no time, and a failing implementation does
+not affect the others.
 """
 
 import dataclasses
-import functools
 
 import pytest
 import torch
@@ -39,7 +38,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("spec", ROWS, ids=lambda spec: spec.kind)
-def test_every_operation_is_right_and_timed_here(spec):
+def test_every_operation_is_correct_and_timed_on_this_machine(spec):
     record = comparison.run(spec)
     assert record.status == "ok", record.note
     assert set(record.environment["outcomes"].values()) == {"ok"}
@@ -52,19 +51,19 @@ def test_every_operation_is_right_and_timed_here(spec):
 
 
 @pytest.fixture
-def among(monkeypatch):
-    """Puts an implementation of RMSNorm beside the others, under the name given."""
+def compare_with(monkeypatch):
+    """Returns a function that adds an implementation of RMSNorm and runs the comparison."""
 
-    def put(name, function):
+    def run_with(name, function):
         operation = OPERATIONS["rms-norm"]
         more = {**operation.implementations, name: Implementation(lambda spec: function)}
         changed = dataclasses.replace(operation, implementations=more)
         monkeypatch.setattr(comparison, "OPERATIONS", {**OPERATIONS, "rms-norm": changed})
-        comparison._held.clear()
+        comparison._latest.clear()
         return comparison.run(RmsNormSpec(rows=100, width=64, peers=f"eager {name}", **QUICK))
 
-    yield put
-    comparison._held.clear()
+    yield run_with
+    comparison._latest.clear()
 
 
 def out_of_memory(x, w):
@@ -83,8 +82,8 @@ def out_of_memory(x, w):
     ],
     ids=["wrong", "nan", "oom"],
 )
-def test_a_peer_without_a_right_result_has_no_time_and_the_others_have(among, function, outcome):
-    record = among("bad", function)
+def test_a_peer_without_a_correct_result_has_no_time(compare_with, function, outcome):
+    record = compare_with("bad", function)
     assert record.status == "ok"
     assert record.environment["outcomes"]["bad"].startswith(outcome)
     assert "bad_ms" not in record.metrics
@@ -92,13 +91,13 @@ def test_a_peer_without_a_right_result_has_no_time_and_the_others_have(among, fu
     assert "bad" in record.note
 
 
-def test_ours_wrong_fails_the_row(among):
-    record = among("ours", lambda x, w: x * w)
+def test_the_row_fails_if_our_kernel_is_wrong(compare_with):
+    record = compare_with("ours", lambda x, w: x * w)
     assert record.status == "failed"
     assert "ours_ms" not in record.metrics
 
 
-def test_grids_are_rows():
+def test_grids_expand_to_distinct_specs():
     for kind, named in grids.GRIDS.items():
         for points in named.values():
             specs = [KERNELS[kind](**point) for point in points]
@@ -107,16 +106,16 @@ def test_grids_are_rows():
     assert len(grids.ATTENTION_BATCH) == 4 * 5 * 2
 
 
-def test_exact_attention_is_the_equation():
+def test_the_oracle_of_attention_agrees_with_autograd():
     from stepgauge.bench.kernels.attention import attention_output, exact_results
 
     q, k, v, grad = (torch.randn(1, 2, 37, 8, dtype=torch.float64) for _ in range(4))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     o = attention_output(*leaves, is_causal=True)
-    wanted = [o, *torch.autograd.grad(o, leaves, grad)]
-    for rows in (2**27, 5 * 74):
+    expected = [o, *torch.autograd.grad(o, leaves, grad)]
+    for most_scores in (2**27, 5 * 74):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("stepgauge.bench.kernels.attention.SCORES_AT_A_TIME", rows)
-            found = functools.partial(exact_results, is_causal=True)(q, k, v, grad)
-        for a, b in zip(found, wanted, strict=True):
+            patch.setattr("stepgauge.bench.kernels.attention.MOST_SCORES", most_scores)
+            results = exact_results(q, k, v, grad, is_causal=True)
+        for a, b in zip(results, expected, strict=True):
             torch.testing.assert_close(a, b)

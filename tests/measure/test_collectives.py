@@ -1,6 +1,4 @@
-"""Every collective against what it should give, the clock's agreement between ranks, and what a
-wrong result does.
-"""
+"""Collectives: results, timing that all ranks agree on, and the error for a wrong result."""
 
 import dataclasses
 
@@ -26,33 +24,33 @@ def specs(ranks, **fields):
 
 
 def check_all(ranks):
-    """The wrong elements of each collective as it is, and when one rank's result is spoilt by one
-    element.
+    """Returns, for each collective, its number of wrong elements, and that with one wrong element on
+    one rank.
     """
-    found = {}
+    counts = {}
     for spec in [
         *specs(ranks),
         CommSpec(op="all_reduce", ranks=ranks, dtype="bfloat16", size_bytes=6, **QUICK),
     ]:
         collective = Collective(spec, CPU)
-        right = collective.wrong()
+        wrong = collective.wrong()
         run = collective.run
 
-        def spoilt(run=run, collective=collective):
+        def corrupted(run=run, collective=collective):
             run()
-            if dist.get_rank() == 0 and collective.got.numel():
-                collective.got[-1] += 1
+            if dist.get_rank() == 0 and collective.output.numel():
+                collective.output[-1] += 1
 
-        collective.run = spoilt
-        found[f"{spec.op} {spec.algorithm} {spec.dtype}"] = right, collective.wrong()
-    return found
+        collective.run = corrupted
+        counts[f"{spec.op} {spec.algorithm} {spec.dtype}"] = wrong, collective.wrong()
+    return counts
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_element_of_every_collective_is_checked(ranks):
-    for name, (right, spoilt) in launch(check_all, ranks, ranks=ranks)[0].items():
-        assert right == 0, name
-        assert spoilt == (0 if "barrier" in name else 1), name
+    for name, (wrong, corrupted) in launch(check_all, ranks, ranks=ranks)[0].items():
+        assert wrong == 0, name
+        assert corrupted == (0 if "barrier" in name else 1), name
 
 
 def time_both(_):
@@ -63,7 +61,7 @@ def time_both(_):
     return times
 
 
-def test_ranks_time_as_many_batches_and_blocking_times_single_operations():
+def test_ranks_time_the_same_number_of_batches_and_blocking_times_single_operations():
     first, second = launch(time_both, None, ranks=2)
     for timing in ("pipelined", "blocking"):
         assert len(first[timing][0]) == len(second[timing][0]) >= 5
@@ -91,13 +89,13 @@ def test_a_row_has_the_columns_of_nccl_tests(tmp_path):
     ring = by_name["all_reduce", "ring"].metrics["sent_bytes"]
     assert ring.mean == pytest.approx(2 * 2 / 3 * 4004)
     assert "busbw_gb_per_s" not in by_name["barrier", "library"].metrics
-    # a whole number of elements a rank
+    # rounded down to a whole number of elements per rank
     assert CommSpec(op="all_gather", ranks=3, size_bytes=4004).bytes == 3996
 
 
-def lie(spec):
+def measure_wrong_collective(spec):
     original = Collective._call
-    Collective._call = lambda self: lambda: self.got.fill_(7)
+    Collective._call = lambda self: lambda: self.output.fill_(7)
     try:
         return measure(spec)
     except WrongResultError as error:
@@ -106,9 +104,10 @@ def lie(spec):
         Collective._call = original
 
 
-def test_a_wrong_collective_gives_no_time():
-    (told, _) = launch(lie, CommSpec(ranks=2, size_bytes=400, **QUICK), ranks=2)
-    assert told == "200 of 100 elements of all_reduce are wrong"
+def test_a_wrong_result_raises_an_error_instead_of_giving_a_time():
+    spec = CommSpec(ranks=2, size_bytes=400, **QUICK)
+    (message, _) = launch(measure_wrong_collective, spec, ranks=2)
+    assert message == "200 elements of all_reduce are wrong, counted over all ranks"
 
 
 @pytest.mark.parametrize(
@@ -125,7 +124,7 @@ def test_a_wrong_collective_gives_no_time():
         ({"op": "dance"}, "op is 'dance'; choose one of broadcast, reduce"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_with_the_reason(fields, words):
+def test_impossible_specs_raise_an_error_with_the_reason(fields, words):
     with pytest.raises(ValueError, match=words):
         CommSpec(**fields)
 
@@ -139,16 +138,14 @@ def test_sizes_of_a_range():
         sizes(2, 1, 2)
 
 
-def test_a_size_beyond_memory_is_a_row_that_says_so(tmp_path):
-    asked = [CommSpec(size_bytes=size, **QUICK) for size in (400, 1 << 40, 800)]
-    rows = [
-        row.record for row in sweep([Job(ON_RANKS, spec) for spec in asked], RunStore(tmp_path))
-    ]
+def test_a_size_beyond_memory_gives_a_row_with_status_oom(tmp_path):
+    jobs = [Job(ON_RANKS, CommSpec(size_bytes=size, **QUICK)) for size in (400, 1 << 40, 800)]
+    rows = [row.record for row in sweep(jobs, RunStore(tmp_path))]
     assert [row.status for row in rows] == ["ok", "oom", "ok"]
     assert "GiB of memory" in rows[1].note
 
 
-def test_the_slowest_rank_decides_and_the_spread_is_shown():
+def test_a_record_has_the_slowest_rank_of_each_batch_and_the_spread():
     from stepgauge.bench.comm import RankTimes
 
     spec = CommSpec(ranks=2, size_bytes=10**6)
@@ -166,17 +163,16 @@ def test_the_slowest_rank_decides_and_the_spread_is_shown():
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 def test_collectives_of_gpu_tensors(tmp_path, backend):
     ops = OPS if backend == "nccl" else ("all_reduce", "broadcast")
-    asked = [
-        CommSpec(op=op, backend=backend, algorithm=way, device="cuda", size_bytes=100_004, **QUICK)
+    gpu = {"backend": backend, "device": "cuda", **QUICK}
+    specs = [
+        CommSpec(op=op, algorithm=algorithm, size_bytes=100_004, **gpu)
         for op in ops
-        for way in ("library", "ring")
-        if way == "library" or (backend == "nccl" and op in RING_OPS)
+        for algorithm in ("library", "ring")
+        if algorithm == "library" or (backend == "nccl" and op in RING_OPS)
     ]
     if backend == "nccl":
-        asked.append(
-            CommSpec(backend=backend, device="cuda", timing="graph", size_bytes=4096, **QUICK)
-        )
+        specs.append(CommSpec(timing="graph", size_bytes=4096, **gpu))
     rows = [
-        row.record for row in sweep([Job(ON_RANKS, spec) for spec in asked], RunStore(tmp_path))
+        row.record for row in sweep([Job(ON_RANKS, spec) for spec in specs], RunStore(tmp_path))
     ]
     assert [(row.status, row.note) for row in rows] == [("ok", "")] * len(rows)

@@ -1,5 +1,5 @@
-"""The ring gives what the library gives, for any number of ranks and elements, and sends what it
-should.
+"""The ring has the library's results for any number of ranks and elements, and sends the expected
+number of bytes.
 """
 
 import pytest
@@ -14,21 +14,21 @@ COUNTS = (1, 2, 5, 12, 1000, 4099)
 
 
 def compare(counts):
-    """(count, bytes that this rank sent in an all-reduce) for each; asserts that the results are
-    equal.
+    """Compares the ring's results with the library's, and returns the bytes that this rank sent in
+    each all-reduce.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     sent = []
     for count in counts:
-        mine = torch.randint(
+        own = torch.randint(
             -1000, 1000, (count,), generator=torch.Generator().manual_seed(rank)
         ).double()
-        expected = mine.clone()
+        expected = own.clone()
         dist.all_reduce(expected)
-        ring, found = Ring(), mine.clone()
-        ring.all_reduce(found)
-        assert torch.equal(found, expected)
-        chunk = Ring().reduce_scatter(mine)
+        ring, result = Ring(), own.clone()
+        ring.all_reduce(result)
+        assert torch.equal(result, expected)
+        chunk = Ring().reduce_scatter(own)
         assert torch.equal(chunk, expected.tensor_split(size)[rank])
         gathered = torch.empty_like(expected)
         Ring().all_gather(gathered, chunk)
@@ -55,7 +55,7 @@ def bfloat(_):
     return tensor.tolist()
 
 
-def test_other_types_and_a_part_that_does_not_fit():
+def test_bfloat16_works_and_an_input_of_the_wrong_size_raises():
     assert launch(bfloat, None, ranks=2) == [[1.0] * 7] * 2
 
 
@@ -67,7 +67,7 @@ def flat(_):
     return gathered.tolist(), part.tolist()
 
 
-def test_the_names_of_all_versions():
+def test_flat_collectives_work_in_this_version_of_torch():
     values = launch(flat, None, ranks=2)
     assert values == [([0, 0, 1, 1], [0, 2]), ([0, 0, 1, 1], [4, 6])]
 
@@ -80,5 +80,5 @@ def subgroup(_):
     return tensor.item()
 
 
-def test_a_ring_of_some_ranks():
+def test_a_ring_of_a_subgroup():
     assert launch(subgroup, None, ranks=3) == [0, 3, 3]

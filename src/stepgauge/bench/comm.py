@@ -1,4 +1,4 @@
-"""A CommSpec measured on its ranks: `ON_RANKS` gives its record."""
+"""Times a collective on several ranks: `ON_RANKS` measures a CommSpec."""
 
 import dataclasses
 
@@ -13,13 +13,17 @@ from stepgauge.spec.record import Record, Sample
 
 
 class WrongResultError(Exception):
-    """A collective gave other values than it should; no time of it is worth anything."""
+    """A collective or broadcast gave wrong values, so its times are worthless."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RankTimes:
-    """What one rank measured: milliseconds an operation, one value a batch; bytes that a ring of
-    ours sent in one.
+    """The figures of one rank.
+
+    times_ms    ms per operation, one value per batch
+    operations  number of operations in a batch
+    sent_bytes  bytes that our own ring sent in one operation
+    library     the communication library with its version
     """
 
     times_ms: list[float]
@@ -29,25 +33,25 @@ class RankTimes:
 
 
 def measure(spec: CommSpec) -> RankTimes:
-    """Checks, then times, then checks again. Raises WrongResultError."""
+    """Checks the collective's result, times it, and checks again. Raises WrongResultError."""
     world = this_world()
     device = world.device(spec.device)
     if device.type == "cpu":
         require_host_memory(spec.tensor_bytes * world.local_size)
     collective = Collective(spec, device)
-    _require_right(collective)
+    _check_result(collective)
     before = collective.ring.sent_bytes
     collective.run()
     sent = collective.ring.sent_bytes - before
     times, operations = time_collective(collective)
-    _require_right(collective)
+    _check_result(collective)
     return RankTimes(times, operations, sent, _library(spec))
 
 
-def _require_right(collective: Collective) -> None:
+def _check_result(collective: Collective) -> None:
     if collective.spec.check and (wrong := collective.wrong()):
         raise WrongResultError(
-            f"{wrong:,} of {collective.spec.count:,} elements of {collective.spec.op} are wrong"
+            f"{wrong:,} elements of {collective.spec.op} are wrong, counted over all ranks"
         )
 
 
@@ -58,13 +62,14 @@ def _library(spec: CommSpec) -> str:
 
 
 def record(spec: CommSpec, ranks: list[RankTimes]) -> Record:
-    """The operation ends with the slowest rank, so that one decides in each batch."""
+    """Returns the record of all ranks' figures. A batch takes as long as on its slowest rank."""
     times = [rank.times_ms for rank in ranks]
-    sample = Sample.of(slowest(times), "ms")
+    slowest_times = slowest(times)
+    sample = Sample.of(slowest_times, "ms")
     spread = [max(batch) - min(batch) for batch in zip(*times, strict=True)]
     metrics = {
         "time_ms": sample,
-        "p99_ms": Sample.exact(_p99(slowest(times)), "ms"),
+        "p99_ms": Sample.exact(_p99(slowest_times), "ms"),
         "rank_spread_ms": Sample.of(spread, "ms"),
     }
     if spec.bytes:
@@ -81,7 +86,7 @@ def record(spec: CommSpec, ranks: list[RankTimes]) -> Record:
     return Record.of(
         spec,
         metrics=metrics,
-        series={"time_ms": slowest(times), "rank_median_ms": medians},
+        series={"time_ms": slowest_times, "rank_median_ms": medians},
         environment={"library": ranks[0].library},
     )
 

@@ -1,4 +1,4 @@
-"""Runs collectives on small tensors between real processes and writes down what each rank sees."""
+"""Runs collectives on small tensors between real processes and records what each rank sees."""
 
 import time
 
@@ -19,89 +19,91 @@ from stepgauge.spec.explain import (
     names_of,
 )
 
-LATE_S = 0.05  # rank r comes r times this late to the barrier
+LATE_S = 0.05  # rank r arrives r times this late at the barrier
 
 _RING_SUMMARY = "The sum over all ranks comes to every rank, by sends to the next rank only."
+View = tuple[Seen, list[tuple[str, list[Values]]]]  # a rank's result, and its steps in a ring
 
 
 def explain(op: str, *, ranks: int) -> list[Explained]:
-    """The operation as it ran, all of them for "all". Raises ValueError as names_of does."""
+    """Runs the collective, or all of them for "all", and returns what each rank saw. Raises ValueError
+    as names_of does.
+    """
     names = names_of(op, ranks=ranks)
-    return [
-        _put_together(name, ranks, seen)
-        for name, seen in launch(_see, names, ranks=ranks, backend="gloo")[0]
-    ]
+    views = launch(_run_all, names, ranks=ranks, backend="gloo")[0]
+    return [_explained(name, ranks, views_of_ranks) for name, views_of_ranks in views]
 
 
-def _see(names: list[str]) -> list[tuple[str, list[tuple[Seen, list[tuple[str, list[Values]]]]]]]:
-    """On each rank: what it sees of each operation, and of all its peers."""
-    found = []
+def _run_all(names: list[str]) -> list[tuple[str, list[View]]]:
+    """Runs the collectives on this rank and returns the views of all ranks, by name."""
+    views = []
     for name in names:
-        mine = _see_ring() if name == RING else (_see_one(name), [])
-        found.append((name, gathered_objects(mine)))
-    return found
+        own = _run_ring() if name == RING else (_run_collective(name), [])
+        views.append((name, gathered_objects(own)))
+    return views
 
 
-def _see_one(op: str) -> Seen:
-    """Rank r gives 10r, 10r + 1, ...: each value says where it comes from."""
+def _run_collective(op: str) -> Seen:
+    """Runs the collective with inputs 10r, 10r + 1, ... on rank r, so that each value shows its
+    origin.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     collective = Collective(
         CommSpec(op=op, ranks=size, size_bytes=4 * size, dtype="int32"), torch.device("cpu")
     )
-    values = torch.arange(collective.given.numel(), dtype=torch.int32) + 10 * rank
-    collective.got.zero_()
-    collective.given.copy_(values)
-    empty = op in ("broadcast", "scatter") and rank != ROOT
+    values = torch.arange(collective.input.numel(), dtype=torch.int32) + 10 * rank
+    collective.output.zero_()
+    collective.input.copy_(values)
+    has_input = rank == ROOT or op not in ("broadcast", "scatter")
     if op == "broadcast" and rank != ROOT:
-        collective.given.zero_()
-    before: Values = [] if empty else _written(collective.given)
+        collective.input.zero_()
+    before = _texts(collective.input) if has_input else []
     dist.barrier()
     if op == "barrier":
         time.sleep(LATE_S * rank)
     start = time.perf_counter()
     collective.run()
     wait_ms = (time.perf_counter() - start) * 1e3
-    nothing = op in ("reduce", "gather") and rank != ROOT  # what is left there is not defined
-    return Seen(before, [] if nothing else _written(collective.got), wait_ms)
+    has_output = rank == ROOT or op not in ("reduce", "gather")  # undefined on other ranks
+    return Seen(before, _texts(collective.output) if has_output else [], wait_ms)
 
 
-def _see_ring() -> tuple[Seen, list[tuple[str, list[Values]]]]:
+def _run_ring() -> View:
     rank, size = dist.get_rank(), dist.get_world_size()
     tensor = torch.arange(size, dtype=torch.int32) + 10 * rank
-    before, steps = _written(tensor), []
+    before, steps = _texts(tensor), []
     ring = Ring()
     start = time.perf_counter()
     ring.all_reduce(
         tensor,
-        watch=lambda name, chunks: steps.append((name, [_written(chunk) for chunk in chunks])),
+        watch=lambda name, chunks: steps.append((name, [_texts(chunk) for chunk in chunks])),
     )
-    return Seen(before, _written(tensor), (time.perf_counter() - start) * 1e3), steps
+    return Seen(before, _texts(tensor), (time.perf_counter() - start) * 1e3), steps
 
 
-def _written(tensor: torch.Tensor) -> Values:
+def _texts(tensor: torch.Tensor) -> Values:
     return [str(value) for value in tensor.tolist()]
 
 
-def _put_together(
-    name: str, n: int, everyone: list[tuple[Seen, list[tuple[str, list[Values]]]]]
-) -> Explained:
-    seen = [mine for mine, _ in everyone]
+def _explained(name: str, n: int, views: list[View]) -> Explained:
+    seen = [own for own, _ in views]
     if name == RING:
-        remark = f"{2 * (n - 1)} steps; each rank sends 2·({n} − 1)·K/{n} of K bytes, whatever the number of ranks."
-        steps = [_ring_step(index, [theirs[index] for _, theirs in everyone])
-                 for index in range(2 * (n - 1))]  # fmt: skip
+        num_steps = 2 * (n - 1)
+        remark = (
+            f"{num_steps} steps; each rank sends 2·({n} − 1)·K/{n} of K bytes, whatever the number "
+            "of ranks."
+        )
+        steps = [_ring_step(step, [steps[step] for _, steps in views]) for step in range(num_steps)]
         return Explained("ring all-reduce", _RING_SUMMARY, seen, steps, remark)
-    remark = (
-        f"Rank r came {1e3 * LATE_S:.0f}·r ms late: the first waits longest."
-        if name == "barrier"
-        else ""
-    )
+    remark = ""
+    if name == "barrier":
+        remark = f"Rank r arrived {1e3 * LATE_S:.0f}·r ms late: the first waits longest."
     return Explained(name, OPS[name].summary, seen, remark=remark)
 
 
-def _ring_step(index: int, ranks: list[tuple[str, list[Values]]]) -> RingStep:
-    """The step of that number as each rank saw it; one chunk goes from each to the next."""
+def _ring_step(step: int, ranks: list[tuple[str, list[Values]]]) -> RingStep:
+    """Returns one step of the ring, in which each rank sends a chunk to the next."""
     n, name = len(ranks), ranks[0][0]
-    back = index % (n - 1) + (1 if name.startswith("reduce-scatter") else 0)
+    back = step % (n - 1) + (1 if name.startswith("reduce-scatter") else 0)
     sends = [f"chunk {(r - back) % n} → rank {(r + 1) % n}" for r in range(n)]
     return RingStep(name, sends, [[" ".join(chunk) for chunk in chunks] for _, chunks in ranks])

@@ -1,5 +1,5 @@
-"""A person's own function measured: checked against its reference, timed, profiled, placed on the
-roofline.
+"""Measures a user's function: checks it against its reference, times it, profiles it, and places it
+on the roofline.
 """
 
 import dataclasses
@@ -25,47 +25,48 @@ from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.throughput import rate, throughput
 
 NO_REFERENCE = "there is no reference: the result was not checked"
-NOTHING_GIVEN = "it gives no tensor and changes no input: there was nothing to check"
+NO_RESULT = "it returns no tensor and changes no input: there was nothing to check"
 CHANGES_INPUTS = "it changes its inputs: they are restored before each call"
-WRONG = "wrong: relative error {:.1e} against the reference, at most {:.1e} is right"
+WRONG = "wrong: relative error {:.1e} compared with the reference, at most {:.1e} is allowed"
 RIGHT_ONCE = "right in its first call, then "
-NO_GPU = "0 active drivers"  # how Triton says that it found no GPU
+NO_GPU = "0 active drivers"  # Triton's message if it finds no GPU
 
 
 def run(spec: OpSpec) -> Record:
-    """The record of the function. A wrong result has no time: status failed.
+    """Returns the record of the function. If its result is wrong, the record has status "failed" and
+    no time.
 
-    A function that changes its inputs gets them restored before each call, which is not timed. One
-    that gives no tensor is checked by what it changed.
-    Metrics: ms; reference_ms where there is a reference; error; bytes and flops and what follows
-    from them (gb_per_s, tflop_per_s, intensity in FLOP a byte, attainable_tflop_per_s,
+    If the function changes its inputs, they are restored before each call, which is not timed. If it
+    returns no tensor, the changed inputs are its result.
+    Metrics: ms; reference_ms if there is a reference; error; bytes and flops and the figures derived
+    from them (gb_per_s, tflop_per_s, intensity in FLOP per byte, attainable_tflop_per_s,
     fraction_of_roofline); the ceilings copy_gb_per_s and matmul_tflop_per_s of the same process.
-    Series: for each device kernel (on a CPU each operator) [calls, µs] of one call.
+    Series: [calls, µs] of one call, for each device kernel, or on a CPU for each operator.
     """
     device = torch.device(spec.device)
     user = load(spec.file, spec.function, device)
-    kept = user.copied_inputs()
-    found = _outcome(user.call, user, kept, device)
+    initial = user.copied_inputs()
+    result = _call(user.call, user, initial, device)
     metrics: dict[str, Sample] = {}
-    right: CallResult | None = None
-    changed, notes = found.changed, [CHANGES_INPUTS] if found.changed else []
-    if not user.reference or not found.given:
-        notes.append(NO_REFERENCE if found.given else NOTHING_GIVEN)
+    expected: CallResult | None = None
+    changes_inputs, notes = result.changed, [CHANGES_INPUTS] if result.changed else []
+    if not user.reference or not result.tensors:
+        notes.append(NO_REFERENCE if result.tensors else NO_RESULT)
     else:
-        right = _outcome(user.reference_call, user, kept, device)
-        changed |= right.changed
-        error, wrong = _check(user, found, right, spec.tolerance)
+        expected = _call(user.reference_call, user, initial, device)
+        changes_inputs |= expected.changed
+        error, wrong = _check(user, result, expected, spec.tolerance)
         metrics["error"] = Sample.exact(error, "relative")
         if wrong:
             return _record(spec, device, metrics, status="failed", note=wrong)
-    restore = functools.partial(user.restore, kept) if changed else None
+    restore = functools.partial(user.restore, initial) if changes_inputs else None
     times = _times(user, device, spec.seconds, restore)
-    if right:  # what it keeps between calls may be wrong by now
-        last = _outcome(user.call, user, kept, device)
-        if wrong := _check(user, last, right, spec.tolerance)[1]:
+    if expected:  # again, because state that the function keeps between calls may now be wrong
+        last = _call(user.call, user, initial, device)
+        if wrong := _check(user, last, expected, spec.tolerance)[1]:
             return _record(spec, device, metrics, status="failed", note=RIGHT_ONCE + wrong)
     timed = {name: Sample.of(values, "ms") for name, values in times.items()}
-    metrics |= timed | _roofline(user, found, times["ms"], device)
+    metrics |= timed | _roofline(user, result, times["ms"], device)
     if restore:
         restore()
     launched = launches(user.call, device, restore)
@@ -75,8 +76,9 @@ def run(spec: OpSpec) -> Record:
 def _times(
     user: UserFunction, device: torch.device, seconds: float, before: Callable[[], None] | None
 ) -> Mapping[str, Sequence[float]]:
-    """Milliseconds of the function and of its reference in turns, `before` called before each and
-    in the end.
+    """Times the function and its reference in turns and returns ms.
+
+    before  called before each call, and once at the end
     """
     calls = {"ms": user.call} | ({"reference_ms": user.reference_call} if user.reference else {})
     times, failures = time_interleaved(calls, device, seconds=seconds, before=before)
@@ -89,19 +91,22 @@ def _times(
 
 @dataclasses.dataclass(frozen=True)
 class CallResult:
-    """What a call left behind: copies of the tensors that it gave, or else of the inputs that it
-    changed; and whether it changed any.
+    """The result of a call.
+
+    tensors  copies of the returned tensors, or of the changed inputs if none were returned
+    changed  True if the call changed an input
     """
 
-    given: Sequence[torch.Tensor]
+    tensors: Sequence[torch.Tensor]
     changed: bool
 
 
-def _outcome(
-    call: Callable[[], Any], user: UserFunction, kept: Any, device: torch.device
+def _call(
+    call: Callable[[], Any], user: UserFunction, initial: Any, device: torch.device
 ) -> CallResult:
-    """Of one call on inputs whose values are those of `kept`, and are again after it. Raises
-    ValueError for a Triton kernel where there is no GPU.
+    """Makes one call, restores the inputs to `initial` if it changed them, and returns the result.
+
+    Raises ValueError if the function launches a Triton kernel and there is no GPU.
     """
     try:
         result = call()
@@ -111,19 +116,19 @@ def _outcome(
             raise
         raise ValueError(
             f"the function launches a Triton kernel, which needs a GPU; device is {device} "
-            "(TRITON_INTERPRET=1 runs small ones without)"
+            "(TRITON_INTERPRET=1 runs small kernels without a GPU)"
         ) from None
-    pairs = zip(tensors_in(user.inputs), tensors_in(kept), strict=True)
-    changed = [new for new, old in pairs if not _same(new, old)]
-    given = [tensor.detach().clone() for tensor in tensors_in(result) or changed]
+    pairs = zip(tensors_in(user.inputs), tensors_in(initial), strict=True)
+    changed = [new for new, old in pairs if not _is_same(new, old)]
+    tensors = [tensor.detach().clone() for tensor in tensors_in(result) or changed]
     if changed:
-        user.restore(kept)
-    return CallResult(given, bool(changed))
+        user.restore(initial)
+    return CallResult(tensors, bool(changed))
 
 
-def _same(new: torch.Tensor, old: torch.Tensor) -> bool:
+def _is_same(new: torch.Tensor, old: torch.Tensor) -> bool:
     new, old = _dense(new), _dense(old)
-    return bool(((new == old) | ((new != new) & (old != old))).all())  # NaN is NaN
+    return bool(((new == old) | ((new != new) & (old != old))).all())  # NaN equals NaN here
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -150,33 +155,41 @@ def _record(
 
 
 def _check(
-    user: UserFunction, ours: CallResult, right: CallResult, asked: float
+    user: UserFunction, result: CallResult, expected: CallResult, limit: float
 ) -> tuple[float, str]:
-    """The largest relative error over the tensors of the result, and a sentence if it is too large."""
-    shapes, right_shapes = ([tuple(t.shape) for t in each.given] for each in (ours, right))
-    if shapes != right_shapes:
+    """Returns the largest relative error of the result's tensors, and a sentence if it is too large.
+
+    limit  the largest allowed error; 0 for the default of the dtype
+    """
+    shapes, expected_shapes = (
+        [tuple(t.shape) for t in each.tensors] for each in (result, expected)
+    )
+    if shapes != expected_shapes:
         raise ValueError(
-            "the function and its reference give results of other shapes: "
-            f"{shapes} and {right_shapes}"
+            "the function and its reference return tensors of different shapes: "
+            f"{shapes} and {expected_shapes}"
         )
     sides = (side for tensor in tensors_in(user.inputs) for side in tensor.shape)
     longest_sum = max(sides, default=1)
-    limit = asked or max(tolerance(tensor.dtype, longest_sum) for tensor in ours.given)
-    pairs = zip(ours.given, right.given, strict=True)
+    limit = limit or max(tolerance(tensor.dtype, longest_sum) for tensor in result.tensors)
+    pairs = zip(result.tensors, expected.tensors, strict=True)
     error = largest(relative_error(_dense(a), _dense(b)) for a, b in pairs)
     return error, "" if error <= limit else WRONG.format(error, limit)
 
 
 def _roofline(
-    user: UserFunction, found: CallResult, times: Sequence[float], device: torch.device
+    user: UserFunction, result: CallResult, times: Sequence[float], device: torch.device
 ) -> dict[str, Sample]:
-    """Rates, and how far below the roof: attainable = min(matmul rate, copy rate x intensity)."""
-    # what is changed in place is read and written
-    num_bytes = user.num_bytes or _num_bytes([user.inputs, found.given])
+    """Returns the function's rates and its fraction of the roofline.
+
+    attainable rate = min(matmul rate, copy rate x intensity)
+    """
+    # An input that is changed in place counts twice: it is read and written.
+    num_bytes = user.num_bytes or _num_bytes([user.inputs, result.tensors])
     flops = user.num_flops if user.num_flops is not None else _counted_flops(user)
     dtype = next((t.dtype for t in tensors_in(user.inputs) if t.is_floating_point()), torch.float32)
-    reached = ceilings(device, dtype)
-    copy, matmul = reached.bytes_per_s / 1e9, reached.flop_per_s / 1e12
+    limits = ceilings(device, dtype)
+    copy, matmul = limits.bytes_per_s / 1e9, limits.flop_per_s / 1e12
     figures = {
         "bytes": Sample.exact(num_bytes, "bytes"),
         "gb_per_s": rate(num_bytes / 1e9, times, "GB"),
@@ -202,8 +215,8 @@ def _roofline(
 
 
 def _counted_flops(user: UserFunction) -> int:
-    """FLOPs of the matrix products and attention in the reference, or in the function where there
-    is none.
+    """Returns the FLOPs of matrix products and attention in the reference, or in the function if it
+    has none.
     """
     call: Callable[[], Any] = user.reference_call if user.reference else user.call
     with FlopCounterMode(display=False) as counter:
@@ -212,6 +225,6 @@ def _counted_flops(user: UserFunction) -> int:
 
 
 def _num_bytes(values: Any) -> int:
-    """Of the distinct tensors, each moved once."""
+    """Returns the bytes of the distinct tensors in `values`."""
     parts = (part for tensor in tensors_in(values) for part in dense_parts(tensor))
     return sum({part.data_ptr(): part.nbytes for part in parts}.values())

@@ -1,10 +1,10 @@
-"""The protocol of a file that holds a person's own function: docs/bench_op.md has it with examples.
+"""Loads a user's function from a file. docs/bench_op.md explains the format with examples.
 
-FILE.py defines `NAME(*inputs)`, and beside it
-    NAME_inputs(device) or inputs(device)   the tuple of inputs; required
-    NAME_reference(*inputs)                 what is right; without it nothing is checked
-    NAME_bytes, NAME_flops                  numbers, or functions of the inputs that give them
-FILE.cu binds NAME with PYBIND11_MODULE; the rest stands in a FILE.py of the same name beside it.
+FILE.py defines the function NAME(*inputs) and
+    NAME_inputs(device) or inputs(device)   returns the tuple of inputs; required
+    NAME_reference(*inputs)                 returns the correct result; optional
+    NAME_bytes, NAME_flops                  numbers, or functions of the inputs; optional
+FILE.cu binds NAME with PYBIND11_MODULE. The other names are in a FILE.py in the same folder.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from stepgauge.runtime.load_file import load_file
 
 @dataclasses.dataclass(frozen=True)
 class UserFunction:
-    """num_bytes and num_flops are None where the file does not say."""
+    """A user's function with its inputs. num_bytes and num_flops are None if the file has neither."""
 
     function: Callable[..., Any]
     inputs: tuple[Any, ...]
@@ -41,13 +41,13 @@ class UserFunction:
         return self.reference(*self.inputs)
 
     def copied_inputs(self) -> tuple[Any, ...]:
-        """The inputs with tensors of their own, of the same strides."""
+        """Returns the inputs with all tensors copied. The copies keep their strides."""
         return tree_map_only(Tensor, _copied, self.inputs)
 
-    def restore(self, kept: tuple[Any, ...]) -> None:
+    def restore(self, copies: tuple[Any, ...]) -> None:
         """Writes the values of copied inputs back into the inputs."""
         with torch.no_grad():
-            for tensor, value in zip(tensors_in(self.inputs), tensors_in(kept), strict=True):
+            for tensor, value in zip(tensors_in(self.inputs), tensors_in(copies), strict=True):
                 tensor.copy_(value)
 
 
@@ -56,7 +56,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def require_tools(path: Path, device: torch.device) -> None:
-    """Raises ValueError where a CUDA source cannot be built or run."""
+    """Raises ValueError if the file is a CUDA source that cannot be built or run."""
     if path.suffix != ".cu":
         return
     if device.type != "cuda":
@@ -68,46 +68,45 @@ def require_tools(path: Path, device: torch.device) -> None:
 
 
 def problem(path: Path, name: str) -> str | None:
-    """Why the file cannot serve: it does not import, or has no such function or no inputs; a CUDA
-    source unbuilt.
+    """Returns why the file cannot be used, or None: it cannot be imported, or lacks the function or
+    its inputs. Does not build a CUDA source.
     """
     try:
-        _own(path, name, vars(load_file(path.with_suffix(".py"))))
+        _function_and_inputs(path, name, vars(load_file(path.with_suffix(".py"))))
     except ValueError as error:
         return str(error)
     return None
 
 
 def load(file: str, name: str, device: torch.device) -> UserFunction:
-    """The function and what stands beside it, its inputs made. Raises ValueError for what the file
-    lacks.
+    """Loads the function and makes its inputs. Raises ValueError if the file lacks a required name or
+    has a wrong number.
     """
     path = Path(file)
     require_tools(path, device)
-    module = load_file(path.with_suffix(".py"))
-    given = vars(module)
-    function, make = _own(path, name, given)
+    namespace = vars(load_file(path.with_suffix(".py")))
+    function, make_inputs = _function_and_inputs(path, name, namespace)
     function = function or _required(vars(_extension(path)), (name,), path)
     torch.manual_seed(0)
-    inputs = make(device)
+    inputs = make_inputs(device)
     inputs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
     return UserFunction(
         function=function,
         inputs=inputs,
-        reference=given.get(f"{name}_reference"),
-        num_bytes=_number(given, f"{name}_bytes", inputs),
-        num_flops=_number(given, f"{name}_flops", inputs),
+        reference=namespace.get(f"{name}_reference"),
+        num_bytes=_number(namespace, f"{name}_bytes", inputs),
+        num_flops=_number(namespace, f"{name}_flops", inputs),
     )
 
 
-def _own(
-    path: Path, name: str, given: Mapping[str, Any]
+def _function_and_inputs(
+    path: Path, name: str, namespace: Mapping[str, Any]
 ) -> tuple[Callable[..., Any] | None, Callable[..., Any]]:
-    """The function, None where it is still to be built, and what makes its inputs. Raises
-    ValueError without them.
+    """Returns the function and the function that makes its inputs. The first is None for a CUDA
+    source, which is not built yet. Raises ValueError if a function is missing.
     """
-    function = _required(given, (name,), path) if path.suffix == ".py" else None
-    return function, _required(given, (f"{name}_inputs", "inputs"), path.with_suffix(".py"))
+    function = _required(namespace, (name,), path) if path.suffix == ".py" else None
+    return function, _required(namespace, (f"{name}_inputs", "inputs"), path.with_suffix(".py"))
 
 
 def _extension(path: Path) -> Any:
@@ -116,23 +115,28 @@ def _extension(path: Path) -> Any:
     return build(name=path.stem, sources=[str(path)], extra_cuda_cflags=["-O3"])
 
 
-def _required(given: Mapping[str, Any], wanted: tuple[str, ...], path: Path) -> Callable[..., Any]:
-    for name in wanted:
-        if callable(given.get(name)):
-            return given[name]
-    own = [n for n, value in given.items() if inspect.isfunction(value) and not n.startswith("_")]
+def _required(
+    namespace: Mapping[str, Any], names: tuple[str, ...], path: Path
+) -> Callable[..., Any]:
+    """Returns the first of the named functions that exists. Raises ValueError if none does."""
+    for name in names:
+        if callable(namespace.get(name)):
+            return namespace[name]
+    own = [
+        n for n, value in namespace.items() if inspect.isfunction(value) and not n.startswith("_")
+    ]
     raise ValueError(
-        f"{path} defines no {' or '.join(wanted)}; it has {', '.join(own) or 'no function'}"
+        f"{path} defines no {' or '.join(names)}; it has {', '.join(own) or 'no function'}"
     )
 
 
-def _number(given: Mapping[str, Any], name: str, inputs: tuple[Any, ...]) -> float | None:
-    value = given.get(name)
+def _number(namespace: Mapping[str, Any], name: str, inputs: tuple[Any, ...]) -> float | None:
+    value = namespace.get(name)
     if callable(value):
         value = value(*inputs)
     if value is None or (isinstance(value, int | float) and 0 <= value < math.inf):
         return value
     raise ValueError(
         f"{name} is {value!r}; it must be a number of at least 0, or a function of the inputs that "
-        "gives one"
+        "returns one"
     )

@@ -1,4 +1,4 @@
-"""One collective on this rank: its tensors, its call, its check and its clock."""
+"""Runs, checks and times a collective."""
 
 import statistics
 import time
@@ -22,103 +22,97 @@ from stepgauge.spec.comm import IN_PLACE, ROOT, CommSpec
 from stepgauge.spec.units import ceil_div
 from stepgauge.trace.collector import without_collector
 
-# of the test pattern: a prime, so that no chunk of usual size can stand in for another
+# Period of the test pattern: a prime, so that swapped chunks of usual sizes are detected.
 PERIOD = 1021
 LEAST_BATCHES, MOST_BATCHES = 5, 200
-_SLICE = 1 << 24  # elements checked at a time
+_SLICE = 1 << 24  # elements that are checked at once
 
 
 class Collective:
-    """The collective of a spec between all ranks, with tensors on the device.
-
-    `given` is what this rank gives and `got` what it gets; where the library works in place they
-    are the same tensor.
+    """The collective of a spec on this rank, with its tensors on the device. If the library works in
+    place, `input` and `output` are the same tensor. `run` runs the collective.
     """
 
     def __init__(self, spec: CommSpec, device: torch.device):
         self.spec, self.device = spec, device
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        # The default group takes GPU tensors to NCCL; Gloo is asked for by a group of its own.
+        # The default group uses NCCL for GPU tensors, so Gloo needs a separate group.
         needs_gloo = spec.backend == "gloo" and device.type == "cuda"
         self.group = group_with_backend("gloo") if needs_gloo else dist.group.WORLD
         self.ring = Ring(self.group)
         part = spec.count // self.size
-        self.given = self._empty(part if spec.op in ("gather", "all_gather") else spec.count)
+        self.input = self._empty(part if spec.op in ("gather", "all_gather") else spec.count)
         if spec.op in IN_PLACE:
-            self.got = self.given
+            self.output = self.input
         else:
-            self.got = self._empty(part if spec.op in ("scatter", "reduce_scatter") else spec.count)
+            self.output = self._empty(
+                part if spec.op in ("scatter", "reduce_scatter") else spec.count
+            )
         self.run = self._ring_call() if spec.algorithm == "ring" else self._call()
 
     def _empty(self, count: int) -> Tensor:
         return torch.empty(count, dtype=getattr(torch, self.spec.dtype), device=self.device)
 
     def _ring_call(self) -> Callable[[], object]:
-        """The collective by our own ring."""
-        given, got = self.given, self.got
+        """Returns a call of our own ring."""
+        input, output = self.input, self.output
         calls: dict[str, Callable[[], object]] = {
-            "all_reduce": lambda: self.ring.all_reduce(got),
-            "all_gather": lambda: self.ring.all_gather(got, given),
-            "reduce_scatter": lambda: got.copy_(self.ring.reduce_scatter(given)),
+            "all_reduce": lambda: self.ring.all_reduce(output),
+            "all_gather": lambda: self.ring.all_gather(output, input),
+            "reduce_scatter": lambda: output.copy_(self.ring.reduce_scatter(input)),
         }
         return calls[self.spec.op]
 
     def _call(self) -> Callable[[], object]:
-        """The collective by the library."""
-        given, got, group = self.given, self.got, self.group
+        """Returns a call of the library's collective."""
+        input, output, group = self.input, self.output, self.group
         calls: dict[str, Callable[[], object]] = {
-            "broadcast": lambda: dist.broadcast(got, ROOT, group=group),
-            "reduce": lambda: dist.reduce(got, ROOT, group=group),
-            "all_reduce": lambda: dist.all_reduce(got, group=group),
-            "gather": lambda: dist.gather(given, self._at_root(got), ROOT, group=group),
-            "all_gather": lambda: all_gather_flat(got, given, group=group),
-            "scatter": lambda: dist.scatter(got, self._at_root(given), ROOT, group=group),
-            "reduce_scatter": lambda: reduce_scatter_flat(got, given, group=group),
-            "all_to_all": lambda: dist.all_to_all_single(got, given, group=group),
-            "send_recv": self._pass_on,
+            "broadcast": lambda: dist.broadcast(output, ROOT, group=group),
+            "reduce": lambda: dist.reduce(output, ROOT, group=group),
+            "all_reduce": lambda: dist.all_reduce(output, group=group),
+            "gather": lambda: dist.gather(input, self._at_root(output), ROOT, group=group),
+            "all_gather": lambda: all_gather_flat(output, input, group=group),
+            "scatter": lambda: dist.scatter(output, self._at_root(input), ROOT, group=group),
+            "reduce_scatter": lambda: reduce_scatter_flat(output, input, group=group),
+            "all_to_all": lambda: dist.all_to_all_single(output, input, group=group),
+            "send_recv": self._send_to_next,
             "barrier": lambda: dist.barrier(group=group),
         }
         return calls[self.spec.op]
 
     def _at_root(self, whole: Tensor) -> list[Tensor] | None:
-        """A part for each rank, which torch takes at the root alone."""
-        return _parts(whole, self.size) if self.rank == ROOT else None
+        """Returns a part for each rank at the root, and None on other ranks, as torch requires."""
+        return list(whole.chunk(self.size)) if self.rank == ROOT else None
 
-    def _pass_on(self) -> None:
+    def _send_to_next(self) -> None:
+        following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         transfers = [
-            dist.P2POp(
-                dist.isend, self.given, group=self.group, group_peer=(self.rank + 1) % self.size
-            ),
-            dist.P2POp(
-                dist.irecv, self.got, group=self.group, group_peer=(self.rank - 1) % self.size
-            ),
+            dist.P2POp(dist.isend, self.input, group=self.group, group_peer=following),
+            dist.P2POp(dist.irecv, self.output, group=self.group, group_peer=previous),
         ]
         for work in dist.batch_isend_irecv(transfers):
             work.wait()
 
     def wrong(self) -> int:
-        """Elements, over all ranks, that a run on known values gets wrong."""
+        """Runs the collective on known values and returns the number of wrong elements on all ranks."""
         if self.spec.op == "barrier":
             return 0
-        if self.got is not self.given:
-            self.got.fill_(-1)
-        offset = self.rank * self.given.numel() if self.spec.op in ("gather", "all_gather") else 0
-        _tile(self.given, self._pattern(self.rank), offset)
+        if self.output is not self.input:
+            self.output.fill_(-1)
+        offset = self.rank * self.input.numel() if self.spec.op in ("gather", "all_gather") else 0
+        _tile(self.input, self._pattern(self.rank), offset)
         self.run()
         synchronize(self.device)
-        return sum(gathered_objects(self._wrong_here()))
+        return sum(gathered_objects(self._wrong_on_this_rank()))
 
     def _pattern(self, rank: int) -> Tensor:
-        """What `rank` gives, over one period: small whole numbers, exact in every type."""
-        return self._base().roll(37 * rank)
-
-    def _base(self) -> Tensor:
+        """Returns one period of the rank's input: small whole numbers, exact in every dtype."""
         index = torch.arange(PERIOD, device=self.device)
-        return (index * index * 7 + index * 3) % 11 % 4
+        return ((index * index * 7 + index * 3) % 11 % 4).roll(37 * rank)
 
-    def _wrong_here(self) -> int:
-        """What each rank should have: element i of the whole is patterns[...][i]."""
-        op, count = self.spec.op, self.got.numel()
+    def _wrong_on_this_rank(self) -> int:
+        """Compares the output with what this rank should have, derived from the ranks' patterns."""
+        op, count = self.spec.op, self.output.numel()
         if op in ("reduce", "gather") and self.rank != ROOT:
             return 0
         total = sum(
@@ -126,68 +120,64 @@ class Collective:
         )
         match op:
             case "all_reduce" | "reduce":
-                return _differing(self.got, total, 0)
+                return _differing(self.output, total, 0)
             case "reduce_scatter":
-                return _differing(self.got, total, self.rank * count)
+                return _differing(self.output, total, self.rank * count)
             case "broadcast":
-                return _differing(self.got, self._pattern(ROOT), 0)
+                return _differing(self.output, self._pattern(ROOT), 0)
             case "scatter":
-                return _differing(self.got, self._pattern(ROOT), self.rank * count)
+                return _differing(self.output, self._pattern(ROOT), self.rank * count)
             case "send_recv":
-                return _differing(self.got, self._pattern((self.rank - 1) % self.size), 0)
-        # gather, all_gather: part s is rank s's; all_to_all: part s is what rank s has for this
-        # rank.
-        parts = enumerate(_parts(self.got, self.size))
-        where = {source: self.rank if op == "all_to_all" else source for source in range(self.size)}
-        return sum(_differing(part, self._pattern(s), where[s] * part.numel()) for s, part in parts)
-
-
-def _parts(tensor: Tensor, size: int) -> list[Tensor]:
-    return list(tensor.chunk(size))
+                return _differing(self.output, self._pattern((self.rank - 1) % self.size), 0)
+        # The part of source rank s: in gather and all_gather its whole input, in all_to_all the part
+        # of its input that is for this rank.
+        wrong = 0
+        for source, part in enumerate(self.output.chunk(self.size)):
+            offset = (self.rank if op == "all_to_all" else source) * part.numel()
+            wrong += _differing(part, self._pattern(source), offset)
+        return wrong
 
 
 def _tile(tensor: Tensor, pattern: Tensor, offset: int) -> None:
-    """tensor[i] = pattern[(offset + i) % PERIOD]."""
+    """Sets tensor[i] = pattern[(offset + i) % PERIOD]."""
     for start in range(0, tensor.numel(), _SLICE):
         piece = tensor[start : start + _SLICE]
-        turned = pattern.roll(-((offset + start) % PERIOD)).to(tensor.dtype)
-        piece.copy_(turned.repeat(ceil_div(piece.numel(), PERIOD))[: piece.numel()])
+        rolled = pattern.roll(-((offset + start) % PERIOD)).to(tensor.dtype)
+        piece.copy_(rolled.repeat(ceil_div(piece.numel(), PERIOD))[: piece.numel()])
 
 
 def _differing(tensor: Tensor, pattern: Tensor, offset: int) -> int:
+    """Returns the number of elements that differ from the tiled pattern."""
     expected = torch.empty(min(_SLICE, tensor.numel()), dtype=tensor.dtype, device=tensor.device)
-    found = 0
+    wrong = 0
     for start in range(0, tensor.numel(), _SLICE):
         piece = tensor[start : start + _SLICE]
         _tile(expected[: piece.numel()], pattern, offset + start)
-        found += int((piece != expected[: piece.numel()]).sum())
-    return found
+        wrong += int((piece != expected[: piece.numel()]).sum())
+    return wrong
 
 
 def time_collective(collective: Collective) -> tuple[list[float], int]:
-    """Milliseconds of one operation, one value a batch, and the operations in a batch.
+    """Returns ms per operation, one value per batch, and the number of operations in a batch.
 
-    pipelined  a batch's operations are enqueued without waiting, and its time is divided by their
-               number
-    blocking   a batch is one operation and the wait for its end, on the host's clock
-    graph      a batch is the replay of one CUDA graph that holds its operations
+    The spec's timing decides how a batch is timed:
+    pipelined  its operations are launched without waiting, and its time is divided by their number
+    blocking   one operation and the wait for its end, on the host's clock
+    graph      the replay of a CUDA graph that holds its operations
 
-    Each batch follows an untimed operation, so that ranks begin it together. All ranks time as
-    many.
+    Each batch follows an untimed operation, so that all ranks start it together. All ranks time the
+    same number of batches.
     """
     spec = collective.spec
     for _ in range(max(1, spec.warmup)):
         collective.run()
-    estimate = _largest_of_ranks(
-        statistics.median(_batch(collective.run, 1, collective.device) for _ in range(2))
-    )
-    budget = spec.seconds * 1e3
-    operations = (
-        1
-        if spec.timing == "blocking"
-        else max(1, min(spec.iterations, int(budget / LEAST_BATCHES / estimate)))
-    )
-    batches = max(LEAST_BATCHES, min(MOST_BATCHES, int(budget / (operations * estimate))))
+    own_ms = statistics.median(_batch(collective.run, 1, collective.device) for _ in range(2))
+    estimate_ms = max(*gathered_objects(own_ms), 1e-3)  # of all ranks, so that they decide alike
+    budget_ms = spec.seconds * 1e3
+    operations = 1
+    if spec.timing != "blocking":
+        operations = max(1, min(spec.iterations, int(budget_ms / LEAST_BATCHES / estimate_ms)))
+    batches = max(LEAST_BATCHES, min(MOST_BATCHES, int(budget_ms / (operations * estimate_ms))))
     if spec.timing == "graph":
         return _time_graph(collective, operations, batches), operations
     clock = _blocking if spec.timing == "blocking" else _batch
@@ -196,23 +186,18 @@ def time_collective(collective: Collective) -> tuple[list[float], int]:
     return times, operations
 
 
-def _largest_of_ranks(milliseconds: float) -> float:
-    """The largest of all ranks, which therefore decide alike."""
-    return max(*gathered_objects(milliseconds), 1e-3)
-
-
 def _batch(run: Callable[[], object], operations: int, device: torch.device) -> float:
     run()
-    (milliseconds,) = clock_of(device)({"batch": _several(run, operations)}, device)
+    (milliseconds,) = clock_of(device)({"batch": _repeat(run, operations)}, device)
     return milliseconds / operations
 
 
-def _several(run: Callable[[], object], operations: int) -> Callable[[], None]:
-    def several() -> None:
+def _repeat(run: Callable[[], object], operations: int) -> Callable[[], None]:
+    def repeated() -> None:
         for _ in range(operations):
             run()
 
-    return several
+    return repeated
 
 
 def _blocking(run: Callable[[], object], operations: int, device: torch.device) -> float:
@@ -226,7 +211,7 @@ def _blocking(run: Callable[[], object], operations: int, device: torch.device) 
 
 
 def _time_graph(collective: Collective, operations: int, batches: int) -> list[float]:
-    _, replay = record(_several(collective.run, operations), collective.device)
+    _, replay = record(_repeat(collective.run, operations), collective.device)
     times = [_batch(replay, 1, collective.device) / operations for _ in range(batches)]
-    del replay  # before the communicator that its graph holds
+    del replay  # frees the graph before the communicator that it uses
     return times

@@ -1,5 +1,5 @@
-"""Executes schedules of moves (spec.broadcast) in one process: on GPUs with streams and peer copies;
-on a CPU, whose memory stands for each device, one copy after another.
+"""Executes broadcast schedules (spec.broadcast) in one process: on GPUs with streams and peer copies,
+on a CPU with one copy after another in host memory.
 """
 
 import contextlib
@@ -14,14 +14,14 @@ from stepgauge.spec.broadcast import HOST, PINNED, STAGING, BroadcastPlan, Move,
 from stepgauge.spec.units import ceil_div
 
 _PATTERN = 16_777_213  # bytes until the test pattern repeats: a prime
-_REPEATS = 5  # of a link alone
-# What goes over a link in one timing, at least, in so many moves at most: of a small tensor the cost
-# of beginning would be taken for the link's.
+_REPEATS = 5  # timings of each link
+# Each timing of a link moves at least this many bytes, in at most this many moves. With a single
+# small move, the cost of starting it would dominate the time.
 _LINK_BYTES, _MOST_MOVES = 64 << 20, 100
 
 
 def host_tensor(size: int) -> Tensor:
-    """Known bytes in memory as it comes."""
+    """Returns a known pattern in pageable host memory."""
     base = torch.randint(
         256, (min(size, _PATTERN),), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
@@ -35,10 +35,10 @@ def host_tensor(size: int) -> Tensor:
 def time_schedule(
     engine: "Engine", schedule: BroadcastPlan, *, warmup: int, repeats: int
 ) -> list[float]:
-    """Milliseconds from the first move's begin to the last one's end, on the host's clock."""
+    """Returns ms from the start of the first move to the end of the last, on the host's clock."""
     times = []
     for index in range(warmup + repeats):
-        engine.meet()
+        engine.synchronize()
         start = time.perf_counter()
         engine.run(schedule)
         if index >= warmup:
@@ -47,27 +47,29 @@ def time_schedule(
 
 
 def rates(engine: "Engine", size: int, gpus: int) -> Rates:
-    """Each kind of link alone, on the same engine: the best of a few runs, since bounds rest on it."""
+    """Measures the rate of each kind of link separately. It takes the best of a few timings, because
+    the schedules' bounds are computed from the rates.
+    """
     bounds = [size * g // gpus for g in range(gpus + 1)]
-    again = min(_MOST_MOVES, ceil_div(_LINK_BYTES, size))
+    repetitions = min(_MOST_MOVES, ceil_div(_LINK_BYTES, size))
 
     def bytes_per_s(*moves: Move) -> float:
-        plan = BroadcastPlan(again * list(moves))
+        plan = BroadcastPlan(repetitions * list(moves))
         times = time_schedule(engine, plan, warmup=2, repeats=_REPEATS)
         return sum(move.bytes for move in plan.moves) / min(times) * 1e3
 
-    one = bytes_per_s(Move(PINNED, 0, 0, size))
-    parts = bytes_per_s(*(Move(PINNED, g, bounds[g], bounds[g + 1]) for g in range(gpus)))
+    one_link = bytes_per_s(Move(PINNED, 0, 0, size))
+    all_links = bytes_per_s(*(Move(PINNED, g, bounds[g], bounds[g + 1]) for g in range(gpus)))
     return Rates(
-        host_link=one,
-        host_links=max(one, parts),  # small parts may be slower than the whole over one link
+        host_link=one_link,
+        host_links=max(one_link, all_links),  # small parts may be slower than the whole on one link
         peer_link=bytes_per_s(Move(0, 1, 0, size)) if gpus > 1 else 0.0,
         host_copy=bytes_per_s(Move(HOST, PINNED, 0, size)),
     )
 
 
 class _Host:
-    """The places on the host."""
+    """The host's tensors: pageable, pinned, and two staging buffers of one block."""
 
     def __init__(self, size: int, block: int, *, pin: bool):
         self.memory = host_tensor(size)
@@ -82,8 +84,8 @@ class _Host:
 
 
 class Engine:
-    """Holds the tensor in all places. Of GPUs a pair of streams for each two places, an event for
-    each move.
+    """Holds the tensor in all places and executes schedules. On GPUs every pair of places has its own
+    streams, and every move an event.
     """
 
     def __init__(self, size: int, devices: Sequence[torch.device], block: int):
@@ -94,29 +96,31 @@ class Engine:
         self.streams: dict[tuple[str | int, str | int], list[torch.cuda.Stream]] = {}
 
     def run(self, schedule: BroadcastPlan) -> None:
-        """All moves, begun and ended."""
-        ended: list[torch.cuda.Event | None] = []
+        """Runs all moves and waits for their end."""
+        ends: list[torch.cuda.Event | None] = []
         for move in schedule.moves:
-            ended.append(self._start(move, [ended[index] for index in move.after]))
+            ends.append(self._start(move, [ends[index] for index in move.after]))
             if schedule.one_by_one:
-                self.meet()
-        self.meet()
+                self.synchronize()
+        self.synchronize()
 
     def _start(self, move: Move, after: list[torch.cuda.Event | None]) -> torch.cuda.Event | None:
-        """Enqueues the move behind the events; a copy by the host is done now, and has no event."""
+        """Enqueues the move after the events and returns its own. A copy by the host runs at once and
+        has no event.
+        """
         source, target = (self._part(place, move) for place in (move.source, move.target))
-        waited = [event for event in after if event is not None]
+        events = [event for event in after if event is not None]
         if not self.on_gpus or isinstance(move.target, str):
-            for event in waited:
+            for event in events:
                 event.synchronize()
             target.copy_(source)
             return None
         streams = self._streams_of(move)
         with contextlib.ExitStack() as stack:
             for stream in streams:
-                for event in waited:
+                for event in events:
                     stream.wait_event(event)
-                # Of both devices: torch makes a peer copy wait for the current stream of either.
+                # On both devices, because torch makes a peer copy wait for both current streams.
                 stack.enter_context(torch.cuda.stream(stream))
             target.copy_(source, non_blocking=True)
         event = torch.cuda.Event()
@@ -124,7 +128,7 @@ class Engine:
         return event
 
     def _streams_of(self, move: Move) -> list[torch.cuda.Stream]:
-        """A stream on each GPU that takes part, the target's last."""
+        """Returns a stream on each GPU of the move; the target's is the last."""
         key = (move.source, move.target)
         if key not in self.streams:
             places = [place for place in key if isinstance(place, int)]
@@ -137,20 +141,20 @@ class Engine:
         return self.tensors[place][move.start : move.stop]
 
     def clear(self) -> None:
-        """As before a run: nothing has arrived."""
+        """Zeroes the devices' tensors."""
         for tensor in self.tensors:
             tensor.zero_()
-        self.meet()
+        self.synchronize()
 
     def wrong(self) -> int:
-        """Bytes, over all devices, that are not the host tensor's."""
-        return sum(_differing(tensor.cpu(), self.host.memory) for tensor in self.tensors)
+        """Returns the number of bytes, over all devices, that differ from the host tensor."""
+        return sum(_num_different(tensor.cpu(), self.host.memory) for tensor in self.tensors)
 
-    def meet(self) -> None:
-        """Waits until all devices have done all before."""
+    def synchronize(self) -> None:
+        """Waits until all devices have finished their work."""
         for device in self.devices:
             synchronize(device)
 
 
-def _differing(tensor: Tensor, expected: Tensor) -> int:
+def _num_different(tensor: Tensor, expected: Tensor) -> int:
     return 0 if torch.equal(tensor, expected) else int((tensor != expected).sum())

@@ -1,7 +1,7 @@
-"""Each operation beside its peers: one file an operation, `comparison` runs them, spec/grids.py has
-the shapes by name.
+"""Compares our kernels with their peers: one file per operation. `comparison` runs them, and
+spec/grids.py has the named shapes.
 
-A new operation is a spec in spec/kernel.py, one file with an OPERATION here, and one line in
+A new operation needs a spec in spec/kernel.py, a file with an OPERATION here, and a line in
 OPERATIONS.
 """
 

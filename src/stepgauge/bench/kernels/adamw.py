@@ -1,4 +1,4 @@
-"""A step of AdamW over many parameters, and its peers."""
+"""A step of AdamW over many parameters, compared with its peers."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from stepgauge.spec.kernel import AdamWSpec
 
 HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 STEPS_CHECKED = 20
-# What is checked is small, odd and of several sizes: float64 beside the whole set need not fit.
+# The check uses a few parameters with odd sizes: a float64 copy of all parameters may not fit.
 SHAPES_CHECKED = [(1000, 513), (7,), (40_000,), (1280, 16)]
 Build = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 
@@ -29,7 +29,7 @@ IMPLEMENTATIONS = {
     "foreach": Implementation(
         lambda spec: functools.partial(torch.optim.AdamW, **HYPER, foreach=True)
     ),
-    # Ours with fp32 masters of narrower parameters: no baseline of itself, it runs only if named.
+    # Ours with fp32 master weights. It is not a baseline for ours and runs only if named.
     "masters": Implementation(
         lambda spec: functools.partial(FusedAdamW, **HYPER, master_weights=True),
         error=lambda case, function: case.error(function),
@@ -47,20 +47,22 @@ class Case:
         self.parameters = self._with_gradients(spec.tensor_shapes)
 
     def error(self, function: Build) -> float:
-        """After some steps, each with gradients of its own, against torch's optimizer in float64."""
+        """Returns the largest relative error after several steps with different gradients, compared
+        with torch's optimizer in float64.
+        """
         parameters = self._with_gradients(SHAPES_CHECKED)
         exact = [torch.nn.Parameter(p.detach().double()) for p in parameters]
-        optimizer, judge = function(parameters), torch.optim.AdamW(exact, **HYPER)
+        optimizer, oracle = function(parameters), torch.optim.AdamW(exact, **HYPER)
         for _ in range(STEPS_CHECKED):
-            for parameter, wide in zip(parameters, exact, strict=True):
+            for parameter, exact_parameter in zip(parameters, exact, strict=True):
                 parameter.grad = self.draw(parameter.shape)
-                wide.grad = parameter.grad.double()
+                exact_parameter.grad = parameter.grad.double()
             optimizer.step()
-            judge.step()
+            oracle.step()
         return largest_error(exact, parameters)
 
     def call(self, function: Build, passes: str) -> Callable[[], Any]:
-        """The step, its state made before."""
+        """Returns the optimizer's step, with its state already created."""
         optimizer = function(self.parameters)
         optimizer.step()
         return optimizer.step
@@ -73,8 +75,9 @@ class Case:
 
 
 def num_bytes(spec: AdamWSpec, name: str) -> float:
-    """Parameter and two moments read and written, gradient read: ours keeps the moments in fp32,
-    torch in the type. With masters these are read and written, and the parameter is written.
+    """Returns the bytes that a step reads and writes: parameter and two moments are read and written,
+    the gradient is read. Ours keeps the moments in fp32, torch in the parameter's dtype. With master
+    weights, these are read and written, and the parameter is only written.
     """
     itemsize = DTYPES[spec.dtype].itemsize
     if name == "masters" and itemsize < 4:

@@ -1,7 +1,8 @@
-"""A KernelSpec measured: every implementation checked against the oracle, then all timed in turns,
-one record.
+"""Measures a KernelSpec: checks every implementation against the oracle, times them in turns, and
+returns one record.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -26,12 +27,12 @@ from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.throughput import rate
 
 PEER_PACKAGES = ("liger-kernel", "quack-kernels", "flash-attn-4", "nvidia-cutlass-dsl")
-# The rate's name, what it counts, and how much work that is.
+# By ceiling: the rate's metric, its unit, and the work in one unit.
 RATES = {"copy": ("gb_per_s", "GB", 1e9), "matmul": ("tflop_per_s", "TFLOP", 1e12)}
 
 
 def check(spec: KernelSpec) -> None:
-    """Raises ValueError for a peer that is not known, before anything runs."""
+    """Raises ValueError if a named peer is unknown; runs nothing."""
     known = OPERATIONS[spec.kind].implementations
     for name in spec.named_peers:
         if name not in known:
@@ -41,60 +42,50 @@ def check(spec: KernelSpec) -> None:
 
 
 def run(spec: KernelSpec) -> Record:
-    """The record of a row. Rows of one shape that follow one another in a process share inputs,
-    oracle and checks.
+    """Returns the record of a row. Consecutive rows of one shape in one process share inputs, oracle
+    and checks.
     """
     check(spec)
-    return _comparison_of(spec).measure(spec)
-
-
-_held: list["ShapeComparison"] = []
-
-
-def _comparison_of(spec: KernelSpec) -> "ShapeComparison":
-    if not (_held and _held[0].takes(spec)):
-        _held.clear()  # before the next one takes memory
+    if not (_latest and _latest[0].fits(spec)):
+        _latest.clear()  # frees its memory before the next one allocates
         torch.compiler.reset()
         devices.reset_peak_memory(torch.device(spec.device))
-        _held.append(ShapeComparison(spec))
-    return _held[0]
+        _latest.append(ShapeComparison(spec))
+    return _latest[0].measure(spec)
+
+
+_latest: list["ShapeComparison"] = []  # the comparison of the latest row, or none
 
 
 class ShapeComparison:
-    """One shape: its inputs, and which providers give a right result there."""
+    """The inputs of one shape, and the implementations, checked on these inputs."""
 
     def __init__(self, spec: KernelSpec):
         self.spec = spec
         self.operation = OPERATIONS[spec.kind]
         self.device = torch.device(spec.device)
         self.case = self.operation.case(spec)
+        chosen = {OURS, *spec.named_peers}
         self.providers = [
-            Provider(name, self.operation.implementations[name]) for name in self._wanted()
+            Provider(name, each)
+            for name, each in self.operation.implementations.items()
+            if (name in chosen if spec.named_peers else each.is_baseline)
         ]
         limit = tolerance(DTYPES[spec.dtype], self.operation.reduction(spec))
         for provider in self.providers:
             provider.check(spec, self.case, limit)
 
-    def _wanted(self) -> list[str]:
-        named = {OURS, *self.spec.named_peers}
-        baselines = {
-            name for name, each in self.operation.implementations.items() if each.is_baseline
-        }
-        chosen = named if self.spec.named_peers else baselines
-        return [name for name in self.operation.implementations if name in chosen]
-
-    def takes(self, spec: KernelSpec) -> bool:
-        """Whether the spec differs in the passes and the time for them at most."""
+    def fits(self, spec: KernelSpec) -> bool:
+        """True if the spec is this one except for passes and seconds."""
         if type(spec) is not type(self.spec):
             return False
-        return (
-            dataclasses.replace(spec, passes=self.spec.passes, seconds=self.spec.seconds)
-            == self.spec
-        )
+        same = dataclasses.replace(spec, passes=self.spec.passes, seconds=self.spec.seconds)
+        return same == self.spec
 
     def measure(self, spec: KernelSpec) -> Record:
-        """Memory of each, then times in turns. What fails in these passes is not dropped from the
-        others.
+        """Measures the memory of each implementation, then times all in turns.
+
+        An implementation that fails in these passes still runs in a row with other passes.
         """
         providers = {provider.name: dataclasses.replace(provider) for provider in self.providers}
         calls: dict[str, Callable[[], Any]] = {}
@@ -102,9 +93,8 @@ class ShapeComparison:
         for name in [name for name, provider in providers.items() if provider.runs]:
             with providers[name].guarded(self.device):
                 calls[name], figures = self._prepare(providers[name].function, spec.passes)
-                memory |= {
-                    f"{name}_{figure}": Sample.exact(n, "bytes") for figure, n in figures.items()
-                }
+                for figure, nbytes in figures.items():
+                    memory[f"{name}_{figure}"] = Sample.exact(nbytes, "bytes")
         around = {name: providers[name].implementation.around for name in calls}
         times, failures = time_interleaved(calls, self.device, seconds=spec.seconds, around=around)
         for name, error in failures.items():
@@ -125,8 +115,8 @@ class ShapeComparison:
         )
 
     def _prepare(self, function: Any, passes: str) -> tuple[Callable[[], Any], dict[str, int]]:
-        """What is timed, after a first call, with its bytes beyond inputs and results and those
-        held for backward.
+        """Calls the function once and returns the timed call, with its bytes: those allocated in
+        addition to inputs and results, and those held for backward.
         """
         if self.device.type != "cuda":
             call = self.case.call(function, passes)
@@ -146,13 +136,15 @@ class ShapeComparison:
         )
 
     def _speeds(self, spec: KernelSpec, times: Mapping[str, list[float]]) -> dict[str, Sample]:
-        named, unit, scale = RATES[self.operation.ceiling]
+        rate_name, unit, scale = RATES[self.operation.ceiling]
         work = {name: self.operation.work(spec, name) for name in times}
         metrics = {f"{name}_ms": Sample.of(values, "ms") for name, values in times.items()}
         for name, values in times.items():
-            metrics[f"{name}_{named}"] = rate(work[name] / scale, values, unit)
-        ceiling = self._ceiling()
-        metrics[f"{self.operation.ceiling}_{named}"] = Sample.exact(ceiling, f"{unit}/s")
+            metrics[f"{name}_{rate_name}"] = rate(work[name] / scale, values, unit)
+        limits = _ceilings(self.device, DTYPES[spec.dtype])
+        is_copy = self.operation.ceiling == "copy"
+        ceiling = (limits.bytes_per_s if is_copy else limits.flop_per_s) / scale
+        metrics[f"{self.operation.ceiling}_{rate_name}"] = Sample.exact(ceiling, f"{unit}/s")
         if OURS in times:
             ours = statistics.median(times[OURS])
             metrics["fraction_of_ceiling"] = Sample.exact(
@@ -169,32 +161,23 @@ class ShapeComparison:
                 metrics["ratio_to_best_peer"] = Sample.exact(best / ours, "times as fast")
         return metrics
 
-    def _ceiling(self) -> float:
-        reached = _ceilings(self.device, DTYPES[self.spec.dtype])
-        return (
-            reached.bytes_per_s / 1e9
-            if self.operation.ceiling == "copy"
-            else reached.flop_per_s / 1e12
-        )
 
-
-# once a process and type: rows that share the process share them
+# Measured once per process and dtype, for all rows that share the process.
 _ceilings = functools.cache(ceilings)
 
 
 def _errors(providers: Iterable[Provider]) -> dict[str, Sample]:
-    """Those that are numbers: a result with NaN has none, and its outcome says so."""
-    known = {provider.name: provider.error for provider in providers if provider.error is not None}
+    """Returns the finite errors as metrics. A NaN is left out; the outcome reports it."""
     return {
-        f"{name}_error": Sample.exact(e, "relative")
-        for name, e in known.items()
-        if math.isfinite(e)
+        f"{provider.name}_error": Sample.exact(provider.error, "relative")
+        for provider in providers
+        if provider.error is not None and math.isfinite(provider.error)
     }
 
 
 def _verdict(providers: Iterable[Provider]) -> tuple[str, str]:
-    """The row's status and note: who of those that are there has no time. Ours wrong, or broken,
-    fails the row.
+    """Returns the row's status and a note on implementations without a time. The row fails if ours
+    is wrong or fails.
     """
     outcomes = {
         provider.name: provider.outcome
@@ -206,17 +189,14 @@ def _verdict(providers: Iterable[Provider]) -> tuple[str, str]:
         return "failed", note
     if "ok" in outcomes.values():
         return "ok", note
-    return (
-        "oom" if any(outcome.startswith("oom") for outcome in outcomes.values()) else "failed"
-    ), note
+    is_oom = any(outcome.startswith("oom") for outcome in outcomes.values())
+    return "oom" if is_oom else "failed", note
 
 
 def _versions(packages: Sequence[str]) -> dict[str, str]:
-    """Of those that are installed."""
-    found = {}
+    """Returns the versions of the installed packages."""
+    versions = {}
     for package in packages:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions

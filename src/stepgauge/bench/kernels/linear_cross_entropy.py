@@ -1,4 +1,4 @@
-"""Linear + cross-entropy and its peers.
+"""Linear layer and cross-entropy, compared with their peers.
 
 Legend: N tokens, D model width, V vocabulary.
 """
@@ -22,11 +22,11 @@ from stepgauge.kernels.linear_cross_entropy import linear_cross_entropy
 from stepgauge.measure.accuracy import largest_error
 from stepgauge.spec.kernel import LinearCrossEntropySpec
 
-# Matrix products of N D V multiply-adds: the logits; then the gradients of hidden and of the
+# Matrix products of N D V multiply-adds: the logits, then the gradients of hidden and of the
 # weight.
 PRODUCTS = {"forward": 1, "both": 3}
 LOGIT_SPREAD = 2.0
-LOGITS_AT_A_TIME = 2**27  # of the oracle, in float64
+MOST_LOGITS = 2**27  # number of float64 logits that the oracle holds at once
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -56,7 +56,7 @@ def _quack(spec: LinearCrossEntropySpec) -> Loss:
 
 IMPLEMENTATIONS = {
     "ours": Implementation(lambda spec: linear_cross_entropy),
-    # no baseline, being ours too: runs where it is named
+    # Also ours: it is not a baseline and runs only if named.
     "ours-compiled": Implementation(
         lambda spec: compiled(linear_cross_entropy), error=lambda case, loss: case.error(loss)
     ),
@@ -79,28 +79,26 @@ class Case(Differentiable):
         targets_N = torch.randint(
             spec.vocabulary, (spec.tokens,), device=spec.device, generator=random
         )
-        judge = functools.partial(largest_error, exact_results(hidden_ND, weight_VD, targets_N))
+        error_of = functools.partial(largest_error, exact_results(hidden_ND, weight_VD, targets_N))
         super().__init__(
-            (hidden_ND.requires_grad_(), weight_VD.requires_grad_(), targets_N), None, judge
+            (hidden_ND.requires_grad_(), weight_VD.requires_grad_(), targets_N), None, error_of
         )
 
 
 @torch.no_grad()
 def exact_results(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> list[Tensor]:
-    """The loss and its gradients in float64, without the cancellation in 1 - p that float64 too
-    would suffer.
+    """Returns the loss and its gradients in float64. The formulas avoid 1 - p, which would lose
+    digits even in float64.
     """
-    wide_VD, count = weight_VD.double(), len(targets_N)
-    loss = torch.zeros((), dtype=torch.float64, device=wide_VD.device)
-    grad_hidden_ND = torch.empty(hidden_ND.shape, dtype=torch.float64, device=wide_VD.device)
-    grad_weight_VD = torch.zeros_like(wide_VD)
-    rows = max(1, LOGITS_AT_A_TIME // len(wide_VD))
+    exact_VD, count = weight_VD.double(), len(targets_N)
+    loss = torch.zeros((), dtype=torch.float64, device=exact_VD.device)
+    grad_hidden_ND = torch.empty(hidden_ND.shape, dtype=torch.float64, device=exact_VD.device)
+    grad_weight_VD = torch.zeros_like(exact_VD)
+    rows = max(1, MOST_LOGITS // len(exact_VD))
     for first in range(0, count, rows):
-        part, index = (
-            hidden_ND[first : first + rows].double(),
-            targets_N[first : first + rows, None],
-        )
-        logits = part @ wide_VD.T
+        hidden = hidden_ND[first : first + rows].double()
+        index = targets_N[first : first + rows, None]
+        logits = hidden @ exact_VD.T
         target = logits.gather(1, index)
         others = logits.scatter_(1, index, -torch.inf).logsumexp(1, keepdim=True)
         x = others - target
@@ -112,13 +110,13 @@ def exact_results(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> li
             .scatter_(1, index, -torch.sigmoid(x))
             .div_(count)
         )
-        grad_hidden_ND[first : first + rows] = gradient @ wide_VD
-        grad_weight_VD.addmm_(gradient.T, part)
+        grad_hidden_ND[first : first + rows] = gradient @ exact_VD
+        grad_weight_VD.addmm_(gradient.T, hidden)
     return [loss, grad_hidden_ND, grad_weight_VD]
 
 
 def num_flops(spec: LinearCrossEntropySpec, name: str) -> float:
-    """2 N D V a product."""
+    """Returns the FLOPs of the passes: 2 N D V per product."""
     return 2 * spec.tokens * spec.width * spec.vocabulary * PRODUCTS[spec.passes]
 
 

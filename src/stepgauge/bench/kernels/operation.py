@@ -1,6 +1,4 @@
-"""What an operation is to the benchmark: its implementations, its inputs with their oracle, and how
-it is rated.
-"""
+"""Describes an operation for the benchmark: its implementations, inputs with an oracle, and ceiling."""
 
 import contextlib
 import dataclasses
@@ -20,22 +18,23 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 
 class Case(Protocol):
-    """The inputs of one shape, and what a right result is."""
+    """The inputs of one shape, and their exact results."""
 
     def error(self, function: Any) -> float:
-        """The largest relative error of a result and of its gradients against float64."""
+        """Returns the largest relative error of the result and its gradients, compared with float64."""
 
     def call(self, function: Any, passes: str) -> Callable[[], Any]:
-        """What is timed; it returns what the implementation gives, and leaves nothing else behind."""
+        """Returns the call that is timed. It returns the implementation's results and keeps nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """make    gives the function for a spec; raises ImportError or ValueError where it cannot be
-               had
-    around  the context in which the function is called, entered outside of what is timed
-    error   how wrong it is, where it computes something else than ours: then it is no baseline,
-            and runs only if named
+    """One implementation of an operation.
+
+    make    returns the function for a spec; raises ImportError or ValueError if it is not available
+    around  context manager in which the function is called; entering it is not timed
+    error   replaces the case's error if the function computes something else than ours. Such an
+            implementation is not a baseline and runs only if named.
     """
 
     make: Callable[[Any], Any]
@@ -49,12 +48,14 @@ class Implementation:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """spec             its KernelSpec
+    """An operation that is compared.
+
+    spec             its KernelSpec
     implementations  by name, ours first
-    case             the inputs of a spec, on its device
-    ceiling          what it is held against: "copy" (work in bytes) or "matmul" (work in FLOPs)
-    work             bytes or FLOPs of a spec in the implementation of that name
-    reduction        the longest sum in it: what its rounding grows with
+    case             makes the inputs of a spec on its device
+    ceiling          the limit of its speed: "copy" (work in bytes) or "matmul" (work in FLOPs)
+    work             returns bytes or FLOPs of a spec in the named implementation
+    reduction        returns the length of its longest sum, with which rounding errors grow
     """
 
     spec: type[KernelSpec]
@@ -66,26 +67,26 @@ class Operation:
 
 
 class Differentiable:
-    """A function of tensors with one result, and its gradients with respect to the `leaves` among
-    the inputs.
+    """The case of a function with one result and gradients of the inputs that require them.
 
-    `judge` takes [result, *gradients] and returns the largest relative error.
+    error_of  takes [result, *gradients] and returns the largest relative error
     """
 
     def __init__(
         self,
         inputs: Sequence[Tensor],
         grad: Tensor | None,
-        judge: Callable[[Sequence[Tensor]], float],
+        error_of: Callable[[Sequence[Tensor]], float],
     ):
         self.inputs = inputs
         self.leaves = [tensor for tensor in inputs if tensor.requires_grad]
         self.grad = grad
-        self.judge = judge
+        self.error_of = error_of
 
     def error(self, function: Any) -> float:
         result = function(*self.inputs)
-        return self.judge([result.detach(), *torch.autograd.grad(result, self.leaves, self.grad)])
+        gradients = torch.autograd.grad(result, self.leaves, self.grad)
+        return self.error_of([result.detach(), *gradients])
 
     def call(self, function: Any, passes: str) -> Callable[[], Any]:
         if passes == "both":
@@ -101,10 +102,10 @@ def generator(spec: KernelSpec) -> torch.Generator:
 
 
 def compiled(function: Any) -> Any:
-    """torch.compile for this shape alone, as a training step with one shape has it.
+    """Compiles the function for static shapes, as in a training step.
 
-    Its backward may be timed alone, on a graph that is kept, and so must not write into what the
-    forward saved.
+    Donated buffers are turned off: timing the backward separately runs it many times on one graph,
+    so it must not overwrite tensors that the forward saved.
     """
     torch._functorch.config.donated_buffer = False  # type: ignore[attr-defined, unused-ignore]
     return torch.compile(function, dynamic=False)

@@ -1,4 +1,4 @@
-"""An implementation in a comparison, and its outcome: an error in it ends no other."""
+"""Runs one implementation of a comparison. Its errors become its outcome and do not stop the others."""
 
 import contextlib
 import dataclasses
@@ -10,14 +10,17 @@ import torch
 from stepgauge.bench.kernels.operation import Case, Implementation
 from stepgauge.measure import devices
 
-# How torch says that a backend of its attention does not take the device, type or shape.
-_NOT_OFFERED = ("No viable backend", "No available kernel")
+# torch's messages if a backend of its attention does not support the device, dtype or shape.
+_UNSUPPORTED = ("No viable backend", "No available kernel")
 
 
 @dataclasses.dataclass
 class Provider:
-    """`outcome` is "ok", or why it has no time: "absent: ...", "wrong: ...", "oom: ...", "failed:
-    ...".
+    """An implementation with its function and outcome.
+
+    error    relative error of its result; None before it was checked
+    outcome  "ok", or the reason for having no time: "absent: ...", "wrong: ...", "oom: ...",
+             "failed: ..."
     """
 
     name: str
@@ -31,17 +34,19 @@ class Provider:
         return self.outcome == "ok"
 
     def check(self, spec: Any, case: Case, limit: float) -> None:
-        """Makes the function and holds its result against the oracle."""
+        """Makes the function and compares its result with the oracle."""
         with self.guarded(torch.device(spec.device)):
             self.function = self.implementation.make(spec)
-            judge = self.implementation.error or (lambda case, function: case.error(function))
-            self.error = judge(case, self.function)
-            if not self.error <= limit:
+            if own_error := self.implementation.error:
+                self.error = own_error(case, self.function)
+            else:
+                self.error = case.error(self.function)
+            if not self.error <= limit:  # also true for NaN
                 self.outcome = f"wrong: error {self.error:.1e}, at most {limit:.1e} is right"
 
     @contextlib.contextmanager
     def guarded(self, device: torch.device) -> Iterator[None]:
-        """What it raises within is its outcome, and not the end of the others."""
+        """Runs the block in the implementation's context; an exception becomes its outcome."""
         try:
             with self.implementation.around():
                 yield
@@ -52,12 +57,13 @@ class Provider:
             devices.reset_peak_memory(device)
 
     def drop(self, error: BaseException) -> None:
-        said = " ".join(str(error).split())[:200]
+        """Sets the outcome for an exception that the implementation raised."""
+        message = " ".join(str(error).split())[:200]
         if isinstance(error, ImportError):
-            self.outcome = f"absent: {said}"
-        elif said.startswith(_NOT_OFFERED):
+            self.outcome = f"absent: {message}"
+        elif message.startswith(_UNSUPPORTED):
             self.outcome = "absent: it does not take this device, type or shape"
         elif reason := devices.out_of_memory_reason(error):
             self.outcome = f"oom: {reason}"
         else:
-            self.outcome = f"failed: {type(error).__name__}: {said}"
+            self.outcome = f"failed: {type(error).__name__}: {message}"

@@ -1,4 +1,4 @@
-"""RMSNorm and its peers."""
+"""RMSNorm, compared with its peers."""
 
 import functools
 import importlib
@@ -17,13 +17,13 @@ from stepgauge.bench.kernels.operation import (
     generator,
 )
 from stepgauge.kernels.rms_norm import backward_input, backward_weight, reference, rms_norm
-from stepgauge.measure.accuracy import largest, relative_error
+from stepgauge.measure.accuracy import largest, largest_error, relative_error
 from stepgauge.spec.kernel import RmsNormSpec
 
 EPS = 1e-5
-# Tensors of the input's size that a pass must read or write at least.
+# Fewest tensors of the input's size that a pass reads or writes.
 TENSORS = {"forward": 2, "backward": 3, "both": 5}
-# The oracle holds y and dx on every 97th row: all rows in float64 need not fit.
+# The oracle computes y and dx for every 97th row: all rows in float64 may not fit.
 ROW_STEP = 97
 Norm = Callable[[Tensor, Tensor], Tensor]
 
@@ -31,7 +31,7 @@ Norm = Callable[[Tensor, Tensor], Tensor]
 def _liger(spec: RmsNormSpec) -> Norm:
     from liger_kernel.transformers.functional import liger_rms_norm
 
-    # in_place would overwrite the gradient, which is timed again and again.
+    # in_place would overwrite the gradient, which every timed call uses.
     return lambda x, w: liger_rms_norm(x, w, EPS, in_place=False)
 
 
@@ -46,12 +46,12 @@ def _layer_norm(spec: RmsNormSpec) -> Norm:
 
 
 def _layer_norm_error(case: "Case", function: Norm) -> float:
-    """Of y and dx on the rows that are looked at."""
+    """Returns the largest relative error of y and dx on the checked rows."""
     (x, weight), grad = case.inputs, case.grad
     assert grad is not None
-    some = x.detach()[::ROW_STEP].double().requires_grad_()
-    exact_y = F.layer_norm(some, weight.shape, weight.detach().double(), None, EPS)
-    (exact_dx,) = torch.autograd.grad(exact_y, some, grad[::ROW_STEP].double())
+    checked_x = x.detach()[::ROW_STEP].double().requires_grad_()
+    exact_y = F.layer_norm(checked_x, weight.shape, weight.detach().double(), None, EPS)
+    (exact_dx,) = torch.autograd.grad(exact_y, checked_x, grad[::ROW_STEP].double())
     y = function(x, weight)
     (dx,) = torch.autograd.grad(y, x, grad)
     return largest(
@@ -77,38 +77,33 @@ class Case(Differentiable):
         x = draw(spec.rows, spec.width).requires_grad_()
         weight = draw(spec.width).requires_grad_()
         grad = draw(spec.rows, spec.width)
-        super().__init__(
-            (x, weight), grad, functools.partial(_judge, _exact(x.detach(), weight.detach(), grad))
-        )
+        exact = _exact_results(x.detach(), weight.detach(), grad)
+        super().__init__((x, weight), grad, functools.partial(_error, exact))
 
 
-def _exact(x: Tensor, weight: Tensor, grad: Tensor) -> list[Tensor]:
-    """y and dx on the rows that are looked at, dw over all rows, in float64."""
-    wide = weight.double()
-    part = max(1, 2**27 // x.shape[1])
+def _exact_results(x: Tensor, weight: Tensor, grad: Tensor) -> list[Tensor]:
+    """Returns y and dx on the checked rows, and dw over all rows, in float64."""
+    exact_weight = weight.double()
+    rows = max(1, 2**27 // x.shape[1])
     dw = sum(
-        backward_weight(g.double(), p.double(), wide, EPS)
-        for g, p in zip(grad.split(part), x.split(part), strict=True)
+        backward_weight(grad_rows.double(), x_rows.double(), exact_weight, EPS)
+        for grad_rows, x_rows in zip(grad.split(rows), x.split(rows), strict=True)
     )
-    some_x, some_grad = x[::ROW_STEP].double(), grad[::ROW_STEP].double()
+    checked_x, checked_grad = x[::ROW_STEP].double(), grad[::ROW_STEP].double()
     return [
-        reference.forward(some_x, wide, EPS),
-        backward_input(some_grad, some_x, wide, EPS),
+        reference.forward(checked_x, exact_weight, EPS),
+        backward_input(checked_grad, checked_x, exact_weight, EPS),
         torch.as_tensor(dw),
     ]
 
 
-def _judge(exact: Sequence[Tensor], results: Sequence[Tensor]) -> float:
+def _error(exact: Sequence[Tensor], results: Sequence[Tensor]) -> float:
     y, dx, dw = results
-    return largest(
-        [
-            relative_error(a, b)
-            for a, b in zip((y[::ROW_STEP], dx[::ROW_STEP], dw), exact, strict=True)
-        ]
-    )
+    return largest_error(exact, (y[::ROW_STEP], dx[::ROW_STEP], dw))
 
 
 def num_bytes(spec: RmsNormSpec, name: str) -> float:
+    """Returns the fewest bytes that the passes read and write."""
     return TENSORS[spec.passes] * spec.rows * spec.width * DTYPES[spec.dtype].itemsize
 
 
