@@ -9,7 +9,7 @@ import torch
 
 from stepgauge import cli
 from stepgauge.bench.pipeline_bytes import held_in_step, message_bytes
-from stepgauge.parallel.pipeline.between import Meta
+from stepgauge.parallel.pipeline.interfaces import Meta
 from stepgauge.report.pipeline_steps import timeline_of
 from stepgauge.report.views import remark_with_prediction
 from stepgauge.spec.model import ModelSpec

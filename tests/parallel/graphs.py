@@ -1,12 +1,12 @@
-"""What stands in for CUDA graphs on a CPU."""
+"""A recorder for tests on a CPU, in place of CUDA graphs."""
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 
 class RunAgain:
-    """A recording writes the memory that its function gave at first, and does nothing before its
-    first replay.
+    """Like a CUDA graph, a replay writes into the tensors that `record` returned, and they hold
+    nothing useful before the first replay.
     """
 
     def warm_up(self, run):
@@ -14,16 +14,16 @@ class RunAgain:
 
     def record(self, run, slot):
         outputs = run()
-        written = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
-        for tensor in written:
+        static = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+        for tensor in static:
             if tensor.dtype.is_floating_point:
                 tensor.data.fill_(torch.nan)
 
         def replay():
             with torch.enable_grad():
                 again = run()
-            found = [leaf for leaf in tree_leaves(again) if isinstance(leaf, torch.Tensor)]
-            for static, value in zip(written, found, strict=True):
-                static.data.copy_(value)
+            values = [leaf for leaf in tree_leaves(again) if isinstance(leaf, torch.Tensor)]
+            for tensor, value in zip(static, values, strict=True):
+                tensor.data.copy_(value)
 
         return outputs, replay

@@ -1,4 +1,4 @@
-"""Networks cut into stages, for the tests of pipelines."""
+"""Networks cut into stages, for the pipeline tests."""
 
 import torch
 import torch.nn.functional as F
@@ -14,14 +14,14 @@ BATCH, LENGTH, VOCABULARY = 8, 5, 11
 
 
 def cut(layers, stages):
-    """Layers in as many groups, the first ones larger."""
+    """Splits the layers into groups of about equal size, the first ones larger."""
     sizes = [len(layers) // stages + (n < len(layers) % stages) for n in range(stages)]
     starts = [sum(sizes[:n]) for n in range(stages)]
     return [layers[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
 class Part(nn.Module):
-    """What of a Transformer is one stage: its blocks, and what stands before and after them."""
+    """A stage of a Transformer: some blocks, with optional modules before and after them."""
 
     def __init__(self, blocks, before=None, after=None, checkpointed=False):
         super().__init__()
@@ -76,8 +76,8 @@ def masked(targets):
 
 
 class Several(nn.Module):
-    """Takes and gives several tensors, one of them whole numbers, which it does not change. One of
-    its layers is called twice, one is frozen, one is not used by anything.
+    """Takes and returns several tensors, one of them unchanged integers. One layer is called twice,
+    one is frozen and one is unused.
     """
 
     def __init__(self, first, last):
@@ -101,8 +101,8 @@ class Several(nn.Module):
 
 
 def shared_list(stages):
-    """One block in every stage, and one weight in the first and the last: what Python shares. Each
-    stage writes into what it is given.
+    """Returns stages that share modules: one block is in every stage, and one weight in the first
+    and the last. Each stage writes into its input.
     """
     block = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
     embedding, head = nn.Embedding(VOCABULARY, 6), nn.Linear(6, VOCABULARY)
@@ -114,7 +114,7 @@ def shared_list(stages):
 
 
 def network(name, stages):
-    """(modules of the stages, ties, share): a list, our Transformer or BERT."""
+    """Returns the modules of the stages, their ties and `share`, of the network with that name."""
     torch.manual_seed(0)
     if name == "shared list":
         return shared_list(stages), (), None
@@ -148,7 +148,7 @@ def network(name, stages):
 
 
 def whole(modules, tokens):
-    """The output of all stages, one after the other."""
+    """Runs all stages one after the other, in one process."""
     values = (tokens,)
     for module in modules:
         values = module(*values)
@@ -157,7 +157,9 @@ def whole(modules, tokens):
 
 
 def batch(seed):
-    """Tokens and targets, a third of which count: not as many in every micro-batch."""
+    """Returns tokens, targets, and targets of which only some count, a different number in every
+    micro-batch.
+    """
     source = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=source)
     targets = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=source)

@@ -1,4 +1,4 @@
-"""What modules of users do as stages: each is as in one process, or is refused in one sentence."""
+"""Unusual user modules as stages: each trains as in one process, or is refused with a reason."""
 
 import copy
 import itertools
@@ -7,21 +7,21 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.parallel.test_pipeline import differing
+from tests.parallel.test_pipeline import difference_in_weights
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from stepgauge.parallel.pipeline import Pipeline
-from stepgauge.parallel.pipeline.between import Given, Meta, inputs_of
+from stepgauge.parallel.pipeline.interfaces import Meta, StageOutputs, stage_inputs
 from stepgauge.runtime.launch import RankError, launch
 from stepgauge.spec.plan.pipeline import build
 
 WIDTH, MICRO_BATCHES = 6, 4
-SPLIT, WHOLE = "zbv", "1f1b"
+SPLIT, UNSPLIT = "zbv", "1f1b"  # schedules with a split and with a whole backward
 
 
 class Linears(nn.Module):
-    """A stage that computes with two layers."""
+    """Base of the stages below: two linear layers."""
 
     def __init__(self):
         super().__init__()
@@ -29,18 +29,18 @@ class Linears(nn.Module):
         self.attach()
 
     def attach(self):
-        """Hooks, which a deep copy of a module has not."""
+        """Registers hooks and buffers. Called again on a deep copy, which has no hooks."""
 
 
 class Unused(Linears):
-    """Nobody uses what its second layer gives."""
+    """The loss does not depend on the output of the second layer."""
 
     def forward(self, x, y=None):
         return torch.tanh(self.one(x)), self.two(x if y is None else y)
 
 
 class Repeats(Linears):
-    """A layer runs as often as its input says."""
+    """One layer runs one to three times, depending on the values of the input."""
 
     def forward(self, x):
         for _ in range(1 + int(100 * x.detach().abs().sum()) % 3):
@@ -56,7 +56,7 @@ class RepeatsCheckpointed(Linears):
 
 
 class Routed(Linears):
-    """Each row goes to one of two layers, which see other numbers of rows each time."""
+    """Each row goes to one of the two layers, so their inputs change shape every time."""
 
     def forward(self, x):
         to_one = (x[:, 0] > 0)[:, None]
@@ -65,7 +65,7 @@ class Routed(Linears):
 
 
 class Hooked(Linears):
-    """A hook halves each gradient once it is there, and counts."""
+    """A post-accumulate hook halves each gradient and counts its calls."""
 
     def attach(self):
         self.register_buffer("seen", torch.zeros(()))
@@ -81,7 +81,7 @@ class Hooked(Linears):
 
 
 class Replaces(Linears):
-    """Its buffers are other tensors after each forward, or are there only then."""
+    """Forward replaces one buffer by another tensor and creates another buffer."""
 
     def attach(self):
         self.register_buffer("mean", torch.zeros(WIDTH))
@@ -94,7 +94,7 @@ class Replaces(Linears):
 
 
 class Forces(Linears):
-    """Its output has the gradient of an energy in it."""
+    """The output contains the gradient of an energy, as in molecular dynamics."""
 
     def forward(self, x):
         x = x if x.requires_grad else x.clone().requires_grad_()
@@ -103,7 +103,7 @@ class Forces(Linears):
 
 
 class Transformed(Linears):
-    """By torch.func, and row by row."""
+    """Uses torch.func.grad and vmap, and calls a layer row by row."""
 
     def forward(self, x):
         slope = torch.func.grad(lambda x: torch.tanh(self.one(x)).sum())(x)
@@ -111,7 +111,7 @@ class Transformed(Linears):
 
 
 def shared(count):
-    """One stage of which nobody uses the second layer, in all places."""
+    """Returns the same module for all stages; its second layer is unused."""
     stage = UsesOne()
     return [stage] * count
 
@@ -128,53 +128,56 @@ CASES = (
 
 
 def loss_of(*values):
-    """Of a stage's first output."""
+    """Returns the loss of the last stage's first output and the targets."""
     return F.mse_loss(values[0], values[-1])
 
 
-def test_whatever_stages_compute_is_as_in_one_process():
-    for found in launch(all_differences, ranks=2):
-        assert {case: told for case, told in found.items() if told} == {}
+def test_unusual_stages_train_as_in_one_process():
+    for differences in launch(all_differences, ranks=2):
+        assert {case: text for case, text in differences.items() if text} == {}
 
 
 def all_differences():
     torch.set_num_threads(1)
     return {
         f"{make.__name__} {schedule}": difference(make, schedule)
-        for make, schedule in itertools.product(CASES, (WHOLE, SPLIT))
+        for make, schedule in itertools.product(CASES, (UNSPLIT, SPLIT))
     }
 
 
 def difference(make, schedule_name):
-    """Two steps whose gradients add up, micro-batch after micro-batch in one process; what differs,
-    in words. Weights stay, since what a stage does depends on the last bit of its input.
+    """Accumulates the gradients of two steps, and describes how they differ from one process that
+    runs one micro-batch after another. Weights are not updated, because what some stages do depends
+    on the last bit of their input.
     """
     schedule = build(schedule_name, ranks=dist.get_world_size(), micro_batches=MICRO_BATCHES)
     count = schedule.num_stages
     modules = make(count) if make is shared else [make() for _ in range(count)]
-    alone = copy.deepcopy(modules)
-    for module in alone:
+    reference = copy.deepcopy(modules)
+    for module in reference:
         module.attach()
     pipeline = Pipeline(modules, schedule, loss=loss_of)
-    told = []
+    differences = []
     for number in range(2):
         x, targets = torch.randn(2, 2 * MICRO_BATCHES, WIDTH)
         dist.broadcast(x, 0)
         dist.broadcast(targets, 0)
         pipeline.step((x,), (targets,))
-        for part, answers in zip(*(t.chunk(MICRO_BATCHES) for t in (x, targets)), strict=True):
-            (loss_of(*run(alone, part), answers) / MICRO_BATCHES).backward()
-        told.append(differing(pipeline, alone, number))
-        told += [
+        for micro_batch in zip(*(t.chunk(MICRO_BATCHES) for t in (x, targets)), strict=True):
+            inputs, part_targets = micro_batch
+            (loss_of(*run(reference, inputs), part_targets) / MICRO_BATCHES).backward()
+        differences.append(difference_in_weights(pipeline, reference, number))
+        differences += [
             f"step {number}: buffer {name} of stage {stage}"
             for stage, module in pipeline.modules.items()
-            for name, own in module.named_buffers()
-            if not torch.allclose(own, alone[stage].get_buffer(name), atol=1e-6)
+            for name, buffer in module.named_buffers()
+            if not torch.allclose(buffer, reference[stage].get_buffer(name), atol=1e-6)
         ]
-    return "; ".join(filter(None, told))
+    return "; ".join(filter(None, differences))
 
 
 def run(modules, x):
+    """Runs all stages one after the other, in one process."""
     values = (x,)
     for module in modules:
         values = module(*values)
@@ -189,12 +192,12 @@ class ForcesLater(Linears):
         return Forces.forward(self, x) if self.differentiates else self.two(self.one(x))
 
 
-def test_a_layer_that_forward_differentiates_later_is_refused():
+def test_a_layer_that_forward_differentiates_only_later_is_refused():
     with pytest.raises(RankError, match="split backward has no second derivative"):
-        launch(differentiates_later, ranks=2, timeout_s=20)
+        launch(differentiate_later, ranks=2, timeout_s=20)
 
 
-def differentiates_later():
+def differentiate_later():
     schedule = build(SPLIT, ranks=2, micro_batches=MICRO_BATCHES)
     modules = [ForcesLater() for _ in range(schedule.num_stages)]
     pipeline = Pipeline(modules, schedule, loss=loss_of)
@@ -204,15 +207,15 @@ def differentiates_later():
         pipeline.step((x,), (x,))
 
 
-def test_what_changes_after_the_first_step_is_one_sentence():
-    for change, sentence in (
+def test_a_change_of_outputs_after_the_first_step_is_refused_unless_the_pipeline_is_closed():
+    for change, message in (
         ("used", "the loss depends on output 1 of stage 0 now"),
-        ("unfrozen", "output 0 of a stage depends on trained weights now"),
+        ("unfrozen", "output 0 of a stage depends on trainable weights now"),
         ("narrow", r"output 0 of a stage is \(2, 5\) float32; it was \(2, 6\) float32"),
     ):
-        with pytest.raises(RankError, match=sentence):
-            launch(changes, False, change, ranks=2)
-    launch(changes, True, "used", "unfrozen", "narrow", ranks=2)
+        with pytest.raises(RankError, match=message):
+            launch(change_after_first_step, [change], False, ranks=2)
+    launch(change_after_first_step, ["used", "unfrozen", "narrow"], True, ranks=2)
 
 
 class First(Linears):
@@ -229,45 +232,45 @@ class Last(Linears):
         return F.pad(x, (0, WIDTH - x.shape[1])) + (y if self.uses_both else 0)
 
 
-def changes(closes, *kinds):
-    """Each between two steps of a pipeline of its own, which may be closed before."""
-    for change in kinds:
+def change_after_first_step(changes, close_before):
+    """Makes each change between two steps of a new pipeline."""
+    for change in changes:
         first, last = First(), Last()
         first.requires_grad_(change != "unfrozen")
-        pipeline = Pipeline([first, last], build(WHOLE, ranks=2, micro_batches=4), loss=loss_of)
+        pipeline = Pipeline([first, last], build(UNSPLIT, ranks=2, micro_batches=4), loss=loss_of)
         x = torch.ones(8, WIDTH)
         pipeline.step((x,), (x,))
         first.requires_grad_()
         last.uses_both = change == "used"
         first.width = 5 if change == "narrow" else WIDTH
-        if closes:
+        if close_before:
             pipeline.close()
         pipeline.step((x,), (x,))
 
 
-def test_an_output_may_be_used_in_some_steps_only():
-    for told in launch(uses_by_turns, ranks=2):
-        assert told == []
+def test_with_every_output_the_loss_may_depend_on_an_output_in_some_steps_only():
+    for differences in launch(differences_if_used_in_second_step, ranks=2):
+        assert differences == []
 
 
-def uses_by_turns():
-    """The second output of the first stage in every other step; what differs from one process."""
-    told = []
-    for schedule in (WHOLE, SPLIT):
+def differences_if_used_in_second_step():
+    """The loss depends on the first stage's second output in the second of three steps."""
+    differences = []
+    for schedule in (UNSPLIT, SPLIT):
         plan = build(schedule, ranks=2, micro_batches=MICRO_BATCHES)
         torch.manual_seed(1)
         modules = [First(), *(Last() for _ in range(plan.num_stages - 1))]
         modules[1:-1] = [Passes() for _ in modules[1:-1]]
-        alone = copy.deepcopy(modules)
+        reference = copy.deepcopy(modules)
         pipeline = Pipeline(modules, plan, loss=loss_of, every_output=True)
         for number in range(3):
-            modules[-1].uses_both = alone[-1].uses_both = number == 1
+            modules[-1].uses_both = reference[-1].uses_both = number == 1
             x, targets = torch.randn(2, 2 * MICRO_BATCHES, WIDTH)
             pipeline.step((x,), (targets,))
-            loss_of(*run(alone, x), targets).backward()
-            zero_missing(alone)
-            told.append(differing(pipeline, alone, number))
-    return list(filter(None, told))
+            loss_of(*run(reference, x), targets).backward()
+            zero_missing(reference)
+            differences.append(difference_in_weights(pipeline, reference, number))
+    return list(filter(None, differences))
 
 
 class Passes(Linears):
@@ -276,13 +279,16 @@ class Passes(Linears):
 
 
 def zero_missing(modules):
-    """What no step has used has zeros in the pipeline."""
+    """Sets missing gradients to zero: the pipeline has zeros for weights that no step has used."""
     for module in modules[:-1]:
         for parameter in module.parameters():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
 
-def test_a_last_stage_gives_one_number():
-    with pytest.raises(ValueError, match=r"gives tensors of shapes \[\(2,\)\]; its loss must be"):
-        inputs_of([], {0: Given([Meta(torch.Size([2]), torch.float32)], [set()])})
+def test_a_last_stage_that_returns_more_than_one_number_is_refused():
+    outputs = StageOutputs([Meta(torch.Size([2]), torch.float32)], [set()])
+    with pytest.raises(
+        ValueError, match=r"returns tensors of shapes \[\(2,\)\]; it must return one"
+    ):
+        stage_inputs([], {0: outputs})

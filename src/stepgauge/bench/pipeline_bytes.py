@@ -5,7 +5,7 @@ probed in isolation do not have it.
 from collections.abc import Callable, Sequence
 
 from stepgauge.parallel.pipeline import Pipeline
-from stepgauge.parallel.pipeline.between import Meta
+from stepgauge.parallel.pipeline.interfaces import Meta
 from stepgauge.spec.plan.pipeline import Channel
 from stepgauge.spec.plan.pipeline.action import RECEIVES, SENDS
 from stepgauge.spec.plan.pipeline.check import Held

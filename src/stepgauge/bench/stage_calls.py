@@ -36,7 +36,7 @@ def stage_calls(
         stage_targets = []
         sent = pipeline.metas[stage + 1]
         gradients = [meta.noise(device) if meta.has_gradient else None for meta in sent]
-    needs_gradient = [meta.is_trained for meta in metas]
+    needs_gradient = [meta.requires_grad for meta in metas]
     calls: dict[str, Callable[[int], Any]] = {
         FORWARD: lambda k: run.forward(k, received, needs_gradient, stage_targets)
     }

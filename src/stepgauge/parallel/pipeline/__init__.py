@@ -1,8 +1,8 @@
-"""Pipeline parallel: any checked schedule of spec/plan/pipeline, run by any modules as stages.
+"""Pipeline parallel: runs any schedule of spec/plan/pipeline with any modules as stages.
 
-The parts, in the order in which to read them: `split` (backward in two), `stage`, `graphed`
-(replayed from CUDA graphs); `between`, `groups`, `transfers`, `peer_transfers`; `tied`, `clock`,
-`step`, `pipeline`.
+Reading order: `interfaces` (tensors between stages), `split` (backward in two parts), `stage`,
+`graphed` (a stage replayed from CUDA graphs); `groups`, `transfers`, `peer_transfers`; `tied`,
+`clock`, `step`, `pipeline`.
 """
 
 from stepgauge.parallel.pipeline.pipeline import Pipeline

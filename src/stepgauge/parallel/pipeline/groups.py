@@ -1,4 +1,6 @@
-"""Process groups of some ranks, made at the same time by several pipelines beside each other."""
+"""Process groups for the edges of pipelines. Several pipelines may exist side by side, as in data
+parallel, and create their groups at the same time.
+"""
 
 from collections.abc import Sequence
 
@@ -7,30 +9,25 @@ import torch.distributed as dist
 from stepgauge.runtime.world import gathered_objects
 
 
-def members(group: dist.ProcessGroup | None) -> list[int]:
-    """The ranks of a group in the world's numbers; None: all."""
+def world_ranks(group: dist.ProcessGroup | None) -> list[int]:
+    """Returns the global ranks of a group's members; None stands for the group of all ranks."""
     return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 
 def new_groups(
-    wanted: Sequence[Sequence[int]], group: dist.ProcessGroup | None
+    rank_lists: Sequence[Sequence[int]], group: dist.ProcessGroup | None
 ) -> list[dist.ProcessGroup]:
-    """A new group for each list of ranks (in the world's numbers) that the pipeline of `group`
-    wants; on a rank that is not in it, one that nothing can be sent through.
+    """Creates one process group per list of global ranks, for the pipeline whose ranks are `group`.
 
-    All ranks of the world must call it at the same time: torch numbers groups as they are made, so
-    that each rank takes part in making the groups of the other pipelines too.
+    On a rank that is not in a list, the returned group cannot be used. All ranks of the world must
+    call this at the same time: torch requires that every rank takes part in creating every group,
+    also those of the other pipelines.
     """
-    own = list(map(list, wanted))
-    asked = [own] * dist.get_world_size() if group is None else gathered_objects(own)
-    first = members(group)[0]
-    leaders = _leaders(group)
-    made = {}
-    for leader in sorted(set(leaders)):
-        made[leader] = [dist.new_group(ranks) for ranks in asked[leader]]
-    return made[first]
-
-
-def _leaders(group: dist.ProcessGroup | None) -> list[int]:
-    """Of each rank of the world, the first rank of its pipeline."""
-    return [0] * dist.get_world_size() if group is None else gathered_objects(members(group)[0])
+    own = list(map(list, rank_lists))
+    if group is None:
+        return [dist.new_group(ranks) for ranks in own]
+    first = world_ranks(group)[0]  # identifies the pipeline
+    created = {}
+    for pipeline, wanted in sorted(dict(gathered_objects((first, own))).items()):
+        created[pipeline] = [dist.new_group(ranks) for ranks in wanted]
+    return created[first]

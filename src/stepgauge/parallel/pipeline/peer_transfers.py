@@ -1,9 +1,10 @@
-"""Tensors between the stages of ranks on one machine, by copies into the receiver's memory.
+"""Sends tensors between stages on ranks of one machine, as copies into the receiver's memory.
 
-The copy engines move the bytes. A channel has a few boxes on its receiver. The sender waits until
-the box of its next message is free, copies into it and says so; the receiver waits for that, copies
-out and says that the box is free again. Each side of a channel has a stream of its own, so that
-computing waits for nothing but what it reads.
+On GPUs the copy engines move the bytes. Each channel has a few boxes, buffers of fixed size, in the
+memory of its receiver, and uses them in turn. The sender waits until the next box is free, copies
+its tensors into it and sets a flag on the receiver. The receiver waits for that flag, copies the
+tensors out and sets a flag on the sender: the box is free again. Each end of a channel has its own
+stream, so computation only waits for the tensors that it reads.
 """
 
 import collections
@@ -17,124 +18,139 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepgauge.parallel.communication.peer_memory import ALIGNMENT, PeerMemory, peer_memory
-from stepgauge.parallel.pipeline.between import Meta
+from stepgauge.parallel.pipeline.interfaces import Meta
 from stepgauge.spec.plan.pipeline import Action, Channel, Schedule
 from stepgauge.spec.plan.pipeline.action import SENDS
 from stepgauge.spec.units import round_up
 
-BOXES = 3  # of a channel on a GPU: one is read, one is there, one is being written
+BOXES = 3  # per channel on a GPU: one is read, one is full, one is written
 
 
-class Side:
-    """What this rank has of a channel: its sending or its receiving side.
+class ChannelEnd:
+    """This rank's end of a channel, for sending or for receiving.
 
-    peer         the other rank
-    place        of the channel among those that the receiver receives on
-    sent_flags, free_flags   first flag of the channel on the receiver, and on the sender
-    messages     how many there have been
+    peer        rank at the other end
+    first_box   first of the channel's boxes on the receiver. The flag that says that a box is full is
+                on the receiver too, and has the number of the box
+    free_flags  first of the flags on the sender that say that a box is free
+    stream      where the copies run; None on a CPU
+    messages    number of messages so far
     """
 
-    def __init__(self, peer: int, place: int, sent_flags: int, free_flags: int, stream: Any):
-        self.peer, self.place, self.stream = peer, place, stream
-        self.sent_flags, self.free_flags = sent_flags, free_flags
+    def __init__(self, peer: int, first_box: int, free_flags: int, stream: Any):
+        self.peer, self.first_box, self.free_flags, self.stream = (
+            peer,
+            first_box,
+            free_flags,
+            stream,
+        )
         self.messages = 0
 
     def on_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Its stream, from what the current one has done so far."""
+        """Switches to this end's stream, after the work launched so far on the current stream."""
         if self.stream is None:
             return contextlib.nullcontext()
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         return torch.cuda.stream(self.stream)
 
-    def mark(self) -> Any:
-        """When what it has been given is done; None where it is done at once."""
+    def record_event(self) -> Any:
+        """Returns an event at the end of the launched work; None on a CPU, where it is done."""
         return None if self.stream is None else self.stream.record_event()
 
 
 class PeerTransfers:
-    """As `Transfers`. All ranks of the group must make one, and prepare it, at the same time."""
+    """The sends and receives of this rank, with the same methods as `Transfers`.
+
+    All ranks of the group must create one, and prepare it, at the same time.
+    """
 
     def __init__(self, schedule: Schedule, group: dist.ProcessGroup | None, device: torch.device):
         self._device, self._group = device, group
         self._rank = dist.get_rank(group)
         channels = sorted({action.channel for _, action in schedule if action.kind in SENDS})
-        ends = {c: (schedule.rank_of[c.sender], schedule.rank_of[c.receiver]) for c in channels}
-        self._ends = ends
-        # On a CPU the sender itself would wait for a free box, while its receiver waits for it.
+        self._ranks = {
+            channel: (schedule.rank_of[channel.sender], schedule.rank_of[channel.receiver])
+            for channel in channels
+        }
+        # A CPU has no streams: a sender that waited for a free box would block its whole rank, which
+        # the receiver may be waiting for. So there are boxes for the messages of two steps.
         self._boxes = BOXES if device.type == "cuda" else 2 * schedule.num_micro_batches
-        self._most = max(
-            (sum(end[side] == rank for end in ends.values()) for rank in range(schedule.num_ranks)
-             for side in (0, 1)), default=0
-        )  # fmt: skip
-        self._sides: dict[Channel, Side] = {}
+        # the most channels that any rank sends on, or receives on
+        self._max_channels = max(
+            (
+                sum(pair[side] == rank for pair in self._ranks.values())
+                for rank in range(schedule.num_ranks)
+                for side in (0, 1)
+            ),
+            default=0,
+        )
+        self._ends: dict[Channel, ChannelEnd] = {}
         self._memory: PeerMemory | None = None
         self._sent: collections.deque[tuple[Any, list[Tensor]]] = collections.deque()
         self._received: dict[Action, tuple[Callable[[], Any], list[Tensor]]] = {}
 
     def prepare(self, messages: Mapping[Channel, Sequence[Meta]]) -> None:
-        """Makes boxes for messages of these tensors. All stages of one rank send none."""
-        if not self._ends:
+        """Allocates boxes for messages of these tensors; nothing if all stages are on one rank."""
+        if not self._ranks:
             return
-        box_bytes = max(sum(_bytes(meta) for meta in metas) for metas in messages.values())
-        boxes = self._most * self._boxes
-        self._memory = peer_memory(boxes, box_bytes, 2 * boxes, self._device, self._group)
-        self._sides = {}
-        for channel, (sender, receiver) in self._ends.items():
+        box_bytes = max(sum(_padded_bytes(meta) for meta in metas) for metas in messages.values())
+        num_boxes = self._max_channels * self._boxes
+        self._memory = peer_memory(num_boxes, box_bytes, 2 * num_boxes, self._device, self._group)
+        self._ends = {}
+        for channel, (sender, receiver) in self._ranks.items():
             if self._rank in (sender, receiver):
-                received = [c for c, end in self._ends.items() if end[1] == receiver]
-                sent = [c for c, end in self._ends.items() if end[0] == sender]
-                place = received.index(channel)
-                self._sides[channel] = Side(
+                into_receiver = [c for c, pair in self._ranks.items() if pair[1] == receiver]
+                from_sender = [c for c, pair in self._ranks.items() if pair[0] == sender]
+                self._ends[channel] = ChannelEnd(
                     peer=receiver if self._rank == sender else sender,
-                    place=place,
-                    sent_flags=place * self._boxes,
-                    free_flags=boxes + sent.index(channel) * self._boxes,
+                    first_box=into_receiver.index(channel) * self._boxes,
+                    free_flags=num_boxes + from_sender.index(channel) * self._boxes,
                     stream=torch.cuda.Stream(self._device) if self._device.type == "cuda" else None,
                 )
 
     def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
-        """Begins to send, and keeps the tensors until they have been."""
-        side, memory = self._sides[action.channel], self._ready
-        box, message = side.messages % self._boxes, side.messages + 1
-        side.messages += 1
+        """Starts to send the tensors, and keeps them alive until they have been sent."""
+        end, memory = self._ends[action.channel], self._prepared_memory
+        box, message = end.messages % self._boxes, end.messages + 1
+        end.messages += 1
         while self._sent and self._sent[0][0] is not None and self._sent[0][0].query():
             self._sent.popleft()
-        whole = [tensor.detach().contiguous() for tensor in tensors]
-        with side.on_stream():
-            if message > self._boxes:  # the box's last message has been copied out
-                memory.wait(side.free_flags + box, message - self._boxes)
-            target = memory.box(side.peer, side.place * self._boxes + box)
-            for tensor, place in zip(whole, _places(whole), strict=True):
-                target[place : place + tensor.nbytes].view(tensor.dtype).copy_(tensor.view(-1))
-            memory.tell(side.peer, side.sent_flags + box, message)
-            self._sent.append((side.mark(), whole))
+        contiguous = [tensor.detach().contiguous() for tensor in tensors]
+        with end.on_stream():
+            if message > self._boxes:  # wait until the box's previous message has been copied out
+                memory.wait(end.free_flags + box, message - self._boxes)
+            target = memory.box(end.peer, end.first_box + box)
+            for tensor, start in zip(contiguous, _offsets(contiguous), strict=True):
+                target[start : start + tensor.nbytes].view(tensor.dtype).copy_(tensor.view(-1))
+            memory.tell(end.peer, end.first_box + box, message)
+            self._sent.append((end.record_event(), contiguous))
 
     def receive(self, action: Action, metas: Sequence[Meta]) -> None:
-        """Begins to receive tensors of these shapes, for `take`."""
-        side = self._sides[action.channel]
-        box, message = side.messages % self._boxes, side.messages + 1
-        side.messages += 1
+        """Starts to receive tensors of these shapes; `take` returns them."""
+        end = self._ends[action.channel]
+        box, message = end.messages % self._boxes, end.messages + 1
+        end.messages += 1
         tensors = [meta.empty(self._device) for meta in metas]
-        copy_out = functools.partial(self._copy_out, side, box, message, tensors)
-        if side.stream is None:  # the host would wait: it does when the tensors are taken
+        copy_out = functools.partial(self._copy_out, end, box, message, tensors)
+        if end.stream is None:  # copying would block the host, so `take` does it
             self._received[action] = copy_out, tensors
             return
-        with side.on_stream():
+        with end.on_stream():
             copy_out()
-            event = side.stream.record_event()
+            event = end.stream.record_event()
         stream = torch.cuda.current_stream(self._device)
         self._received[action] = functools.partial(stream.wait_event, event), tensors
 
-    def _copy_out(self, side: Side, box: int, message: int, tensors: Sequence[Tensor]) -> None:
-        memory = self._ready
-        memory.wait(side.sent_flags + box, message)
-        source = memory.box(self._rank, side.place * self._boxes + box)
-        for tensor, place in zip(tensors, _places(tensors), strict=True):
-            tensor.view(-1).copy_(source[place : place + tensor.nbytes].view(tensor.dtype))
-        memory.tell(side.peer, side.free_flags + box, message)
+    def _copy_out(self, end: ChannelEnd, box: int, message: int, tensors: Sequence[Tensor]) -> None:
+        memory = self._prepared_memory
+        memory.wait(end.first_box + box, message)
+        source = memory.box(self._rank, end.first_box + box)
+        for tensor, start in zip(tensors, _offsets(tensors), strict=True):
+            tensor.view(-1).copy_(source[start : start + tensor.nbytes].view(tensor.dtype))
+        memory.tell(end.peer, end.free_flags + box, message)
 
     def take(self, action: Action) -> list[Tensor]:
-        """What was received, when it is there: on a GPU, for the current stream."""
+        """Waits for the received tensors and returns them. On a GPU the current stream waits."""
         wait, tensors = self._received.pop(action)
         wait()
         return tensors
@@ -147,18 +163,18 @@ class PeerTransfers:
         self._sent.clear()
 
     @property
-    def _ready(self) -> PeerMemory:
-        assert self._memory is not None, "the pipeline prepares it before the first step"
+    def _prepared_memory(self) -> PeerMemory:
+        assert self._memory is not None, "the pipeline calls prepare before the first step"
         return self._memory
 
 
-def _bytes(meta: Meta) -> int:
+def _padded_bytes(meta: Meta) -> int:
     return round_up(meta.shape.numel() * meta.dtype.itemsize, ALIGNMENT)
 
 
-def _places(tensors: Sequence[Tensor]) -> list[int]:
-    """Where each tensor of a message begins in its box."""
-    places = [0]
+def _offsets(tensors: Sequence[Tensor]) -> list[int]:
+    """Returns where each tensor of a message starts in its box, in bytes."""
+    offsets = [0]
     for tensor in tensors:
-        places.append(places[-1] + _bytes(Meta.of(tensor)))
-    return places[:-1]
+        offsets.append(offsets[-1] + _padded_bytes(Meta.of(tensor)))
+    return offsets[:-1]

@@ -1,22 +1,22 @@
-"""Backward in two parts: the gradient of a stage's input first (I), those of its weights later (W).
+"""Splits a stage's backward in two: the gradient of the input first (I), those of weights later (W).
 
-How it is done, and why not otherwise. A linear layer's weight gradient is a product of its input
-and of its output's gradient, and nothing waits for it. So the layers' own backward leaves that
-product out and hands over its two factors instead; W multiplies them when the schedule says. The
-factors leave autograd as gradients: each call of a layer has two *slots*, leaf tensors without memory
-whose "gradient" is the layer's input and its output's gradient. `torch.autograd.grad` of the stage's
-output with respect to (stage inputs, slots, all other parameters) is the whole of I. A layer has as
-many slots as it has calls in a forward, which may be others for each micro-batch.
+Method. The weight gradient of a linear layer is the product of two factors, its input and the
+gradient of its output, and no other layer waits for it. During I the layer's backward skips this
+product and hands out the two factors; W multiplies them when the schedule says so. The factors leave
+autograd as gradients: each call of a layer has two *slots*, leaf tensors without memory whose
+"gradients" are the layer's input and its output's gradient. I is one call of `torch.autograd.grad`
+for the stage's inputs, the slots and all other parameters. A layer has one pair of slots per call in
+a forward, and the number of calls may differ between micro-batches.
 
-That is public autograd and no more, so that it holds inside compiled blocks (a compiled backward
-returns what a slot is given like any other gradient; it may compute the factors again rather than
-keep them) and under activation checkpointing. Two ways were left out. A walk over autograd's graph
-from the weights to where they meet the input's path, as torch.distributed.pipelining does, leans on
-the graph's inside and finds one node in a compiled block, which it cannot split. Calling
-autograd.grad twice, once for inputs and once for weights, costs every backward product twice.
+This needs only public autograd, so it works inside compiled blocks and under activation
+checkpointing. (A compiled backward returns a slot's gradient like any other; it may recompute a
+factor instead of keeping it.) Two alternatives were rejected. torch.distributed.pipelining walks
+autograd's graph from the weights to where they meet the path of the input; that depends on the
+graph's internals, and a compiled block is a single node that it cannot split. Calling autograd.grad
+twice, for inputs and then for weights, computes every backward product twice.
 
-What is not a linear layer (norms, embeddings, biases outside of linear layers, a weight that is
-used without its layer or that has a hook) gets its gradient in I: cheap, or rare.
+Everything else gets its gradient in I: norms, embeddings, biases outside linear layers, weights that
+are used without their layer or have a hook. They are cheap or rare.
 """
 
 import collections
@@ -40,14 +40,14 @@ from stepgauge.parallel.sharding import local_part
 
 
 class Slots(NamedTuple):
-    """Of one call of a layer: leaves of the shape of its input and of its output."""
+    """The slots of one call of a layer, with the shapes of its input and its output."""
 
     x: Tensor
     dy: Tensor
 
 
 class _LinearWithoutWeight(torch.autograd.Function):
-    """y = x wᵀ + b. Backward gives x its gradient, and each slot a factor of the weight's."""
+    """y = x wᵀ + b. Backward returns the gradient of x, and the factors as gradients of the slots."""
 
     @staticmethod
     def forward(
@@ -64,29 +64,29 @@ class _LinearWithoutWeight(torch.autograd.Function):
 
 
 class SplitLinear(nn.Linear):
-    """An nn.Linear that hands the factors of its weight's gradient to its slots.
+    """An nn.Linear that passes the factors of its weight gradient to its slots.
 
-    slots      of its calls in a forward, in their order; a compiled block reads them as inputs
-    num_calls  of the forward that is running
-    dtype      of the computation, which autocast may have chosen
+    slots      one pair per call in a forward, in order. A compiled block takes them as inputs
+    num_calls  calls so far in the running forward
+    dtype      dtype of the computation, which may differ from the weight's under autocast
     """
 
     slots: list[Slots]
     num_calls: int
     dtype: torch.dtype
 
-    def forward(self, input: Tensor) -> Tensor:  # by its name in nn.Linear
+    def forward(self, input: Tensor) -> Tensor:  # the argument has the name that nn.Linear gives it
         if not torch.is_grad_enabled():
             return F.linear(input, self.weight, self.bias)
-        x_slot, dy_slot = self._slots_of_call(input)
+        x_slot, dy_slot = self._next_slots(input)
         bias = None if self.bias is None else self.bias.detach().to(self.dtype)
         return _LinearWithoutWeight.apply(
             input.to(self.dtype), self.weight.detach().to(self.dtype), bias, x_slot, dy_slot
         )
 
-    def _slots_of_call(self, input: Tensor) -> Slots:
-        """Those of the forwards before, unless there were fewer calls or the shape was another one.
-        Slots that an earlier micro-batch used stay with it.
+    def _next_slots(self, input: Tensor) -> Slots:
+        """Returns the slots of the next call. They are reused between forwards unless the shape
+        differs; a micro-batch in flight then keeps the slots that it used.
         """
         call = self.num_calls
         self.num_calls = call + 1
@@ -95,15 +95,18 @@ class SplitLinear(nn.Linear):
         return self.slots[call]
 
     def _new_slots(self, input: Tensor) -> Slots:
-        nothing = torch.zeros((), dtype=self.dtype, device=input.device)
+        zero = torch.zeros((), dtype=self.dtype, device=input.device)
         shapes = input.shape, (*input.shape[:-1], self.out_features)
-        x, dy = (nothing.expand(shape).detach().requires_grad_() for shape in shapes)
+        x, dy = (zero.expand(shape).detach().requires_grad_() for shape in shapes)
         return Slots(x, dy)
 
 
 @dataclasses.dataclass
 class Factors:
-    """Of a layer's weight gradient: dyᵀ x. Each is dropped when it has been used."""
+    """The factors of a layer's weight gradient dyᵀ x, from one call. They are dropped after use.
+
+    Both are None if the output does not depend on the call.
+    """
 
     layer: nn.Linear
     x: Tensor | None
@@ -111,10 +114,8 @@ class Factors:
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        """Adds the product to the layer's gradients, in the matrix product itself where the types
-        allow it.
-        """
-        if self.x is None or self.dy is None:  # the layer took no part in this output
+        """Adds the product to the gradient of the weight, and the sum of dy to that of the bias."""
+        if self.x is None or self.dy is None:
             return
         x, dy = (torch.atleast_2d(factor).flatten(0, -2) for factor in (self.x, self.dy))
         weight, bias = self.layer.weight, self.layer.bias
@@ -122,41 +123,42 @@ class Factors:
             if weight.grad is None:
                 weight.grad = (dy.T @ x).to(weight.dtype)
             elif weight.grad.dtype == dy.dtype:
-                weight.grad.addmm_(dy.T, x)
+                weight.grad.addmm_(dy.T, x)  # adds inside the matrix product
             else:
                 weight.grad.add_(dy.T @ x)
         if bias is not None and bias.requires_grad:
-            add_gradient(bias, dy.sum(0))
+            if bias.grad is None:
+                bias.grad = dy.sum(0).to(bias.dtype)
+            else:
+                bias.grad.add_(dy.sum(0))
         self.x = self.dy = None
 
 
-def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    if parameter.grad is None:
-        parameter.grad = gradient.to(parameter.dtype)
-    else:
-        parameter.grad.add_(gradient)
-
-
-def is_linear(layer: nn.Module) -> bool:
-    """Whether it computes what nn.Linear does, of a weight that is its parameter: one, or a subclass
-    that adds nothing to forward.
+def _is_plain_linear(layer: nn.Module) -> bool:
+    """True if the layer computes what nn.Linear does, with a weight that is its own parameter.
+    Subclasses of nn.Linear count if they do not override forward.
     """
-    own = type(layer).forward in (nn.Linear.forward, SplitLinear.forward)
-    names = (name for name, _ in layer.named_parameters(recurse=False))
-    return isinstance(layer, nn.Linear) and own and "weight" in names
+    return (
+        isinstance(layer, nn.Linear)
+        and type(layer).forward in (nn.Linear.forward, SplitLinear.forward)
+        and "weight" in dict(layer.named_parameters(recurse=False))
+    )
 
 
 class Watch:
-    """While it is open: in which types each linear layer of a module computes, in one forward.
+    """Observes one forward inside its context, to learn which linear layers can be split.
 
-    besides  layers that are left as they are
+    excluded  layers that must not be split
     """
 
-    def __init__(self, module: nn.Module, besides: Collection[nn.Module] = ()):
+    def __init__(self, module: nn.Module, excluded: Collection[nn.Module] = ()):
         self._dtypes: dict[nn.Linear, set[torch.dtype]] = collections.defaultdict(set)
-        self._differentiated: set[nn.Module] = set()
-        layers = [each for each in module.modules() if is_linear(each) and each not in besides]
-        self._hooks = [layer.register_forward_hook(self._called) for layer in layers]
+        self._differentiated: set[nn.Module] = set()  # layers that forward itself differentiates
+        self._hooks = [
+            layer.register_forward_hook(self._called)
+            for layer in module.modules()
+            if _is_plain_linear(layer) and layer not in excluded
+        ]
 
     def _called(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         assert isinstance(layer, nn.Linear)
@@ -175,11 +177,11 @@ class Watch:
 
     @property
     def splittable(self) -> dict[nn.Linear, torch.dtype]:
-        """The type of the layers whose weight gradient can wait: their weight is trained, with no
-        hook that wants its gradient, and forward itself does not differentiate them.
+        """The layers that can be split, with the dtype in which they compute: those that use one
+        dtype, have a trainable weight and no hooks, and are not differentiated by forward itself.
         """
         return {
-            layer: min(dtypes, key=str)
+            layer: next(iter(dtypes))
             for layer, dtypes in self._dtypes.items()
             if len(dtypes) == 1
             and layer.weight.requires_grad
@@ -189,57 +191,59 @@ class Watch:
 
 
 def _has_hooks(layer: nn.Module) -> bool:
-    """A wrapper's are not counted: its pipeline tells it when a stage has all its gradients."""
+    """True if a parameter of the layer has a hook. Hooks of data-parallel wrappers do not count: the
+    pipeline tells the wrapper when a stage has all its gradients.
+    """
     return any(
         without_wrapper_hooks([*tensor_hooks(p), *post_accumulate_hooks(p)])
         for p in layer.parameters(recurse=False)
     )
 
 
-Calls = Sequence[tuple[SplitLinear, Slots]]  # of a forward
+LayerCalls = Sequence[tuple[SplitLinear, Slots]]  # the calls of split layers in one forward
 
 
 class SplitBackward:
-    """The split of a module whose forward was watched. `close` gives the layers back as they were.
+    """Splits the backward of a module. `close` restores the module's layers.
 
-    splittable  as Watch found them
+    splittable  as returned by Watch
     """
 
     def __init__(self, module: nn.Module, splittable: Mapping[nn.Linear, torch.dtype]):
-        self.layers: dict[SplitLinear, type[nn.Linear]] = {}  # and what they were
+        self.layers: dict[SplitLinear, type[nn.Linear]] = {}  # with their original classes
         for layer, dtype in splittable.items():
-            before = type(layer)
+            original = type(layer)
             layer.__class__ = SplitLinear
             assert isinstance(layer, SplitLinear)
-            self.layers[layer] = before
+            self.layers[layer] = original
             layer.dtype, layer.slots, layer.num_calls = dtype, [], 0
-        # also weights of these layers: whatever uses one without its layer adds to its gradient
+        # Includes weights of the split layers, because they may also be used without their layer.
         self._parameters = list(module.parameters())
 
     def begin(self) -> None:
-        """Before a step: layers whose weights have hooks since are left as they were."""
+        """Called before a step: restores layers whose parameters have got hooks since."""
         for layer in [layer for layer in self.layers if _has_hooks(layer)]:
-            self._give_back(layer)
+            self._restore(layer)
 
     def close(self) -> None:
         for layer in list(self.layers):
-            self._give_back(layer)
+            self._restore(layer)
 
-    def _give_back(self, layer: SplitLinear) -> None:
+    def _restore(self, layer: SplitLinear) -> None:
         layer.__class__ = self.layers.pop(layer)  # type: ignore[assignment]
         del layer.slots, layer.num_calls, layer.dtype
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[list[tuple[SplitLinear, Slots]]]:
-        """Around a forward; afterwards the list has the calls of its layers, for `input_gradients`."""
+        """Encloses a forward. Afterwards the yielded list has the calls for `input_gradients`."""
         calls: list[tuple[SplitLinear, Slots]] = []
-        self._count_anew()
+        self._reset_counts()
         yield calls
         calls += [
             (layer, slots) for layer in self.layers for slots in layer.slots[: layer.num_calls]
         ]
 
-    def _count_anew(self) -> None:
+    def _reset_counts(self) -> None:
         for layer in self.layers:
             layer.num_calls = 0
 
@@ -248,25 +252,27 @@ class SplitBackward:
         outputs: Sequence[Any],
         gradients: Sequence[Tensor | None],
         inputs: Sequence[Tensor],
-        calls: Calls,
+        calls: LayerCalls,
     ) -> tuple[list[Tensor | None], list[Factors]]:
-        """I: the gradients of the inputs, and what W needs. Adds all other gradients of parameters.
+        """Runs I. Returns the gradients of the inputs and the factors for W. All other gradients of
+        parameters are added to `.grad`. Frees the autograd graph.
 
-        outputs  tensors or gradient edges; frees the graph behind them
+        outputs  tensors or gradient edges
         """
         slots = [slot for _, pair in calls for slot in pair]
-        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-        wanted = [*inputs, *trained, *slots]
-        if not wanted or not outputs:
+        trainable = [parameter for parameter in self._parameters if parameter.requires_grad]
+        targets = [*inputs, *trainable, *slots]
+        if not targets or not outputs:
             return [None] * len(inputs), []
-        self._count_anew()  # of layers that checkpointing runs again
-        found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
-        after = len(inputs) + len(trained)
-        given, own, of_slots = found[: len(inputs)], found[len(inputs) : after], found[after:]
-        _add_all(trained, own, others=[*gradients, *given, *of_slots])
-        pairs = zip(of_slots[::2], of_slots[1::2], strict=True)
+        self._reset_counts()  # activation checkpointing calls layers again
+        all_gradients = torch.autograd.grad(outputs, targets, gradients, allow_unused=True)
+        end = len(inputs) + len(trainable)
+        for_inputs, for_parameters = all_gradients[: len(inputs)], all_gradients[len(inputs) : end]
+        for_slots = all_gradients[end:]
+        _add_all(trainable, for_parameters, others=[*gradients, *for_inputs, *for_slots])
+        pairs = zip(for_slots[::2], for_slots[1::2], strict=True)
         factors = [Factors(layer, x, dy) for (layer, _), (x, dy) in zip(calls, pairs, strict=True)]
-        return list(given), factors
+        return list(for_inputs), factors
 
 
 def _add_all(
@@ -275,10 +281,11 @@ def _add_all(
     *,
     others: Sequence[Tensor | None],
 ) -> None:
-    """Adds gradients to parameters', those that are there already in one call. A first one becomes
-    `.grad` itself, as autograd has it: unless its memory is another one's too, for of what is summed
-    all terms have one gradient, or is laid out in another way than the parameter's. Hooks that wait
-    for `.grad` are called, as autograd does.
+    """Adds gradients to the parameters' `.grad` and calls post-accumulate hooks, as autograd does.
+
+    Existing gradients are updated in one foreach call. A first gradient becomes `.grad` itself,
+    unless its strides differ from the parameter's or another gradient (in `gradients` or `others`)
+    has the same memory. The terms of a sum, for example, share one gradient.
     """
     sums, terms, first = [], [], []
     for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -296,11 +303,13 @@ def _add_all(
             _memory(each) for each in (*gradients, *others) if each is not None
         )
         for parameter, gradient in first:
-            dense = gradient.layout is torch.strided
-            alike = not dense or gradient.stride() == parameter.stride()
-            alone = users[_memory(gradient)] == 1
+            is_dense = gradient.layout is torch.strided
+            same_layout = not is_dense or gradient.stride() == parameter.stride()
+            owns_memory = users[_memory(gradient)] == 1
             parameter.grad = (
-                gradient if alike and alone else torch.empty_like(parameter).copy_(gradient)
+                gradient
+                if same_layout and owns_memory
+                else torch.empty_like(parameter).copy_(gradient)
             )
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is not None:
@@ -309,5 +318,7 @@ def _add_all(
 
 
 def _memory(tensor: Tensor) -> int:
-    own = local_part(tensor)
-    return own.untyped_storage().data_ptr() if own.layout is torch.strided else id(tensor)
+    """Identifies the memory of a tensor: equal for tensors that share their storage."""
+    local = local_part(tensor)
+    is_dense = local.layout is torch.strided
+    return local.untyped_storage().data_ptr() if is_dense else id(tensor)

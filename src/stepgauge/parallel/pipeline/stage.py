@@ -1,4 +1,4 @@
-"""One stage of a pipeline: a module, and what its micro-batches keep between their actions."""
+"""One stage of a pipeline: a module, and the state of its micro-batches between their actions."""
 
 import contextlib
 import dataclasses
@@ -9,43 +9,44 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from stepgauge.parallel.pipeline.between import Given, Meta
-from stepgauge.parallel.pipeline.split import Calls, Factors, SplitBackward, Watch
+from stepgauge.parallel.pipeline.interfaces import Meta, StageOutputs
+from stepgauge.parallel.pipeline.split import Factors, LayerCalls, SplitBackward, Watch
 from stepgauge.parallel.trial import trial
 
 
 @dataclasses.dataclass
-class Kept:
-    """Of a micro-batch between forward and backward.
+class InFlight:
+    """A micro-batch between its forward and the end of its backward.
 
-    inputs  those that get a gradient, by position
-    edges   where backward enters the graph, by position of the output; the outputs themselves
-            belong to who reads them
-    calls   of the layers whose backward is split
+    inputs   inputs that get a gradient, by position
+    edges    gradient edges of the outputs, where backward enters the graph, by position. The
+             outputs themselves are not kept here
+    calls    calls of the layers whose backward is split
+    factors  after I, the factors of the weight gradients that W computes
     """
 
     inputs: dict[int, Tensor]
     edges: dict[int, Any]
-    calls: Calls
+    calls: LayerCalls
     factors: list[Factors] = dataclasses.field(default_factory=list)
 
 
 class Stage:
-    """A module that runs forward and the parts of backward for many micro-batches.
+    """Runs forward and the parts of backward of a module for many micro-batches.
 
-    module   called with the tensors of the stage before (or the batch), gives one or several
-    context  around every forward: autocast, mostly
-    splits   whether its backward is run in two parts
-    loss     of the last stage: called with its outputs and the targets; without it the module
-             takes the targets too
-    recorded whether it is run by a GraphedStage: gradients of weights are asked for and added, for
-             autograd's own accumulation cannot be recorded
-    whole    layers whose backward stays in one part: other stages run them too
+    module    called with the outputs of the stage before, or with the batch; returns one or several
+              tensors
+    context   entered around every forward, for example for autocast
+    splits    backward runs in two parts, I and W
+    loss      for the last stage: called with the module's outputs and the targets. None: the module
+              takes the targets too
+    unsplit   layers whose backward stays in one part because other stages run them too
+    recorded  set by a GraphedStage that records this stage. Weight gradients are then computed with
+              autograd.grad and added here, since autograd's own accumulation cannot be recorded
     """
 
-    num_slots: int | None = (
-        None  # for so many micro-batches between forward and backward; None: any
-    )
+    recorded = False
+    num_slots: int | None = None  # the most micro-batches in flight; None: no limit
 
     def __init__(
         self,
@@ -54,53 +55,55 @@ class Stage:
         context: Callable[[], contextlib.AbstractContextManager[Any]],
         splits: bool,
         loss: Callable[..., Tensor] | None = None,
-        recorded: bool = False,
-        whole: Collection[nn.Module] = (),
+        unsplit: Collection[nn.Module] = (),
     ):
         self.module, self._context, self.splits, self._loss = module, context, splits, loss
-        self._recorded, self._whole = recorded, whole
-        self._kept: dict[int, Kept] = {}
-        self._written: list[bool] = []  # whether the module writes into an input, by position
-        self._outputs: list[Meta] = []  # as they were when it was prepared
+        self._unsplit = unsplit
+        self._in_flight: dict[int, InFlight] = {}
+        self._modifies: list[bool] = []  # which inputs the module writes in place, by position
+        self._outputs: list[Meta] = []  # the outputs when the stage was prepared
         self._split: SplitBackward | None = None
 
     def prepare(
-        self, inputs: Sequence[Tensor], trained: Sequence[bool], targets: Sequence[Tensor] = ()
-    ) -> tuple[Given, list[Tensor]]:
-        """Runs the module once, to learn what it gives, of what, and which layers' weight gradients
-        can wait; `trained` says which inputs depend on trained weights.
+        self,
+        inputs: Sequence[Tensor],
+        requires_grad: Sequence[bool],
+        targets: Sequence[Tensor] = (),
+    ) -> tuple[StageOutputs, list[Tensor]]:
+        """Runs the module once to learn its outputs, which inputs they depend on, and which layers
+        can delay their weight gradients. Returns the description of the outputs, and the outputs.
 
-        It runs eagerly: a module is compiled for what it does in training. Buffers and random state
-        stay as they were.
+        The module runs eagerly even if it is compiled, so that it is only compiled for training.
+        Buffers and random state stay as they were.
         """
         self.close()
-        leaves = _leaves(inputs, trained)
+        leaves = _leaves(inputs, requires_grad)
         with (
             trial(self.module, inputs),
             torch.compiler.set_stance("force_eager"),
-            Watch(self.module, besides=self._whole) as watch,
+            Watch(self.module, excluded=self._unsplit) as watch,
             self._context(),
         ):
-            own = [leaf.clone() for leaf in leaves]
-            outputs = self._call(own, targets)
-        self._written = [tensor._version > 0 for tensor in own]
-        if self.splits or self._recorded:
+            copies = [leaf.clone() for leaf in leaves]
+            outputs = self._call(copies, targets)
+        self._modifies = [tensor._version > 0 for tensor in copies]
+        if self.splits or self.recorded:
             self._split = SplitBackward(self.module, watch.splittable if self.splits else {})
-        given = Given.of(outputs, leaves)
-        self._outputs = given.outputs
-        return given, [output.detach() for output in outputs]
+        described = StageOutputs.of(outputs, leaves)
+        self._outputs = described.outputs
+        return described, [output.detach() for output in outputs]
 
     def begin(self) -> None:
-        """Before a step."""
+        """Called before a step."""
         if self._split is not None:
             self._split.begin()
 
     def finish(self) -> None:
-        """When the gradients of a step are there: autograd has added them."""
+        """Called after the last backward of a step. Nothing is left to do here."""
 
     def close(self) -> None:
-        """Gives the module back as it was, and drops what unfinished micro-batches keep."""
-        self._kept.clear()
+        """Restores the module, and drops the state of unfinished micro-batches."""
+        self._in_flight.clear()
         if self._split is not None:
             self._split.close()
             self._split = None
@@ -109,27 +112,34 @@ class Stage:
         self,
         micro_batch: int,
         inputs: Sequence[Tensor],
-        trained: Sequence[bool],
+        requires_grad: Sequence[bool],
         targets: Sequence[Tensor] = (),
     ) -> tuple[Tensor, ...]:
-        """F. `trained` says which inputs get a gradient; the last stage gets the targets."""
-        leaves = _leaves(inputs, trained)
-        with self._context(), self._calls() as calls:
-            written = zip(leaves, self._written, strict=True)
-            outputs = self._call([x.clone() if own else x for x, own in written], targets)
-        _require_alike(outputs, self._outputs)
-        trained_leaves = {n: leaf for n, leaf in enumerate(leaves) if leaf.requires_grad}
-        edges = {n: get_gradient_edge(y) for n, y in enumerate(outputs) if y.requires_grad}
-        self._kept[micro_batch] = Kept(trained_leaves, edges, calls)
+        """Runs F. `requires_grad` says which inputs get a gradient; only the last stage gets
+        targets.
+        """
+        leaves = _leaves(inputs, requires_grad)
+        with self._context(), self._collect_calls() as calls:
+            # autograd refuses in-place writes into leaves
+            arguments = [
+                leaf.clone() if modifies else leaf
+                for leaf, modifies in zip(leaves, self._modifies, strict=True)
+            ]
+            outputs = self._call(arguments, targets)
+        _check_outputs(outputs, self._outputs)
+        self._in_flight[micro_batch] = InFlight(
+            inputs={n: leaf for n, leaf in enumerate(leaves) if leaf.requires_grad},
+            edges={n: get_gradient_edge(y) for n, y in enumerate(outputs) if y.requires_grad},
+            calls=calls,
+        )
         return tuple(output.detach() for output in outputs)
 
     def evaluate(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
-        """What the stage gives, of which nothing is kept."""
+        """Returns the outputs and keeps nothing for backward."""
         with self._context():
             return list(self._call(inputs, targets))
 
-    def _calls(self) -> contextlib.AbstractContextManager[Calls]:
-        """Of the layers whose backward is split, in the forward inside."""
+    def _collect_calls(self) -> contextlib.AbstractContextManager[LayerCalls]:
         return contextlib.nullcontext([]) if self._split is None else self._split.forward()
 
     def _call(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -140,79 +150,78 @@ class Stage:
     def backward_input(
         self, micro_batch: int, gradients: Sequence[Tensor | None]
     ) -> dict[int, Tensor | None]:
-        """I, or B where the stage is not split: the gradients of the inputs, by position.
+        """Runs I, or B if the stage is not split. Returns the gradients of the inputs by position.
 
-        gradients  of the outputs; None where nothing came back
+        gradients  one per output; None if no gradient came back
         """
-        kept = self._kept[micro_batch]
-        entered = [
-            (edge, gradients[place])
-            for place, edge in kept.edges.items()
-            if gradients[place] is not None
-        ]
-        edges, given = [edge for edge, _ in entered], [gradient for _, gradient in entered]
-        inputs, places = list(kept.inputs.values()), list(kept.inputs)
-        kept.edges = {}
+        state = self._in_flight[micro_batch]
+        positions = [n for n in state.edges if gradients[n] is not None]
+        edges, incoming = [state.edges[n] for n in positions], [gradients[n] for n in positions]
+        inputs = state.inputs
+        state.edges = {}  # frees the graph with the backward
         if self._split is not None:
-            found, kept.factors = self._split.input_gradients(edges, given, inputs, kept.calls)
-            kept.inputs, kept.calls = {}, []
-            return dict(zip(places, found, strict=True))
+            input_gradients, state.factors = self._split.input_gradients(
+                edges, incoming, list(inputs.values()), state.calls
+            )
+            state.inputs, state.calls = {}, []
+            return dict(zip(inputs, input_gradients, strict=True))
         if edges:
-            torch.autograd.backward(edges, given)
-        del self._kept[micro_batch]
-        return {place: leaf.grad for place, leaf in zip(places, inputs, strict=True)}
+            torch.autograd.backward(edges, incoming)
+        del self._in_flight[micro_batch]
+        return {position: leaf.grad for position, leaf in inputs.items()}
 
     def backward_weight(self, micro_batch: int) -> None:
-        """W. Nothing is left of the micro-batch afterwards."""
-        for factors in self._kept.pop(micro_batch).factors:
+        """Runs W, the last action of the micro-batch."""
+        for factors in self._in_flight.pop(micro_batch).factors:
             factors.accumulate()
 
     def backward(
         self, micro_batch: int, gradients: Sequence[Tensor | None]
     ) -> dict[int, Tensor | None]:
-        """B."""
-        found = self.backward_input(micro_batch, gradients)
+        """Runs B. Returns the gradients of the inputs by position."""
+        input_gradients = self.backward_input(micro_batch, gradients)
         if self._split is not None:
             self.backward_weight(micro_batch)
-        return found
+        return input_gradients
 
 
 def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
-    """Raises TypeError for what is neither a tensor nor several."""
-    several = outputs if isinstance(outputs, tuple | list) else (outputs,)
-    for place, output in enumerate(several):
-        if not isinstance(output, Tensor):
+    """Returns one or several tensors as a tuple. Raises TypeError for anything else."""
+    values = outputs if isinstance(outputs, tuple | list) else (outputs,)
+    for position, value in enumerate(values):
+        if not isinstance(value, Tensor):
             raise TypeError(
-                f"output {place} of a stage is {type(output).__name__}; a stage gives a tensor, or "
-                f"a tuple or list of tensors"
+                f"output {position} of a stage is {type(value).__name__}; a stage returns a tensor, "
+                f"or a tuple or list of tensors"
             )
-    return tuple(several)
+    return tuple(values)
 
 
-def _leaves(inputs: Sequence[Tensor], trained: Sequence[bool]) -> list[Tensor]:
+def _leaves(inputs: Sequence[Tensor], requires_grad: Sequence[bool]) -> list[Tensor]:
     return [
-        tensor.detach().requires_grad_(needs) for tensor, needs in zip(inputs, trained, strict=True)
+        tensor.detach().requires_grad_(required)
+        for tensor, required in zip(inputs, requires_grad, strict=True)
     ]
 
 
-def _require_alike(outputs: Sequence[Tensor], prepared: Sequence[Meta]) -> None:
-    """Raises RuntimeError for what the other ranks do not expect."""
+def _check_outputs(outputs: Sequence[Tensor], prepared: Sequence[Meta]) -> None:
+    """Raises RuntimeError if the outputs differ from those of `prepare`, which other ranks expect."""
     if len(outputs) != len(prepared):
         raise RuntimeError(
-            f"a stage gave {len(outputs)} tensors; it gave {len(prepared)} when it was run first"
+            f"a stage returned {len(outputs)} tensors; it returned {len(prepared)} in its first run"
         )
-    for place, (output, meta) in enumerate(zip(outputs, prepared, strict=True)):
+    for position, (output, meta) in enumerate(zip(outputs, prepared, strict=True)):
         if (output.shape, output.dtype) != (meta.shape, meta.dtype):
             raise RuntimeError(
-                f"output {place} of a stage is {_described(output)}; it was {_described(meta)} "
-                f"when the stage was run first, and other ranks expect that"
+                f"output {position} of a stage is {_describe(output)}; it was {_describe(meta)} in "
+                f"the stage's first run, and other ranks expect that"
             )
-        if output.requires_grad and not meta.is_trained:
+        if output.requires_grad and not meta.requires_grad:
             raise RuntimeError(
-                f"output {place} of a stage depends on trained weights now, and did not when the "
-                f"stage was run first: call close() on all ranks after layers are unfrozen"
+                f"output {position} of a stage depends on trainable weights now, but did not in the "
+                f"stage's first run: call close() on all ranks after you unfreeze layers"
             )
 
 
-def _described(tensor: Tensor | Meta) -> str:
+def _describe(tensor: Tensor | Meta) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

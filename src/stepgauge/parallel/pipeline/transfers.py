@@ -1,8 +1,8 @@
-"""Tensors between the stages of different ranks: one communicator a direction of an edge.
+"""Sends tensors between stages on different ranks, as messages of the process group.
 
-Each carries the micro-batches of one stage in the order in which that stage sends them, which the
-checker has compared with the order of the receives. Nothing else travels on it, so that no transfer
-waits behind one that it has nothing to do with.
+Each direction of each edge (a Channel) has its own communicator, so a transfer never waits behind an
+unrelated one. A channel carries micro-batches in the order in which the sending stage sends them;
+the schedule's check ensures that receives are posted in the same order.
 """
 
 import collections
@@ -13,72 +13,76 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepgauge.parallel.pipeline.between import Meta
-from stepgauge.parallel.pipeline.groups import members, new_groups
+from stepgauge.parallel.pipeline.groups import new_groups, world_ranks
+from stepgauge.parallel.pipeline.interfaces import Meta
 from stepgauge.spec.plan.pipeline import Action, Channel, Schedule
 from stepgauge.spec.plan.pipeline.action import SENDS
 
-Posted = tuple[list[dist.Work], list[Tensor]]
-Found = TypeVar("Found")
+Posted = tuple[list[dist.Work], list[Tensor]]  # works, and the tensors that they read or write
+T = TypeVar("T")
 
 
 class Transfers:
-    """The sends and receives of this rank. All ranks of the world must make one at the same time.
+    """The sends and receives of this rank.
 
-    group  its ranks are the schedule's; None: all ranks
+    All ranks of the world must create one at the same time. The ranks of `group` are the schedule's
+    ranks; None stands for all ranks.
     """
 
     def __init__(self, schedule: Schedule, group: dist.ProcessGroup | None, device: torch.device):
         self._device = device
         self._rank = dist.get_rank(group)
-        world = members(group)
         self._peer: dict[Channel, int] = {}
         self._groups: dict[Channel, dist.ProcessGroup] = {}
         self._sent: dict[Channel, collections.deque[Posted]] = collections.defaultdict(
             collections.deque
         )
         self._received: dict[Action, Posted] = {}
+        global_rank = world_ranks(group)
         channels = sorted({action.channel for _, action in schedule if action.kind in SENDS})
-        ranks = [[schedule.rank_of[stage] for stage in channel] for channel in channels]
-        made = new_groups([[world[rank] for rank in pair] for pair in ranks], group)
-        for channel, pair, own in zip(channels, ranks, made, strict=True):
+        pairs = [[schedule.rank_of[stage] for stage in channel] for channel in channels]
+        groups = new_groups([[global_rank[rank] for rank in pair] for pair in pairs], group)
+        for channel, pair, channel_group in zip(channels, pairs, groups, strict=True):
             if self._rank in pair:
                 (other,) = set(pair) - {self._rank}
-                self._peer[channel], self._groups[channel] = world[other], own
-        self._meet(schedule)
+                self._peer[channel], self._groups[channel] = global_rank[other], channel_group
+        self._connect(schedule)
 
-    def _meet(self, schedule: Schedule) -> None:
-        """A first message on each channel, in one order on all ranks: what it sets up blocks."""
+    def _connect(self, schedule: Schedule) -> None:
+        """Sends one value over each channel, in the same order on all ranks. The first message sets
+        up the communicator, which blocks and could deadlock in the order of the schedule.
+        """
         for channel in sorted(self._groups):
-            word = torch.zeros(1, device=self._device)
+            value = torch.zeros(1, device=self._device)
             peer, group = self._peer[channel], self._groups[channel]
             if schedule.rank_of[channel.sender] == self._rank:
-                dist.send(word, peer, group)
+                dist.send(value, peer, group)
             else:
-                dist.recv(word, peer, group)
+                dist.recv(value, peer, group)
 
     def prepare(self, messages: Mapping[Channel, Sequence[Meta]]) -> None:
-        """Nothing: messages of any size travel."""
+        """Does nothing: messages may have any size."""
 
     def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
-        """Begins to send, and keeps the tensors until they have been."""
+        """Starts to send the tensors, and keeps them alive until they have been sent."""
         channel = action.channel
         peer, group = self._peer[channel], self._groups[channel]
         sent = self._sent[channel]
         while sent and all(work.is_completed() for work in sent[0][0]):
             sent.popleft()
-        whole = [tensor.contiguous() for tensor in tensors]
-        sent.append(([_begun(dist.isend(tensor, peer, group)) for tensor in whole], whole))
+        contiguous = [tensor.contiguous() for tensor in tensors]
+        works = [_require_work(dist.isend(tensor, peer, group)) for tensor in contiguous]
+        sent.append((works, contiguous))
 
     def receive(self, action: Action, metas: Sequence[Meta]) -> None:
-        """Begins to receive tensors of these shapes, for `take`."""
+        """Starts to receive tensors of these shapes; `take` returns them."""
         peer, group = self._peer[action.channel], self._groups[action.channel]
         tensors = [meta.empty(self._device) for meta in metas]
-        works = [_begun(dist.irecv(tensor, peer, group)) for tensor in tensors]
+        works = [_require_work(dist.irecv(tensor, peer, group)) for tensor in tensors]
         self._received[action] = works, tensors
 
     def take(self, action: Action) -> list[Tensor]:
-        """What was received, when it is there: on a GPU, for the current stream."""
+        """Waits for the received tensors and returns them. On a GPU the current stream waits."""
         works, tensors = self._received.pop(action)
         for work in works:
             work.wait()
@@ -93,32 +97,41 @@ class Transfers:
             sent.clear()
 
 
-def _begun(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this rank is of the group"
+def _require_work(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is in the group"
     return work
 
 
-def shared(found: Found | None, owner: int, group: dist.ProcessGroup | None) -> Found:
-    """What a rank of the group has found, on all of them."""
-    told = [found]
-    dist.broadcast_object_list(told, members(group)[owner], group)
-    (value,) = told
-    assert value is not None, "the owner has found it"
-    return value
+def broadcast_object(value: T | None, source: int, group: dist.ProcessGroup | None) -> T:
+    """Returns the value that rank `source` of the group passes; the other ranks may pass None."""
+    values = [value]
+    dist.broadcast_object_list(values, world_ranks(group)[source], group)
+    (received,) = values
+    assert received is not None, "the source passes a value"
+    return received
 
 
-def handed(owners: Mapping[int, int], stage: int, values: Sequence[Tensor],
-           group: dist.ProcessGroup | None, device: torch.device) -> list[Tensor]:  # fmt: skip
-    """What a stage gives, on the rank of the next one; on other ranks nothing."""
-    rank, world = dist.get_rank(group), members(group)
-    mine = rank == owners[stage]
-    metas = shared([Meta.of(value) for value in values] if mine else None, owners[stage], group)
-    if mine:
-        for value in values:
-            dist.send(value.contiguous(), world[owners[stage + 1]], group)
-    if rank != owners[stage + 1]:
+def send_to_next_stage(
+    rank_of: Mapping[int, int],
+    stage: int,
+    outputs: Sequence[Tensor],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> list[Tensor]:
+    """Sends the outputs of a stage to the rank of the next stage. Returns them there, and an empty
+    list on other ranks. All ranks of the group must call it.
+    """
+    rank, global_rank = dist.get_rank(group), world_ranks(group)
+    source, target = rank_of[stage], rank_of[stage + 1]
+    metas = broadcast_object(
+        [Meta.of(output) for output in outputs] if rank == source else None, source, group
+    )
+    if rank == source:
+        for output in outputs:
+            dist.send(output.contiguous(), global_rank[target], group)
+    if rank != target:
         return []
     received = [meta.empty(device) for meta in metas]
     for tensor in received:
-        dist.recv(tensor, world[owners[stage]], group)
+        dist.recv(tensor, global_rank[source], group)
     return received
