@@ -100,7 +100,7 @@ def profiled(phases: Phases, device) -> list[Work]:
             device,
             Path(folder),
             schedule=ProfilerSchedule(wait=0, warmup=1, active=STEPS),
-            kernels_alone=True,
+            kernels_only=True,
         )
         return list(Resolver(load(*paths)).work())
 

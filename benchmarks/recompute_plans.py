@@ -79,7 +79,7 @@ def _trace(phases: Phases, device: torch.device, folder: Path) -> None:
     """Both ranks' kernels: a rank that does not profile would run ahead."""
     folder.mkdir(parents=True, exist_ok=True)
     schedule = ProfilerSchedule(wait=0, warmup=1, active=1)
-    _, watched = profile_phases(phases, device, folder, schedule=schedule, kernels_alone=True)
+    _, watched = profile_phases(phases, device, folder, schedule=schedule, kernels_only=True)
     print("profiled", folder.name, watched, flush=True)
 
 

@@ -19,8 +19,8 @@ def profiled(monkeypatch, gpu_trace):
     middle on.
     """
 
-    def profile(phases, device, folder, *, schedule, kernels_alone):
-        assert kernels_alone
+    def profile(phases, device, folder, *, schedule, kernels_only):
+        assert kernels_only
         paths = []
         for number in range(schedule.repeat):
             trace = gpu_trace()
@@ -34,7 +34,7 @@ def profiled(monkeypatch, gpu_trace):
     monkeypatch.setattr(traced, "profile_phases", profile)
 
 
-def test_of_kernels_alone(profiled):
+def test_of_kernels_only(profiled):
     found = trace_steps(PHASES, torch.device("cpu"))
     assert (found.overlap.communication_us, found.overlap.hidden_us) == (STEPS * 150, STEPS * 50)
     assert found.step_ms == [4.0, 7.0]
@@ -52,14 +52,14 @@ def test_steps_that_do_not_communicate_have_none():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_kernels_alone_are_recorded_with_their_launches(tmp_path):
+def test_kernels_only_are_recorded_with_their_launches(tmp_path):
     a = torch.ones(256, 256, device="cuda")
     (path,), watched = profile_phases(
         {"forward": lambda: a @ a},
         torch.device("cuda"),
         tmp_path,
         schedule=ProfilerSchedule(wait=0, warmup=1, active=1),
-        kernels_alone=True,
+        kernels_only=True,
     )
     categories = {
         event.get("cat") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]

@@ -55,7 +55,7 @@ def rows(path):
         (("--batch", "four"), "--batch is 'four'; it must be a whole number"),
         (("--precision", "fp7"), "--precision is 'fp7'; choose one of fp32"),
         (("--precision", "tf32"), "tf32 is a mode of CUDA matrix units; cpu has none"),
-        (("--device", "cuda:63"), "--device 'cuda:63' is not there"),
+        (("--device", "cuda:63"), "--device 'cuda:63' is not available"),
         (("--device", "toaster"), "--device is 'toaster'; choose cpu"),
         (("--seed",), "--seed needs a value"),
         (("--bogus", "1"), "Unknown option: --bogus"),
@@ -75,7 +75,7 @@ def test_a_sweep_measures_each_row_and_goes_on(stepgauge, tmp_path):
     assert [r.spec["precision"] for r in rows(tmp_path)] == ["fp32", "bf16"]
     assert rows(tmp_path)[0].spec["size"] == "custom"  # not the preset's name
     assert out.count("\n") >= 4
-    assert err.count(": warms up") == err.count(": forward ms") == 2  # before and after each row
+    assert err.count(": warming up") == err.count(": forward ms") == 2  # before and after each row
     status, _, err = stepgauge(*sweep)
     assert status == 0
     assert "2 of 2 rows were already" in err
@@ -96,7 +96,7 @@ def test_a_model_too_large_is_a_row_and_no_failure_beside_one_that_fits(stepgaug
     widths = ("bench", "step", *QUICK, "--out", tmp_path, "--d-model")
     status, _, err = stepgauge(*widths, "1000000")
     assert status == 1
-    assert "no row has a figure: needs at least" in one_sentence(err)
+    assert "no row has a result: needs at least" in one_sentence(err)
     status, out, err = stepgauge(*widths, "64", "1000000", "--fresh")
     assert status == 0
     assert rows(tmp_path)[-1].status == "oom"
@@ -253,7 +253,7 @@ def test_train_tells_how_the_loss_went_and_goes_on_from_its_end(stepgauge, tmp_p
     assert record.series["step"] == list(range(1, 13))
     # a run at its end is not recorded twice, and its checkpoint is of no other model
     status, _, err = stepgauge(*TRAIN, *asked)
-    assert status == 0 and "the run is at its end, step 12" in err
+    assert status == 0 and "the run is already complete, at step 12" in err
     status, _, err = stepgauge(*TRAIN, *asked, "--d-ff", "64")
     assert status == 1
     assert "is of another run: --d-ff 256 there, 64 here" in one_sentence(err)
@@ -281,8 +281,8 @@ def test_a_bad_corpus_is_one_sentence(stepgauge, tmp_path, content, words):
 @pytest.mark.parametrize(
     ("steps", "said"),
     [
-        ((), "before the first checkpoint, of step 5: it would begin anew"),
-        ((5, 10), "the same command goes on from step 10 of 12"),
+        ((), "there is no checkpoint before step 5; the same command starts from the beginning"),
+        ((5, 10), "the same command resumes from step 10 of 12"),
     ],
 )
 def test_interrupted_training_says_where_it_goes_on(stepgauge, tmp_path, monkeypatch, steps, said):
@@ -307,7 +307,7 @@ def app(*_, **__):
     finally:
         os.kill(os.getpid(), signal.SIGTERM)
         print("cleaned up")
-cli._load_listed = list  # there are no commands
+cli._load_listed_commands = list  # there are no commands
 cli.app = app
 cli.main(["show"])
 """

@@ -5,7 +5,7 @@ dtypes (AccumulationSpec).
 import torch
 
 from stepgauge.bench.build import build, check
-from stepgauge.measure.dtypes import Found, accumulation, dtype_of, probe
+from stepgauge.measure.dtypes import TensorType, accumulation, dtype_of, probe
 from stepgauge.measure.environment import environment
 from stepgauge.spec.dtypes import AccumulationSpec, DtypesSpec
 from stepgauge.spec.record import Record
@@ -25,7 +25,7 @@ def run(spec: DtypesSpec) -> Record:
     )
 
 
-def _probed(spec: DtypesSpec) -> list[Found]:
+def _probed(spec: DtypesSpec) -> list[TensorType]:
     device = torch.device(spec.device)
     step, batch = build(spec, device)
     with step.precision.matmul_mode():

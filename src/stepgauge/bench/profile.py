@@ -1,11 +1,10 @@
-"""A ProfileSpec run: stopwatch, profiler, analysis. `run` gives its record; the rest lies in a
-folder beside it.
+"""Profiles a training step: `run` times the step of a ProfileSpec, profiles it, and analyses the
+trace. It returns the record and writes traces and analysis to a folder.
 """
 
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -27,96 +26,98 @@ from stepgauge.train.step import TrainingStep
 
 
 def run(spec: ProfileSpec, *, folder: Path) -> Record:
-    """Times the step, profiles it, analyses the trace. Raises what torch raises: out of memory,
-    mostly.
+    """Times the step, profiles it, analyses the trace, and returns the record.
+
+    Raises ValueError for a combination that the spec cannot have, MemoryError if host memory is too
+    small, and torch's own errors, mostly out of memory.
     """
     check(spec)
     device = torch.device(spec.device)
     if device.type == "cpu":
         devices.require_host_memory(least_bytes(spec))
-    asked = Record.of(spec)
-    place = folder_of(asked, folder)
+    pending = Record.of(spec)
+    run_folder = folder_of(pending, folder)
     precision = PRECISIONS[spec.precision]
-    found, stopwatch, costs, optimizer = _profiled(spec, device, place)
-    devices.reset_peak_memory(device)  # the model's memory is free for the ceilings
+    analysis, stopwatch, costs, optimizer = _profiled(spec, device, run_folder)
+    devices.reset_peak_memory(device)  # the model is gone; its memory is free for the ceilings
     with precision.matmul_mode():
         limits = ceilings(device, precision.autocast or precision.parameters)
-    found = dataclasses.replace(found, ceilings=limits)
-    write(found, place)
+    analysis = dataclasses.replace(analysis, ceilings=limits)
+    write(analysis, run_folder)
     return dataclasses.replace(
-        asked,
-        metrics={**metrics(found, stopwatch), **costs},
+        pending,
+        metrics={**metrics(analysis, stopwatch), **costs},
         environment={**environment(device), "optimizer": optimizer},
     )
 
 
 def _profiled(
-    spec: ProfileSpec, device: torch.device, place: Path
+    spec: ProfileSpec, device: torch.device, folder: Path
 ) -> tuple[Analysis, dict[str, Sample], dict[str, Sample], str]:
-    """The analysis, the phases by the stopwatch, what profiling costs, and the optimizer's name;
-    traces go to the place.
+    """Times and profiles the step, and writes the traces to the folder. Returns the analysis, the
+    unprofiled times of the phases, the costs of profiling, and the optimizer's name.
     """
     step, batch = build(spec, device)
     phases = step.phases(batch, until=spec.phases)
+    schedule = ProfilerSchedule(
+        wait=spec.wait, warmup=spec.profiler_warmup, active=spec.active, repeat=spec.repeat
+    )
     with step.precision.matmul_mode():
-        watch = time_phases(
+        times = time_phases(
             phases, device, warmup=spec.warmup, steps=spec.steps, seconds=spec.seconds
         )
-        before, start = devices.peak_host_memory(), time.perf_counter()
+        host_bytes, start = devices.peak_host_memory(), time.perf_counter()
         with _ranges(spec, step, device):
-            plan = ProfilerSchedule(
-                wait=spec.wait, warmup=spec.profiler_warmup, active=spec.active, repeat=spec.repeat
+            traces, profiled_ms = profile_phases(
+                phases, device, folder, schedule=schedule, stacks=spec.stacks
             )
-            traces, watched = profile_phases(
-                phases, device, place, schedule=plan, stacks=spec.stacks
-            )
-    stopwatch = {name: Sample.of(values, "ms") for name, values in watch.items()}
-    found = dataclasses.replace(
+    stopwatch = {name: Sample.of(values, "ms") for name, values in times.items()}
+    analysis = dataclasses.replace(
         analyse(*traces),
         source=traces[0].name,
         stopwatch_ms={name: sample.median for name, sample in stopwatch.items()},
-        watched_ms=watched,
+        watched_ms=profiled_ms,
     )
-    seconds = time.perf_counter() - start - plan.steps * stopwatch["step"].median / 1e3
+    seconds = time.perf_counter() - start - schedule.steps * stopwatch["step"].median / 1e3
     costs = {
         "profiling_s": Sample.exact(seconds, "s"),
-        "profiling_host_bytes": Sample.exact(devices.peak_host_memory() - before, "bytes"),
+        "profiling_host_bytes": Sample.exact(devices.peak_host_memory() - host_bytes, "bytes"),
         "trace_bytes": Sample.exact(sum(trace.stat().st_size for trace in traces), "bytes"),
     }
-    return found, stopwatch, costs, step.optimizer_name
+    return analysis, stopwatch, costs, step.optimizer_name
 
 
-@contextlib.contextmanager
-def _ranges(spec: ProfileSpec, step: TrainingStep, device: torch.device) -> Iterator[None]:
-    """Ranges of the modules, unless they are compiled: a graph has none, and hooks would change it."""
+def _ranges(
+    spec: ProfileSpec, step: TrainingStep, device: torch.device
+) -> contextlib.AbstractContextManager[None]:
+    """Names the modules in the trace, unless the step is compiled: a compiled graph has no modules,
+    and hooks would change it.
+    """
     if spec.compile != "off":
-        yield
-        return
-    with module_ranges(step.module, nvtx=device.type == "cuda"):
-        yield
+        return contextlib.nullcontext()
+    return module_ranges(step.module, nvtx=device.type == "cuda")
 
 
-def metrics(found: Analysis, stopwatch: dict[str, Sample]) -> dict[str, Sample]:
-    """Phases by stopwatch and by profiler, and ms a step of each kind of work; phase and kind may
-    share a name.
+def metrics(analysis: Analysis, stopwatch: dict[str, Sample]) -> dict[str, Sample]:
+    """Returns the ms of each phase, unprofiled and profiled, and the ms per step of each kind of work.
+    A phase and a kind may have the same name.
     """
     result = {f"{name}_ms": sample for name, sample in stopwatch.items()}
-    for phase, values in found.phases_us.items():
-        if phase:
-            result[f"profiled_{phase}_ms"] = Sample.of([us / 1e3 for us in values], "ms")
-    phases = [values for phase, values in found.phases_us.items() if phase]
-    whole = [sum(values) / 1e3 for values in zip(*phases, strict=True)]
-    result["profiled_step_ms"] = Sample.of(whole, "ms")
+    phases = {phase: values for phase, values in analysis.phases_us.items() if phase}
+    for phase, values in phases.items():
+        result[f"profiled_{phase}_ms"] = Sample.of([us / 1e3 for us in values], "ms")
+    step_ms = [sum(values) / 1e3 for values in zip(*phases.values(), strict=True)]
+    result["profiled_step_ms"] = Sample.of(step_ms, "ms")
     kinds: dict[str, float] = {}
-    for cell in (cell for cell in found.cells if cell.calls):
+    for cell in (cell for cell in analysis.cells if cell.calls):
         kinds[cell.kind] = kinds.get(cell.kind, 0.0) + cell.us
     for kind, us in sorted(kinds.items(), key=lambda item: -item[1]):
-        result[f"kind_{kind}_ms"] = Sample.exact(us / 1e3 / found.steps, "ms")
-    if found.on_device:
-        result["idle_ms"] = Sample.exact(
-            sum(row.us for row in found.idle if row.phase) / 1e3 / found.steps, "ms"
-        )
-    if found.overlap:
-        result["overlap_ratio"] = Sample.exact(found.overlap.ratio, "")
-        result["exposed_ms"] = Sample.exact(found.overlap.exposed_us / 1e3 / found.steps, "ms")
+        result[f"kind_{kind}_ms"] = Sample.exact(us / 1e3 / analysis.steps, "ms")
+    if analysis.on_device:
+        idle_us = sum(row.us for row in analysis.idle if row.phase)
+        result["idle_ms"] = Sample.exact(idle_us / 1e3 / analysis.steps, "ms")
+    if analysis.overlap:
+        exposed_us = analysis.overlap.exposed_us
+        result["overlap_ratio"] = Sample.exact(analysis.overlap.ratio, "")
+        result["exposed_ms"] = Sample.exact(exposed_us / 1e3 / analysis.steps, "ms")
     return result

@@ -42,7 +42,7 @@ def trace_steps(phases: Phases, device: torch.device) -> TraceFigures | None:
         # others as communication.
         profiled = {"align": _align_hosts, **phases} if device.type == "cuda" else phases
         paths, wall_ms = profile_phases(
-            profiled, device, Path(folder), schedule=schedule, kernels_alone=True
+            profiled, device, Path(folder), schedule=schedule, kernels_only=True
         )
         result = overlap(load(*paths))
         if result is None:

@@ -1,3 +1,1 @@
-"""Takes callables and modules, gives figures: clocks, memory, environment, isolation. Knows no
-model.
-"""
+"""Measures callables and modules: clocks, memory, operators, collectives, environment. Knows no model."""

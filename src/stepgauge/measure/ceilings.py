@@ -1,6 +1,4 @@
-"""The roofline's two lines, measured: the fastest matrix product and the fastest copy of this
-device.
-"""
+"""Measures the two limits of the roofline: the device's fastest matrix product and fastest copy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +10,12 @@ from stepgauge.measure.timing import time_phases
 from stepgauge.spec.analysis import Ceilings
 
 _MATRIX = {"cuda": 8192, "cpu": 1024}
-SECONDS = 0.2  # of each
+SECONDS = 0.2  # time for each of the two measurements
 _COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}  # far more than any cache
 
 
 def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Best of the samples: a ceiling is what was reached once. Bytes read and bytes written."""
+    """Returns the best FLOP/s and bytes/s of several samples. Bytes read and written both count."""
     before = reading()
     size = _MATRIX.get(device.type, 2048)
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))

@@ -1,7 +1,8 @@
-"""What other processes took of the cores that a measurement ran on.
+"""Measures how many of a measurement's cores other processes used.
 
-Where one core is taken, threads that wait for one another wait for a turn of the scheduler at each
-call, every call alike: a product of 64 x 64 x 64 takes 16 ms in place of 11 µs, and no spread tells.
+If another process uses one of the cores, threads that synchronize wait for a time slice of the
+scheduler at every call: a product of 64 x 64 x 64 takes 16 ms instead of 11 µs. All calls are equally
+slow, so the spread of the times does not reveal it.
 """
 
 import os
@@ -11,13 +12,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 STAT = Path("/proc/stat")
-TICK_S = 0.01  # of the counters of /proc/stat
-BUSY = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal, as proc(5) numbers them
+TICK_S = 0.01  # resolution of the counters in /proc/stat
+BUSY = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal, as numbered in proc(5)
 
 
 class Reading(NamedTuple):
-    """Seconds so far: of the clock, of all work on the cores that this process may use, and of its
-    own; and how many cores these are.
+    """Counters at one moment, in seconds.
+
+    wall_s  the clock
+    busy_s  all work on the cores that this process may use
+    own_s   work of this process
+    cores   number of cores that this process may use
     """
 
     wall_s: float
@@ -26,11 +31,11 @@ class Reading(NamedTuple):
     cores: int
 
 
-Span = tuple[Reading, Reading]  # before and after what was measured
+Span = tuple[Reading, Reading]  # before and after a measurement
 
 
 def reading() -> Reading | None:
-    """None where the system does not tell (it is Linux that does)."""
+    """Reads the counters. Returns None on systems other than Linux, which do not have them."""
     try:
         usable = os.sched_getaffinity(0)
         lines = [line.split() for line in STAT.read_text().splitlines()]
@@ -42,15 +47,15 @@ def reading() -> Reading | None:
 
 
 def missed_cores(spans: Sequence[Span], threads: int) -> float:
-    """How many cores others had of those that processes with so many threads each needed, on
-    average while they measured.
+    """Returns how many of the needed cores other processes used, on average over the measurement.
 
-    spans  of each process, over the same time on one machine
+    spans    the readings of each measuring process, over the same time on one machine
+    threads  number of threads, and so of needed cores, of each measuring process
     """
     before, after = spans[0]
     wall_s = max(TICK_S, after.wall_s - before.wall_s)
     own_s = sum(end.own_s - start.own_s for start, end in spans)
     others = (after.busy_s - before.busy_s - own_s) / wall_s
     spare = max(0, after.cores - threads * len(spans))
-    unsure = 2 * TICK_S * after.cores / wall_s
-    return max(0.0, others - spare - unsure)
+    uncertainty = 2 * TICK_S * after.cores / wall_s
+    return max(0.0, others - spare - uncertainty)

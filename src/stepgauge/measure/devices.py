@@ -1,4 +1,4 @@
-"""Which device a name means, and the few things that differ between kinds of device."""
+"""Devices by name, and the operations that differ between kinds of device."""
 
 import gc
 import os
@@ -12,7 +12,9 @@ from stepgauge.spec.units import GIB
 
 
 def resolve(name: str) -> torch.device:
-    """The torch device of a name; "auto" prefers an accelerator. ValueError if it is not there."""
+    """Returns the torch device of a name; "auto" prefers an accelerator. Raises ValueError if the
+    machine does not have it.
+    """
     if name == "auto":
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
@@ -28,20 +30,21 @@ def resolve(name: str) -> torch.device:
     }
     if (device.index or 0) >= count[device.type]:
         raise ValueError(
-            f"device {name!r} is not there: {device.type} devices on this machine: {count[device.type]}"
+            f"device {name!r} is not available: this machine has {count[device.type]} {device.type} "
+            "devices"
         )
     return device
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done all it was asked to; the CPU always has."""
+    """Waits until the device has finished its work. On a CPU there is nothing to wait for."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def free_unused_memory(device: torch.device) -> None:
-    """Gives back what only garbage held: modules, their hooks and wrappers refer to each other, so
-    that what the next row measures would otherwise begin with the last one's tensors.
+    """Collects garbage and frees cached memory. Modules, hooks and wrappers refer to each other, so
+    without a collection the next row would start with the tensors of the last.
     """
     gc.collect()
     if device.type == "cuda":
@@ -55,10 +58,8 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:
-    """`peak_bytes`, the most that tensors held since the reset (CUDA), or `resident_peak_bytes`, of
-    the process (CPU).
-
-    Nothing where neither is known.
+    """Returns `peak_bytes`, the most that tensors held since the reset (CUDA), or
+    `resident_peak_bytes` of the process (CPU). Returns nothing on other devices.
     """
     if device.type == "cuda":
         return {"peak_bytes": torch.cuda.max_memory_allocated(device)}
@@ -66,32 +67,34 @@ def peak_memory(device: torch.device) -> dict[str, int]:
 
 
 def peak_host_memory() -> int:
-    """Largest resident set of the process so far, bytes."""
+    """Returns the largest resident set of the process so far, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is bytes on macOS, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def allocated_memory(device: torch.device) -> int | None:
-    """Bytes that tensors hold now (CUDA); None where that is not known."""
+    """Returns the bytes that tensors hold now (CUDA), or None on other devices."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
 
 
 def kept_by_graphs(device: torch.device) -> int:
-    """Bytes that recorded CUDA graphs keep for what their replays compute, beside tensors that are
-    there between replays: torch counts those alone.
+    """Returns the bytes that CUDA graphs reserve for the tensors inside their replays. torch counts
+    only the graphs' tensors that exist between replays.
     """
     if device.type != "cuda":
         return 0
-    ours = torch.cuda.current_device() if device.index is None else device.index
+    index = torch.cuda.current_device() if device.index is None else device.index
     return sum(
         segment["total_size"] - segment["allocated_size"]
         for segment in torch.cuda.memory_snapshot()
-        if segment["device"] == ours and tuple(segment["segment_pool_id"]) != (0, 0)
+        if segment["device"] == index and tuple(segment["segment_pool_id"]) != (0, 0)
     )
 
 
 def available_host_bytes() -> int | None:
-    """Memory left to this process by the machine or its control group; None where unknown."""
+    """Returns the memory that the machine and the control group leave to this process, or None if it
+    is unknown.
+    """
     limits = []
     try:
         with open("/proc/meminfo", encoding="utf-8") as lines:
@@ -111,7 +114,9 @@ def available_host_bytes() -> int | None:
 
 
 def limit_host_memory() -> None:
-    """Makes an allocation beyond the free memory fail here, before the kernel kills a process."""
+    """Limits this process to the free memory, so that a larger allocation raises an error and the
+    kernel does not kill a process.
+    """
     free = available_host_bytes()
     if free is None:
         return
@@ -122,7 +127,7 @@ def limit_host_memory() -> None:
 
 
 def require_host_memory(least_bytes: int) -> None:
-    """Raises MemoryError, before hours of paging, if that many bytes are not free."""
+    """Raises MemoryError if fewer bytes are free. Without the check, the process might page for hours."""
     free = available_host_bytes()
     if free is not None and least_bytes > free:
         raise MemoryError(
@@ -130,7 +135,7 @@ def require_host_memory(least_bytes: int) -> None:
         )
 
 
-# How libraries say it in errors that are no torch.OutOfMemoryError.
+# Messages of libraries whose out-of-memory errors are not torch.OutOfMemoryError.
 _MEMORY_PHRASES = (
     "out of memory",  # CUDA's own error, Triton's, MPS's
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -140,22 +145,22 @@ _MEMORY_PHRASES = (
 
 
 def out_of_memory_reason(error: BaseException | None) -> str | None:
-    """One sentence if the error, or its cause, says that memory ran out; else None."""
+    """Returns a sentence if the error or its cause is an out-of-memory error, or else None."""
     while error is not None:
         message = str(error)
         if isinstance(error, MemoryError):
             return message or "the host's memory ran out"
         if isinstance(error, RuntimeError) and any(phrase in message for phrase in _MEMORY_PHRASES):
-            return f"memory ran out{_wanted(message)}"
+            return f"memory ran out{_requested(message)}"
         error = error.__cause__ or error.__context__
     return None
 
 
-def _wanted(message: str) -> str:
-    """How much the failed allocation asked for, after a blank; empty if it is not said."""
-    wanted = re.search(r"[Tt]ried to allocate ([\d.]+) ?(\w+)", message)
-    if wanted is None:
+def _requested(message: str) -> str:
+    """Returns the size of the failed allocation after a blank, or "" if the message has no size."""
+    requested = re.search(r"[Tt]ried to allocate ([\d.]+) ?(\w+)", message)
+    if requested is None:
         return ""
-    if wanted[2] == "bytes":
-        return f" at {int(wanted[1]) / GIB:.2f} GiB more"
-    return f" at {wanted[1]} {wanted[2]} more"
+    if requested[2] == "bytes":
+        return f" at {int(requested[1]) / GIB:.2f} GiB more"
+    return f" at {requested[1]} {requested[2]} more"

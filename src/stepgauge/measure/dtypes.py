@@ -1,4 +1,4 @@
-"""Which type every parameter, module output, loss and gradient of a step has."""
+"""Finds the dtype of every parameter, module output, loss and gradient of a step."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -11,8 +11,13 @@ from stepgauge.measure.footprint import tensors_in
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """what: "parameter", "output", "logits", "loss" or "gradient"; path: its name or module."""
+class TensorType:
+    """The dtype and shape of a tensor in a step.
+
+    what    "parameter", "output", "logits", "loss" or "gradient"
+    path    the parameter's name, or the path of the module that returned the output
+    module  class of the module
+    """
 
     what: str
     path: str
@@ -23,38 +28,38 @@ class Found:
 
 def probe(
     module: nn.Module, forward: Callable[[], Tensor], backward: Callable[[Tensor], None]
-) -> list[Found]:
-    """Runs forward and backward once, and tells the type of all that they make, in the order in
-    which it is made.
+) -> list[TensorType]:
+    """Runs forward and backward once, and returns the dtypes of the parameters, and of the outputs,
+    the loss and the gradients in the order in which they are computed.
 
-    Compiled parts show no outputs: probe the module uncompiled.
+    Compiled modules show no outputs, so probe the module uncompiled.
     """
-    found = [dtype_of("parameter", path, p, owner) for path, p, owner in _parameters(module)]
+    tensors = [dtype_of("parameter", path, p, owner) for path, p, owner in _parameters(module)]
     paths = {part: path for path, part in module.named_modules()}
 
     def note(part: nn.Module, arguments: Any, output: Any) -> None:
         owner = type(part).__name__
-        found.extend(dtype_of("output", paths[part], x, owner) for x in tensors_in(output))
+        tensors.extend(dtype_of("output", paths[part], x, owner) for x in tensors_in(output))
 
-    watched = [
+    hooked = [
         part
         for part in paths
         if part is not module and not isinstance(part, torch.jit.ScriptModule)  # it takes no hooks
     ]
-    handles = [part.register_forward_hook(note) for part in watched]
+    handles = [part.register_forward_hook(note) for part in hooked]
     try:
         loss = forward()
     finally:
         for handle in handles:
             handle.remove()
-    found.append(dtype_of("loss", "", loss, type(module).__name__))
+    tensors.append(dtype_of("loss", "", loss, type(module).__name__))
     backward(loss)
-    found += [
+    tensors += [
         dtype_of("gradient", path, p.grad, owner)
         for path, p, owner in _parameters(module)
         if p.grad is not None
     ]
-    return found
+    return tensors
 
 
 def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, str]]:
@@ -63,16 +68,17 @@ def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, str]]:
             yield f"{path}.{name}".lstrip("."), parameter, type(part).__name__
 
 
-def dtype_of(what: str, path: str, tensor: Tensor, module: str) -> Found:
-    return Found(what, path, module, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+def dtype_of(what: str, path: str, tensor: Tensor, module: str) -> TensorType:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorType(what, path, module, dtype, tuple(tensor.shape))
 
 
 def accumulation(device: torch.device) -> dict[str, float]:
-    """1000 times 0.01 added up in four ways: what each type of sum and of summand makes of 10.
+    """Adds 0.01 a thousand times and returns the sums by the dtypes of terms and sum.
 
-    0.01 is no binary fraction: fp32 holds 0.00999999978, fp16 0.01000213623. The sum of the second
-    is 10.0021 however finely it is added; a sum in fp16 is rounded to its 0.0078 steps beyond 8
-    besides.
+    0.01 is not a binary fraction: fp32 holds 0.00999999978, fp16 holds 0.01000213623. A thousand of
+    the second are 10.0021 in any exact sum. A sum in fp16 has a further error, because above 8 it is
+    rounded to multiples of 0.0078.
     """
 
     def total(sum_dtype: torch.dtype, term_dtype: torch.dtype, cast: bool) -> float:

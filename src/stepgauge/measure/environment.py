@@ -1,4 +1,4 @@
-"""Where a figure was measured: machine, versions, commit."""
+"""Describes where a figure was measured: machine, versions, commit."""
 
 import functools
 import importlib.metadata
@@ -15,9 +15,9 @@ from stepgauge.runtime.host import available_cores, cpu_name
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What a reader needs to judge or repeat a figure that was measured on this device.
+    """Returns what a reader needs to judge or repeat a figure that was measured on this device.
 
-    A sweep adds "native": what launched this package's kernels, and what ran in place of those that
+    A sweep adds "native": the launchers of this package's kernels, and the fallbacks of kernels that
     could not run.
     """
     return {
@@ -44,7 +44,7 @@ def device_name(device: torch.device) -> str:
 
 
 def device_memory(device: torch.device) -> int:
-    """Bytes of a GPU for programs; of another device those of the machine."""
+    """Returns the memory of a GPU in bytes, or that of the machine for other devices."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -60,29 +60,21 @@ def _version(package: str) -> str | None:
 
 @functools.cache
 def _commit() -> str | None:
-    """The commit of the source tree this package runs from, with + when files differ from it; None
-    if installed.
+    """Returns the commit of the source tree that this package runs from, followed by + if files differ
+    from it, or None for an installed package.
 
-    A copy without its repository is told by the environment variable STEPGAUGE_COMMIT.
+    The environment variable STEPGAUGE_COMMIT sets the commit for a copy without a repository.
     """
-    if told := os.environ.get("STEPGAUGE_COMMIT"):
-        return told
+    if commit := os.environ.get("STEPGAUGE_COMMIT"):
+        return commit
     root = Path(stepgauge.__file__).parents[2]
     if not (root / ".git").exists():
         return None
-    command = [
-        "git",
-        "-C",
-        str(root),
-        "describe",
-        "--always",
-        "--abbrev=12",
-        "--exclude=*",
-        "--dirty=+",
-    ]
+    describe = ["describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
     try:
         return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
+            ["git", "-C", str(root), *describe],
+            capture_output=True, text=True, check=True, timeout=10,
+        ).stdout.strip()  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None

@@ -1,4 +1,4 @@
-"""Bytes of what a training step keeps on a rank: weights, gradients, optimizer state."""
+"""Counts the bytes that a training step keeps on a rank: weights, gradients, optimizer state."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,12 +11,14 @@ from stepgauge.parallel.sharding import local_part
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    """Those of a tuple, list or mapping of tensors and others, however deep."""
+    """Returns the tensors in nested tuples, lists and mappings."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Of the storages on this rank, each once; storage that is shared or padded counts whole."""
+    """Returns the bytes of the tensors' storages on this rank. Each storage counts once and whole,
+    also if it is shared or padded.
+    """
     storages = {}
     for tensor in tensors:
         storage = local_part(tensor).untyped_storage()
@@ -25,7 +27,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Of the state that this rank keeps, also where the optimizer wraps another one."""
+    """Returns the bytes of the optimizer state on this rank."""
     inner = getattr(optimizer, "optim", optimizer)  # torch's ZeroRedundancyOptimizer
     return bytes_of(
         value

@@ -1,4 +1,4 @@
-"""Several implementations of one thing timed in turns, so that clocks that drift hit all alike."""
+"""Times several implementations in turns, so that a drifting clock rate affects all alike."""
 
 import contextlib
 import time
@@ -13,7 +13,7 @@ from stepgauge.trace.collector import without_collector
 
 ROUNDS = 3
 WARMUP_SHARE = 0.25
-L2_BYTES = 256 << 20  # more than any GPU's L2 cache, as do_bench overwrites
+L2_BYTES = 256 << 20  # larger than any GPU's L2 cache; do_bench uses the same size
 Call = Callable[[], Any]
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 _NONE: Mapping[str, Context] = MappingProxyType({})
@@ -28,14 +28,16 @@ def time_interleaved(
     around: Mapping[str, Context] = _NONE,
     before: Call | None = None,
 ) -> tuple[dict[str, list[float]], dict[str, Exception]]:
-    """Milliseconds of each call, one value a repeat, and what those that raised have raised.
+    """Returns the ms of each call, one value per repetition, and the exceptions of failed calls.
 
-    Each call is repeated for `seconds` in all, at least once a round, split over `rounds` in which
-    every call has its turn, after a first call that is not timed. On CUDA this is
-    triton.testing.do_bench: events around a call, the L2 cache overwritten before it, so that what
-    the host takes to launch shows where it is longer than that. Elsewhere it is the host's clock.
-    `around` are contexts, entered before a call's turn and left after it. One that raises is out
-    from there on. `before` runs before each single call and is not timed.
+    Each call is repeated for `seconds` in total, split over `rounds` in which every call has its
+    turn: an untimed call, then at least one timed call. A call that raises is not repeated. On CUDA
+    it uses triton.testing.do_bench: events around each call, with the L2 cache overwritten before
+    it. The host launches the call while the cache is overwritten, so launch time shows only if it is
+    longer than that. Elsewhere it uses the host's clock.
+
+    around  context managers of the calls, entered for each turn
+    before  runs before each single call and is not timed
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     failures: dict[str, Exception] = {}
@@ -47,7 +49,7 @@ def time_interleaved(
                     with around.get(name, contextlib.nullcontext)():
                         times[name] += clock(calls[name], device, seconds / rounds, before)
                 except Exception as error:
-                    # a traceback holds the tensors of its frames
+                    # A traceback would keep the tensors of its frames alive.
                     failures[name] = error.with_traceback(None)
     return times, failures
 
@@ -67,7 +69,7 @@ def _device_times(
 
 
 def _device_times_after(before: Call, call: Call, seconds: float) -> list[float]:
-    """As do_bench, which has no place for what must run before each call."""
+    """Times like do_bench, but calls `before` before each call, which do_bench cannot do."""
     cache = torch.empty(L2_BYTES, dtype=torch.int8, device="cuda")
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
@@ -100,7 +102,7 @@ def _host_times(
 
 
 def _repeated(timed: Callable[[], float], seconds: float) -> list[float]:
-    """The times of calls that begin within so many seconds, of one at least."""
+    """Repeats the timed call for this many seconds, at least once, and returns the times."""
     end = time.perf_counter() + seconds
     times = [timed()]
     while time.perf_counter() < end:

@@ -1,4 +1,4 @@
-"""What one call of a function launches: each kernel of the device with its calls and time."""
+"""Lists the kernels that one call of a function launches, with their calls and times."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,14 +8,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from stepgauge.measure.devices import synchronize
-from stepgauge.measure.profiler import without_marks
+from stepgauge.measure.profiler import hide_profiler_messages
 
 CALLS = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Launched:
-    """A kernel, or on a CPU an operator, in one call of the function."""
+    """A kernel, or an operator on a CPU: how often one call of the function runs it, and its µs."""
 
     name: str
     calls: float
@@ -25,12 +25,13 @@ class Launched:
 def launches(
     call: Callable[[], Any], device: torch.device, before: Callable[[], Any] | None = None
 ) -> list[Launched]:
-    """Means over some calls, most time first; on a CPU each operator's own time.
+    """Returns the means over several calls, the longest time first. On a CPU it is the time of each
+    operator without those that it calls.
 
-    With `before`, which prepares a call, of a single call.
+    before  prepares a call; with it, a single call is profiled
     """
     num_calls = 1 if before else CALLS
-    without_marks()
+    hide_profiler_messages()
     on_device = device.type == "cuda"
     call()
     if before:
@@ -42,9 +43,9 @@ def launches(
         for _ in range(num_calls):
             call()
         synchronize(device)
-    found = []
+    launched = []
     for event in profiled.key_averages():
         us = event.self_device_time_total if on_device else event.self_cpu_time_total
         if us > 0:
-            found.append(Launched(event.key, event.count / num_calls, us / num_calls))
-    return sorted(found, key=lambda each: -each.us)
+            launched.append(Launched(event.key, event.count / num_calls, us / num_calls))
+    return sorted(launched, key=lambda each: -each.us)

@@ -1,4 +1,4 @@
-"""torch.profiler around the phases of a step: wait, warm up, record, as often as asked."""
+"""Runs the phases of a step under torch.profiler and writes its traces."""
 
 import dataclasses
 import gzip
@@ -19,7 +19,7 @@ from stepgauge.measure.timing import Phases, clock_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfilerSchedule:
-    """Steps unprofiled, steps of warm-up, recorded steps, and how often all that."""
+    """The profiler's cycle: unprofiled steps, warm-up steps, recorded steps; and the number of cycles."""
 
     wait: int = 1
     warmup: int = 2
@@ -30,7 +30,7 @@ class ProfilerSchedule:
     def steps(self) -> int:
         return (self.wait + self.warmup + self.active) * self.repeat
 
-    def records(self, step: int) -> bool:
+    def is_recorded(self, step: int) -> bool:
         return step % (self.wait + self.warmup + self.active) >= self.wait + self.warmup
 
 
@@ -41,39 +41,40 @@ def profile_phases(
     *,
     schedule: ProfilerSchedule,
     stacks: bool = False,
-    kernels_alone: bool = False,
+    kernels_only: bool = False,
 ) -> tuple[list[Path], dict[str, list[float]]]:
-    """Runs the phases under the profiler; one gzipped Chrome trace a cycle in the folder.
+    """Runs the phases under the profiler and writes one gzipped Chrome trace per cycle in the folder.
 
-    Gives the traces' paths and, by the stopwatch's own clock, the ms of each phase of the recorded
-    steps. Shapes are recorded; Python stacks with `stacks`, which costs the host much more.
+    Returns the paths of the traces and the ms of each phase in the recorded steps, by the clock of
+    measure.timing. Shapes are always recorded.
 
-    kernels_alone  of a GPU record its kernels and the driver's calls, no operations or ranges: the
-                   host launches nearly as fast as unprofiled. Without effect on a CPU
+    stacks        record Python stacks too, which slows the host much more
+    kernels_only  on a GPU, record only kernels and driver calls, no operators or ranges. The host
+                  then launches nearly as fast as without a profiler. No effect on a CPU.
     """
-    without_marks()
+    hide_profiler_messages()
     clock = clock_of(device)
     ranged = {name: _ranged(name, phase, device.type == "cuda") for name, phase in phases.items()}
-    watched: dict[str, list[float]] = {name: [] for name in phases}
-    written: list[Path] = []
+    recorded_ms: dict[str, list[float]] = {name: [] for name in phases}
+    traces: list[Path] = []
 
     def write(profiler: profile) -> None:
-        name = f"trace-{len(written)}.json.gz" if schedule.repeat > 1 else "trace.json.gz"
-        written.append(folder / name)
-        _export(profiler, written[-1])
+        name = f"trace-{len(traces)}.json.gz" if schedule.repeat > 1 else "trace.json.gz"
+        traces.append(folder / name)
+        _export(profiler, traces[-1])
 
-    profiler = _profiler(device, schedule, write, stacks=stacks, kernels_alone=kernels_alone)
+    profiler = _profiler(device, schedule, write, stacks=stacks, kernels_only=kernels_only)
     with warnings.catch_warnings(), profiler:
-        # It warns that a cycle's events end with the cycle: they are in the cycle's trace.
+        # The warning says that events are cleared after each cycle, but by then they are written.
         warnings.filterwarnings("ignore", message=".*Profiler clears events")
         for number in range(schedule.steps):
             times = clock(ranged, device)
             synchronize(device)
             profiler.step()
-            if schedule.records(number):
+            if schedule.is_recorded(number):
                 for name, milliseconds in zip(phases, times, strict=True):
-                    watched[name].append(milliseconds)
-    return written, watched
+                    recorded_ms[name].append(milliseconds)
+    return traces, recorded_ms
 
 
 def _profiler(
@@ -82,11 +83,16 @@ def _profiler(
     write: Callable[[profile], None],
     *,
     stacks: bool,
-    kernels_alone: bool,
+    kernels_only: bool,
 ) -> profile:
-    verbose = torch.profiler._ExperimentalConfig(verbose=True)  # else no stack is written
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities = (
+            [ProfilerActivity.CUDA] if kernels_only else [*activities, ProfilerActivity.CUDA]
+        )
+    verbose = torch.profiler._ExperimentalConfig(verbose=True)  # stacks are not written without it
     return profile(
-        activities=_activities(device, kernels_alone=kernels_alone),
+        activities=activities,
         schedule=torch.profiler.schedule(**dataclasses.asdict(schedule)),
         on_trace_ready=write,
         record_shapes=True,
@@ -95,22 +101,13 @@ def _profiler(
     )
 
 
-def without_marks() -> None:
-    """Keeps the profiler's own marks, lines of "USDT:", from standard error; KINETO_LOG_LEVEL=0 to
-    5 shows all.
+def hide_profiler_messages() -> None:
+    """Hides the profiler's "USDT:" lines on standard error. Call it before the profiler's first use,
+    when its library reads the variable. KINETO_LOG_LEVEL=0 to 5 shows the lines.
 
-    Its library reads the variable at its first use, and has no level between errors and these
-    marks.
+    No level hides these lines but shows errors.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-
-
-def _activities(device: torch.device, *, kernels_alone: bool) -> list[ProfilerActivity]:
-    if device.type != "cuda":
-        return [ProfilerActivity.CPU]
-    return (
-        [ProfilerActivity.CUDA] if kernels_alone else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-    )
 
 
 def _ranged(name: str, phase: Callable[[], None], nvtx: bool) -> Callable[[], None]:
@@ -122,12 +119,12 @@ def _ranged(name: str, phase: Callable[[], None], nvtx: bool) -> Callable[[], No
 
 
 def _export(profiler: profile, path: Path) -> None:
-    """The trace, packed: the profiler's own packing holds it in memory."""
+    """Writes the gzipped trace. The profiler's own compression would hold it in memory."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as work:
         plain = Path(work) / "trace.json"
         profiler.export_chrome_trace(str(plain))
-        if not plain.is_file():  # torch does not say so
+        if not plain.is_file():  # torch raises no error
             raise OSError(f"the trace could not be written to {path.parent}: is the disk full?")
         with plain.open("rb") as source, gzip.open(path, "wb", compresslevel=4) as target:
             shutil.copyfileobj(source, target, 1 << 20)

@@ -1,6 +1,4 @@
-"""Names for the parts of a model and of a step, in the profiler's trace and, on CUDA, in nsys and
-ncu as well.
-"""
+"""Names the parts of a model and of a step in the profiler's trace, and on CUDA also in nsys and ncu."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,17 +13,17 @@ from stepgauge.ranges import recorded
 
 @contextlib.contextmanager
 def named(name: str, *, nvtx: bool) -> Iterator[None]:
-    """A range of torch.profiler, and an NVTX range of the same name."""
+    """Opens a range of torch.profiler, and with `nvtx` an NVTX range of the same name."""
     with record_function(name), torch.cuda.nvtx.range(name) if nvtx else contextlib.nullcontext():
         yield
 
 
 @contextlib.contextmanager
 def module_ranges(module: nn.Module, *, nvtx: bool) -> Iterator[None]:
-    """Inside, every submodule's forward is a range of its qualified name, and so is what the code
-    marks itself.
+    """Inside the context, every submodule's forward is a range with its qualified name, and ranges
+    that the code marks (stepgauge.ranges) are recorded too.
 
-    Not for a compiled module: what runs there is a graph that has no modules.
+    Do not use it on a compiled module, whose graph has no modules.
     """
     hooks: list[Any] = []
     try:
@@ -40,10 +38,11 @@ def module_ranges(module: nn.Module, *, nvtx: bool) -> Iterator[None]:
 
 
 def _named_parts(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[Any]:
-    """Every submodule once, with its qualified name; of a scripted one none, which takes no hooks.
+    """Yields every submodule once, with its qualified name, except scripted ones, which take no hooks.
 
-    Children of an nn.Sequential of several types carry theirs, "layers.0 (Linear)": what is
-    summed over equal blocks must not sum a convolution and an activation.
+    If the children of an nn.Sequential have different types, the names contain them, as in
+    "layers.0 (Linear)". Times are summed over numbered blocks, and a convolution and an activation
+    must not be summed.
     """
     mixed = isinstance(module, nn.Sequential) and len({type(part) for part in module}) > 1
     for name, part in module.named_children():

@@ -1,4 +1,4 @@
-"""Clocks. How a figure in milliseconds comes about is decided here and nowhere else."""
+"""The clocks with which the phases of a step are timed."""
 
 import itertools
 import time
@@ -16,13 +16,13 @@ Phases = Mapping[str, Callable[[], None]]
 def time_phases(
     phases: Phases, device: torch.device, *, warmup: int, steps: int, seconds: float = 0.0
 ) -> dict[str, list[float]]:
-    """Milliseconds of each phase and of the whole step ("step"), one value a timed step.
+    """Returns the ms of each phase and of the whole step ("step"), one value per timed step.
 
     The phases run in order, `warmup` times untimed, then at least `steps` times and for at least
-    `seconds`: the median of a short step needs many, since clocks rise and the host is not alone.
-    On an accelerator, events mark the boundaries on the device's own queue and the host waits once
-    a step, at its end: phases add up to the step and no wait between them is measured. On the CPU
-    the clock is time.perf_counter.
+    `seconds`. Short steps need many repetitions, because clock rates rise and other processes
+    disturb. On an accelerator, events in the device's queue mark the boundaries, and the host waits
+    only at the end of a step. So the phases add up to the step, and no wait between them is measured.
+    On a CPU the clock is time.perf_counter.
     """
     clock = clock_of(device)
     for number in range(warmup):
@@ -34,16 +34,18 @@ def time_phases(
     with without_collector():
         end = time.perf_counter() + seconds
         while len(times["step"]) < steps or time.perf_counter() < end:
-            marks = clock(phases, device)
-            for name, milliseconds in zip(phases, marks, strict=True):
+            phase_ms = clock(phases, device)
+            for name, milliseconds in zip(phases, phase_ms, strict=True):
                 times[name].append(milliseconds)
-            times["step"].append(sum(marks))
-            tell(f"timed {len(times['step'])}, at least {steps}", count=True)  # between two steps
+            times["step"].append(sum(phase_ms))
+            tell(
+                f"timed {len(times['step'])}, at least {steps}", count=True
+            )  # outside of the timing
     return times
 
 
 def clock_of(device: torch.device) -> Callable[[Phases, torch.device], list[float]]:
-    """What runs the phases once and gives the milliseconds of each."""
+    """Returns the function that runs the phases once and returns the ms of each."""
     return _event_clock if device.type in ("cuda", "mps") else _host_clock
 
 

@@ -1,4 +1,4 @@
-"""Reads the topology: GPUs from the driver's management library, the rest from the kernel."""
+"""Reads the machine's topology: GPUs from NVIDIA's management library, the rest from the kernel."""
 
 import contextlib
 import os
@@ -12,15 +12,15 @@ from stepgauge.spec.topology import Gpu, Interface, NumaNode, Topology
 from stepgauge.spec.units import ceil_div
 
 SYS = Path("/sys")
-# nvmlDeviceGetTopologyCommonAncestor's levels, by the names of nvidia-smi topo -m.
+# Levels of nvmlDeviceGetTopologyCommonAncestor, with the names of nvidia-smi topo -m.
 _LEVELS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
-# Of one link of a generation and one direction, bytes/s: NVIDIA's whitepapers (P100, V100, A100,
-# H100, GB200).
+# bytes/s of one NVLink in one direction, by generation. Source: NVIDIA's whitepapers (P100, V100,
+# A100, H100, GB200).
 _NVLINK_BYTES_PER_S = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 50e9, 6: 25e9, 7: 25e9, 8: 50e9}
 
 
 def topology(sys: Path = SYS) -> Topology:
-    """This machine as it is. Without NVIDIA's driver there are no GPUs in it, and it says why."""
+    """Returns the topology of this machine. Without NVIDIA's driver it has no GPUs, and says why."""
     nodes = numa_nodes(sys)
     gpus: list[Gpu] = []
     links: dict[tuple[int, int], str] = {}
@@ -48,7 +48,7 @@ def topology(sys: Path = SYS) -> Topology:
 
 
 class NoDriverError(Exception):
-    """No NVIDIA driver, or no library to ask it with; one sentence."""
+    """There is no NVIDIA driver, or no library to query it. The message is one sentence."""
 
 
 @contextlib.contextmanager
@@ -70,8 +70,8 @@ def _library() -> Iterator[ModuleType]:
 def _gpu(nvml: ModuleType, index: int, handle: Any, sys: Path) -> Gpu:
     bus = _text(nvml.nvmlDeviceGetPciInfo(handle).busId).lower()[-12:]
     now, most = (
-        (_ask(nvml, getattr(nvml, f"nvmlDeviceGet{kind}PcieLinkGeneration"), handle),
-         _ask(nvml, getattr(nvml, f"nvmlDeviceGet{kind}PcieLinkWidth"), handle))
+        (_query(nvml, getattr(nvml, f"nvmlDeviceGet{kind}PcieLinkGeneration"), handle),
+         _query(nvml, getattr(nvml, f"nvmlDeviceGet{kind}PcieLinkWidth"), handle))
         for kind in ("Curr", "Max")
     )  # fmt: skip
     active, rate = _nvlinks(nvml, handle)
@@ -88,8 +88,8 @@ def _gpu(nvml: ModuleType, index: int, handle: Any, sys: Path) -> Gpu:
     )
 
 
-def _ask(nvml: ModuleType, function: Any, *arguments: Any) -> Any:
-    """What the driver answers; None where this GPU has no answer."""
+def _query(nvml: ModuleType, function: Any, *arguments: Any) -> Any:
+    """Returns the driver's answer, or None if this GPU does not support the query."""
     try:
         return function(*arguments)
     except nvml.NVMLError:
@@ -97,30 +97,34 @@ def _ask(nvml: ModuleType, function: Any, *arguments: Any) -> Any:
 
 
 def _nvlinks(nvml: ModuleType, handle: Any) -> tuple[int, float | None]:
-    """Active links, and their bytes a second one way together where the generation is known."""
+    """Returns the number of active links, and their total bytes/s in one direction if the generation
+    is known.
+    """
     active = [
         link
         for link in range(nvml.NVML_NVLINK_MAX_LINKS)
-        if _ask(nvml, nvml.nvmlDeviceGetNvLinkState, handle, link)
+        if _query(nvml, nvml.nvmlDeviceGetNvLinkState, handle, link)
     ]
     if not active:
         return 0, None
-    version = _ask(nvml, nvml.nvmlDeviceGetNvLinkVersion, handle, active[0])
+    version = _query(nvml, nvml.nvmlDeviceGetNvLinkVersion, handle, active[0])
     each = _NVLINK_BYTES_PER_S.get(version)
     return len(active), each * len(active) if each else None
 
 
 def _link(nvml: ModuleType, first: Any, second: Any, nvlinks: int) -> str:
-    """NVLink where it joins the two, else the PCIe level where their paths meet."""
-    status = _ask(nvml, nvml.nvmlDeviceGetP2PStatus, first, second, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+    """Returns NVLink if it connects the two GPUs, or else the PCIe level at which their paths meet."""
+    status = _query(
+        nvml, nvml.nvmlDeviceGetP2PStatus, first, second, nvml.NVML_P2P_CAPS_INDEX_NVLINK
+    )
     if status == nvml.NVML_P2P_STATUS_OK and nvlinks:
         return f"NV{nvlinks}"
-    level = _ask(nvml, nvml.nvmlDeviceGetTopologyCommonAncestor, first, second)
+    level = _query(nvml, nvml.nvmlDeviceGetTopologyCommonAncestor, first, second)
     return _LEVELS.get(level, "unknown")
 
 
 def _affinity(nvml: ModuleType, handle: Any) -> str:
-    words = _ask(nvml, nvml.nvmlDeviceGetCpuAffinity, handle, ceil_div(os.cpu_count() or 1, 64))
+    words = _query(nvml, nvml.nvmlDeviceGetCpuAffinity, handle, ceil_div(os.cpu_count() or 1, 64))
     if words is None:
         return ""
     return _ranges(
@@ -129,32 +133,32 @@ def _affinity(nvml: ModuleType, handle: Any) -> str:
 
 
 def _ranges(cores: list[int]) -> str:
-    """[0, 1, 2, 5] -> 0-2,5."""
+    """Formats numbers as ranges: [0, 1, 2, 5] -> "0-2,5"."""
     starts = [core for core in cores if core - 1 not in cores]
     ends = [core for core in cores if core + 1 not in cores]
     return ",".join(f"{a}-{b}" if a != b else f"{a}" for a, b in zip(starts, ends, strict=True))
 
 
 def numa_nodes(sys: Path = SYS) -> list[NumaNode]:
-    found = []
+    nodes = []
     for folder in sorted(sys.glob("devices/system/node/node[0-9]*"), key=lambda f: int(f.name[4:])):
         totals = [line for line in _read(folder / "meminfo").splitlines() if "MemTotal" in line]
         kib = int(totals[0].split()[-2]) if totals else 0
-        found.append(NumaNode(int(folder.name[4:]), _read(folder / "cpulist"), kib * 1024))
-    return found
+        nodes.append(NumaNode(int(folder.name[4:]), _read(folder / "cpulist"), kib * 1024))
+    return nodes
 
 
 def interfaces(sys: Path = SYS) -> list[Interface]:
-    """Network interfaces but the loopback. Some drivers, virtual ones mostly, state no speed."""
-    found = []
+    """Returns the network interfaces except the loopback. Drivers of virtual ones often have no speed."""
+    result = []
     for folder in sorted(sys.glob("class/net/*")):
         if folder.name == "lo" or not folder.is_dir():
             continue
         megabits = _number(folder / "speed")
         rate = megabits * 1e6 / 8 if megabits and megabits > 0 else None
         up = _read(folder / "operstate") == "up"
-        found.append(Interface(folder.name, up, rate, _number(folder / "device/numa_node")))
-    return found
+        result.append(Interface(folder.name, up, rate, _number(folder / "device/numa_node")))
+    return result
 
 
 def _read(path: Path) -> str:
@@ -165,7 +169,7 @@ def _read(path: Path) -> str:
 
 
 def _number(path: Path) -> int | None:
-    """A number of the kernel; -1 is its word for none."""
+    """Reads a number of the kernel, which writes -1 for none. Returns None for that."""
     try:
         value = int(_read(path))
     except ValueError:
