@@ -96,15 +96,15 @@ def test_a_network_has_it_by_its_gate():
     [
         (
             lambda: ModelSpec(gate="quack", feed_forward="gelu"),
-            "for swiglu without experts and biases",
+            "needs swiglu without experts and biases",
         ),
         (
             lambda: ModelSpec(gate="quack", feed_forward_bias=True),
-            "for swiglu without experts and biases",
+            "needs swiglu without experts and biases",
         ),
         (
             lambda: StepSpec(model=ModelSpec(gate="quack"), precision="fp32", device="cuda"),
-            "computes in 16 bits on a GPU; precision is 'fp32'",
+            "supports only 16-bit types on a GPU; precision is 'fp32'",
         ),
         (
             lambda: LayoutSpec(model=ModelSpec(gate="quack"), layout="tp2", batch=2),

@@ -95,29 +95,29 @@ def test_residual_stream_bytes():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_heads": 7}, ["num_heads is 7", "768", "nearest that does is 6"]),
+        ({"num_heads": 7}, ["num_heads is 7", "768", "nearest divisor is 6"]),
         ({"d_model": -1}, ["d_model is -1", "at least 1"]),
         ({"num_layers": 0}, ["num_layers is 0", "at least 1"]),
         ({"vocab_size": 10**9}, ["vocab_size is 1,000,000,000", "at most"]),
         ({"norm": "batchnorm"}, ["norm is 'batchnorm'", "rmsnorm", "layernorm"]),
-        ({"d_model": 36, "num_heads": 12}, ["odd width 3", "rotary"]),
-        ({"num_kv_heads": 5}, ["num_kv_heads is 5", "divide num_heads 12", "does is 4"]),
-        ({"rope_fraction": 0.08}, ["rope_fraction 0.08 of heads of 64 rotates 5"]),
+        ({"d_model": 36, "num_heads": 12}, ["odd width 3", "rotary positions"]),
+        ({"num_kv_heads": 5}, ["num_kv_heads is 5", "divide num_heads 12", "divisor is 4"]),
+        ({"rope_fraction": 0.08}, ["rope_fraction is 0.08, which rotates 5 of 64 features"]),
         ({"rope_scaling": "llama3:8"}, ["write it as llama3:FACTOR:LOW_FREQ_FACTOR"]),
         ({"rope_scaling": "new"}, ["rope_scaling is 'new'; choose one of none, linear"]),
-        ({"positions": "learned", "num_positions": 9}, ["context_length is 512", "9 positions"]),
+        ({"positions": "learned", "num_positions": 9}, ["context_length is 512", "at most num_positions, 9"]),
         ({"window": 4, "mask": "full"}, ["window is 4, which needs the causal mask"]),
         ({"num_experts": 4}, ["num_experts is 4; give experts_per_token too"]),
-        ({"experts_per_token": 1}, ["experts_per_token is 1 of num_experts 0"]),
+        ({"experts_per_token": 1}, ["experts_per_token is 1; it must be at most"]),
     ],
 )
-def test_a_shape_that_is_no_network_is_named(changes, words):
+def test_an_invalid_shape_is_refused_with_the_reason(changes, words):
     with pytest.raises(ValueError) as error:
         ModelSpec.preset("small", **changes)
     assert all(word in str(error.value) for word in words)
 
 
-def test_unknown_size_lists_the_known():
+def test_an_unknown_size_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"size is 'huge'; choose one of nano, .*2\.7b"):
         ModelSpec.preset("huge")
 

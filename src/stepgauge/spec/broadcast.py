@@ -149,7 +149,7 @@ class BroadcastSpec:
         label=True,
     )
     repeats: int = option(16, "Timed runs", least=1, most=100_000)
-    warmup: int = option(2, "Untimed runs before them", least=0, most=1000)
+    warmup: int = option(2, "Warm-up runs, not timed", least=0, most=1000)
     device: str = option("cpu", "cpu, cuda, or auto for the fastest available")
 
     def __post_init__(self) -> None:

@@ -107,7 +107,7 @@ class CommSpec:
         most=1_000_000,
         short="n",
     )
-    warmup: int = option(5, "Untimed operations before them", least=0, most=100_000, short="w")
+    warmup: int = option(5, "Warm-up operations, not timed", least=0, most=100_000, short="w")
     seconds: float = option(
         0.3, "Time batches for this long, at least five of them", least=0.0, most=86_400.0
     )

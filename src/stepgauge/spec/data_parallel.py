@@ -9,7 +9,7 @@ from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.fields import as_in, check, option, with_defaults
 from stepgauge.spec.layout import WRAPPERS, Layout, check_wrapper
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.step import CHECKPOINTING, WorkSpec
+from stepgauge.spec.step import CHECKPOINTING, CHECKPOINTING_HELP, WorkSpec
 from stepgauge.spec.user_model import UserModel, settle_user_model
 
 REDUCE_DTYPES = ("own", "bf16", "fp16")
@@ -82,7 +82,7 @@ class DataParallelSpec(OnBackend):
     )
     compile: str = as_in(WorkSpec, "compile")
     optimizer: str = as_in(WorkSpec, "optimizer")
-    checkpointing: str = as_in(WorkSpec, "checkpointing", choices=CHECKPOINTING)
+    checkpointing: str = as_in(WorkSpec, "checkpointing", CHECKPOINTING_HELP, choices=CHECKPOINTING)
     checkpoint_blocks: int = as_in(WorkSpec, "checkpoint_blocks")
     cuda_graphs: bool = option(
         False,
@@ -91,7 +91,7 @@ class DataParallelSpec(OnBackend):
         flag_value=True,
         label="changed",
     )
-    warmup: int = option(5, "Untimed steps before them", least=1, most=100_000)
+    warmup: int = option(5, "Warm-up steps, not timed", least=1, most=100_000)
     steps: int = option(10, "Timed steps", least=1, most=1_000_000)
     trace: bool = option(
         False,

@@ -1,4 +1,4 @@
-"""A training step under a layout as it is asked for: network, axes, batch and how it is timed."""
+"""The spec of a training step under a layout: network, axes, batch and timing."""
 
 import dataclasses
 from typing import ClassVar, Self
@@ -11,31 +11,32 @@ from stepgauge.spec.layout_rules import check_layout, check_recorded, schedule_o
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.pipeline import Schedule
 from stepgauge.spec.plan.stages import BY_TIMES, FLOPS, STEP, PartTimes, cut_blocks
-from stepgauge.spec.step import BUDGET, CHECKPOINTING, WorkSpec, check_budget
+from stepgauge.spec.step import BUDGET, WorkSpec, check_budget
 from stepgauge.spec.user_model import UserModel, settle_user_model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayoutSpec(OnBackend):
-    """What `bench layout` runs for one row. The sequence length is the model's context_length; the
-    batch is that of all ranks, so that layouts of one batch do the same step; of a user's model each
-    data rank has one.
+    """One row of `bench layout`. The sequence length is the model's context_length.
 
-    Raises ValueError for a text that is no layout, and for what does not go together.
+    The batch is that of all ranks, so that layouts with the same batch do the same step. A user's
+    model brings one batch per data rank.
+
+    Raises ValueError for an invalid layout, or one that does not fit the network or the settings.
     """
 
     kind: ClassVar[str] = "layout"
 
     model: ModelSpec | BertSpec | UserModel
-    size: str = option("custom", "preset that the model spec starts from", label=True)
+    size: str = option("custom", "Preset network", label=True)
     layout: str = option(
         "none",
-        'how the network is spread: "dp2 zero3 tp2", "pp2 1f1b m8 tp2"; none: one process',
+        'Parallel layout, such as "dp2 zero3 tp2" or "pp2 1f1b m8 tp2"; none: one process',
         label=True,
     )
     batch: int = option(
         8,
-        "sequences of a forward and backward, of all ranks",
+        "Sequences per forward and backward, over all ranks",
         least=1,
         most=1_000_000,
         label=True,
@@ -43,16 +44,15 @@ class LayoutSpec(OnBackend):
     )
     accumulation: int = option(
         1,
-        "forwards and backwards before the optimizer steps",
+        "Gradient accumulation: forwards and backwards per optimizer step",
         least=1,
         most=1_000_000,
         label="changed",
     )
     balance: str = option(
         FLOPS,
-        "how blocks are cut into the stages of a pipeline: by their FLOPs and the head's, by time, "
-        "measured at the start (predictions: the hardware file's), or for the shortest step that is "
-        "simulated with such times",
+        "How blocks are divided among pipeline stages: by FLOPs, by time (measured first; "
+        "predictions use the hardware file), or for the shortest simulated step",
         choices=(FLOPS, *BY_TIMES),
         label="changed",
     )
@@ -62,25 +62,18 @@ class LayoutSpec(OnBackend):
     precision: str = as_in(WorkSpec, "precision")
     compile: str = as_in(WorkSpec, "compile")
     optimizer: str = as_in(WorkSpec, "optimizer")
-    checkpointing: str = as_in(
-        WorkSpec,
-        "checkpointing",
-        "what backward computes again; selective keeps products and attention, feed-forward "
-        "attention with its products",
-        choices=(*CHECKPOINTING, BUDGET),
-    )
+    checkpointing: str = as_in(WorkSpec, "checkpointing")
     checkpoint_blocks: int = as_in(WorkSpec, "checkpoint_blocks")
     memory_gib: float = as_in(WorkSpec, "memory_gib")
     cuda_graphs: bool = option(
         False,
-        "record forward and backward of each stage of a pipeline once as CUDA graphs, and replay "
-        "them",
+        "Capture forward and backward of each pipeline stage in CUDA graphs and replay them",
         flag_value=True,
         label="changed",
     )
-    warmup: int = option(5, "untimed steps first", least=1, most=100_000)
-    steps: int = option(10, "timed steps", least=1, most=1_000_000)
-    device: str = option("cpu", "cpu or cuda: each rank takes the GPU of its own number")
+    warmup: int = option(5, "Warm-up steps, not timed", least=1, most=100_000)
+    steps: int = option(10, "Timed steps", least=1, most=1_000_000)
+    device: str = option("cpu", "cpu, or cuda for one GPU per rank")
     seed: int = as_in(DataParallelSpec, "seed")
 
     phases: ClassVar[str] = "step"
@@ -90,7 +83,7 @@ class LayoutSpec(OnBackend):
         check_budget(self)
         if isinstance(self.model, UserModel):
             settle_user_model(self)
-        # one text for one layout, whatever the order of its words
+        # Equal layouts get the same text, whatever the order of their words.
         object.__setattr__(self, "layout", str(Layout.parse(self.layout)))
         self.check_backend()
         check_layout(
@@ -107,7 +100,7 @@ class LayoutSpec(OnBackend):
             check_recorded(self.parsed_layout, device=self.device)
 
     def canonical(self) -> Self:
-        """With defaults for the options that the layout has no use for."""
+        """Resets options that have no effect under the layout."""
         wrapper = WRAPPERS[self.parsed_layout.wrapper]
         used = {
             "bucket_mb": wrapper.buckets,
@@ -120,7 +113,7 @@ class LayoutSpec(OnBackend):
 
     @property
     def network(self) -> ModelSpec | BertSpec:
-        """The model, where its shape is known: of a user's it is not."""
+        """The model, which must not be a user's, because its shape must be known."""
         assert not isinstance(self.model, UserModel)
         return self.model
 
@@ -134,15 +127,13 @@ class LayoutSpec(OnBackend):
 
     @property
     def rank_batch(self) -> int:
-        """Sequences of a forward and backward on each data rank; of a user's model its one batch."""
+        """Sequences per forward and backward on each data rank; 1 (one batch) for a user's model."""
         is_users = isinstance(self.model, UserModel)
         return self.batch if is_users else self.batch // self.parsed_layout.data
 
     @property
     def micro_batch(self) -> int:
-        """Sequences that pass a pipeline's stage together; without a pipeline all of a data rank. Of
-        a user's model 1: a part of its one batch.
-        """
+        """Sequences per micro-batch; without a pipeline, all of a data rank; 1 for a user's model."""
         is_users = isinstance(self.model, UserModel)
         return 1 if is_users else self.rank_batch // self.parsed_layout.microbatches
 
@@ -151,23 +142,22 @@ class LayoutSpec(OnBackend):
         return self.batch * self.accumulation * self.network.context_length
 
     def schedule(self) -> Schedule | None:
-        """The order of the pipeline's work, not lowered; None without a pipeline."""
+        """Returns the pipeline's schedule, not lowered; None without a pipeline."""
         return schedule_of(self.parsed_layout) if self.parsed_layout.pipeline > 1 else None
 
     @property
     def needs_times(self) -> bool:
-        """Whether `stages` needs the times of the network's parts."""
+        """True if `stages` needs the times of the network's parts."""
         return self.parsed_layout.pipeline > 1 and self.balance in BY_TIMES
 
     def stages(self, times: PartTimes | None = None) -> list[range]:
-        """The blocks of each stage of the pipeline; all in one without a pipeline.
+        """Returns the blocks of each pipeline stage; one stage without a pipeline.
 
-        times  for a spec that needs_times. cost/pipeline/cuts.py has those of one balanced by the
-               step
+        times  required if needs_times. With balance "step", use cost/pipeline/cuts.py instead.
         """
-        assert times is not None or not self.needs_times, "whoever runs or predicts it has them"
+        assert times is not None or not self.needs_times, "the caller measures or predicts them"
         schedule = self.schedule()
         if schedule is None:
             return [range(self.network.num_layers)]
-        assert self.balance != STEP, "whoever simulates cuts"
+        assert self.balance != STEP, "cost/pipeline/cuts.py divides those"
         return cut_blocks(self.network, schedule, times)

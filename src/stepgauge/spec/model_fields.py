@@ -1,7 +1,7 @@
-"""What can be said about a network: the fields of a ModelSpec, and which of them fit together.
+"""The fields of a ModelSpec, and the checks that they do not contradict each other.
 
-A record from before there was a field is read with the field's default, so each default means what
-was done before.
+Older records that lack a field are read with its default. The default must therefore mean what was
+done before the field existed.
 """
 
 import dataclasses
@@ -12,8 +12,8 @@ from types import MappingProxyType
 from stepgauge.spec.fields import check, option
 from stepgauge.spec.rope import RopeScaling
 
-# Matrices of each feed-forward layer: with three, the activation of one product gates another.
-# The tanh kinds approximate GELU as GPT-2 and Gemma do.
+# Matrices of each feed-forward layer. The gated ones have three: the activation of one product gates
+# another. The tanh variants approximate GELU as GPT-2 and Gemma do.
 FEED_FORWARD_MATRICES: Mapping[str, int] = MappingProxyType(
     {
         "swiglu": 3,
@@ -27,7 +27,7 @@ FEED_FORWARD_MATRICES: Mapping[str, int] = MappingProxyType(
     }
 )
 
-# Each norm by name, and the function that it implements.
+# Name of a norm -> the function that it implements.
 NORMS: Mapping[str, str] = MappingProxyType(
     {
         "rmsnorm": "rmsnorm",
@@ -36,11 +36,12 @@ NORMS: Mapping[str, str] = MappingProxyType(
         "triton": "rmsnorm",
     }
 )
-# Parameters per feature: a gain, and for LayerNorm a bias.
+# Parameters per feature: a gain, and a bias for LayerNorm.
 NORM_PARAMETERS: Mapping[str, int] = MappingProxyType({"rmsnorm": 1, "layernorm": 2})
 
-# Where a block's norms stand: before attention and feed-forward; after each sum (Vaswani et al.
-# 2017), with none at the end; before both, which then read the same input (GPT-NeoX).
+# Position of the norms in a block. pre-norm: before attention and before feed-forward. post-norm:
+# after each residual sum, with no final norm (Vaswani et al. 2017). parallel: before attention and
+# feed-forward, which both read the block's input (GPT-NeoX).
 BLOCKS = ("pre-norm", "post-norm", "parallel")
 BIASES = ("none", "qkv", "all")
 MASKS = ("causal", "full")
@@ -52,56 +53,56 @@ GATES = ("torch", "quack")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NetworkFields:
-    """The fields of a ModelSpec, in groups, and what they stand for where they say "as usual"."""
+    """The fields of a ModelSpec in groups, and the values that they imply."""
 
     # Shape
-    vocab_size: int = option(
-        10_000, "tokens in the vocabulary", least=2, most=10_000_000, label="changed"
-    )
+    vocab_size: int = option(10_000, "Vocabulary size", least=2, most=10_000_000, label="changed")
     context_length: int = option(
-        512, "longest sequence, in tokens", least=1, most=16_777_216, flag="context"
+        512, "Sequence length in tokens", least=1, most=16_777_216, flag="context"
     )
-    d_model: int = option(768, "width of the residual stream", least=1, most=1_000_000, label=True)
-    d_ff: int = option(3072, "width of the feed-forward layer", least=1, most=4_000_000, label=True)
-    num_layers: int = option(12, "blocks", least=1, most=10_000, label=True)
+    d_model: int = option(768, "Width of the residual stream", least=1, most=1_000_000, label=True)
+    d_ff: int = option(
+        3072, "Hidden width of the feed-forward layer", least=1, most=4_000_000, label=True
+    )
+    num_layers: int = option(12, "Number of blocks", least=1, most=10_000, label=True)
 
     # Attention
-    num_heads: int = option(12, "attention heads", least=1, most=100_000, label=True)
+    num_heads: int = option(12, "Number of attention heads", least=1, most=100_000, label=True)
     num_kv_heads: int = option(
         0,
-        "heads of keys and values; 0: as many as attention heads",
+        "Number of key and value heads; 0: as many as attention heads",
         least=0,
         most=100_000,
         label="changed",
     )
     head_dim: int = option(
-        0, "width of a head; 0: d_model over num_heads", least=0, most=100_000, label="changed"
+        0, "Width of a head; 0: d_model / num_heads", least=0, most=100_000, label="changed"
     )
     qk_norm: bool = option(
-        False, "a norm of each query and key head", flag_value=True, label="changed"
+        False, "Normalise each query and key head", flag_value=True, label="changed"
     )
     attention_bias: str = option(
         "none",
-        "biases in attention: of queries, keys and values, or of the output too",
+        "Biases in attention; qkv: queries, keys and values, all: also the output",
         choices=BIASES,
         label="changed",
     )
     mask: str = option(
         "causal",
-        "what a token sees: those before it, or the whole sequence",
+        "Attention mask; causal: a token sees only itself and earlier tokens",
         choices=MASKS,
         label="changed",
     )
     window: int = option(
         0,
-        "last tokens that a token sees, itself among them; 0: all",
+        "Attention window: how many of the last tokens a token sees, including itself; 0: no limit",
         least=0,
         most=16_777_216,
         label="changed",
     )
     full_attention_every: int = option(
         0,
-        "of a network with a window: every n-th block has none; 0: all have it",
+        "With a window: every n-th block has full attention; 0: none",
         least=0,
         most=10_000,
         label="changed",
@@ -110,75 +111,84 @@ class NetworkFields:
     # Feed-forward
     feed_forward: str = option(
         "swiglu",
-        "feed-forward layer; those with glu have three matrices, others two",
+        "Feed-forward layer; the gated ones (glu) have three matrices, the others two",
         choices=FEED_FORWARD_MATRICES,
         label="changed",
     )
     feed_forward_bias: bool = option(
-        False, "biases in the feed-forward layer", flag_value=True, label="changed"
+        False, "Biases in the feed-forward layer", flag_value=True, label="changed"
     )
     num_experts: int = option(
         0,
-        "feed-forward layers a block, of which each token goes to some; 0: one, for all",
+        "Experts per block (mixture of experts); 0: one feed-forward layer for all tokens",
         least=0,
         most=10_000,
         label="changed",
         named_with="experts_per_token",
     )
-    experts_per_token: int = option(0, "experts that a token goes to", least=0, most=10_000)
+    experts_per_token: int = option(0, "Experts that each token is routed to", least=0, most=10_000)
 
     # Norms
     norm: str = option(
-        "rmsnorm", "normalisation, and which implementation of it", choices=NORMS, label="changed"
+        "rmsnorm",
+        "Norm; rmsnorm-eager and triton are other implementations of rmsnorm",
+        choices=NORMS,
+        label="changed",
     )
-    norm_epsilon: float = option(
-        1e-5, "added to the mean square", least=0.0, most=1.0, label="changed"
-    )
+    norm_epsilon: float = option(1e-5, "Epsilon of the norms", least=0.0, most=1.0, label="changed")
     block: str = option(
         "pre-norm",
-        "where norms stand; parallel: attention and feed-forward read the same input",
+        "Position of the norms; parallel: attention and feed-forward read the same input",
         choices=BLOCKS,
         label="changed",
     )
 
     # Positions
-    positions: str = option(
-        "rope", "rotary or learned positions", choices=POSITIONS, label="changed"
-    )
+    positions: str = option("rope", "Position encoding", choices=POSITIONS, label="changed")
     num_positions: int = option(
-        0, "learned positions; 0: as many as the context", least=0, most=16_777_216, label="changed"
+        0,
+        "Number of learned positions; 0: the context length",
+        least=0,
+        most=16_777_216,
+        label="changed",
     )
     rope_base: float = option(
-        10_000.0, "base of the rotary angles", least=1.0, most=1e12, label="changed"
+        10_000.0, "Base of the rotary angles", least=1.0, most=1e12, label="changed"
     )
     rope_fraction: float = option(
-        1.0, "part of a head that is rotated", least=0.0, most=1.0, label="changed"
+        1.0, "Fraction of each head that is rotated", least=0.0, most=1.0, label="changed"
     )
     rope_scaling: str = option(
         "none",
-        "how angles are stretched to a longer context: linear:FACTOR, "
+        "Scaling of the rotary angles to a longer context: linear:FACTOR or "
         "llama3:FACTOR:LOW:HIGH:CONTEXT",
         label="changed",
     )
 
     # Ends
     tied_head: bool = option(
-        False, "use the embedding as the output matrix", flag_value=True, label="changed"
+        False, "Use the embedding as the output matrix", flag_value=True, label="changed"
     )
     scaled_embedding: bool = option(
-        False, "embedding times sqrt(d_model), as Gemma", flag_value=True, label="changed"
+        False,
+        "Multiply the embedding by sqrt(d_model), as Gemma does",
+        flag_value=True,
+        label="changed",
     )
 
     # Implementations
     attention: str = option(
-        "sdpa", "implementation of attention", choices=ATTENTIONS, label="changed"
+        "sdpa", "Implementation of attention", choices=ATTENTIONS, label="changed"
     )
     loss: str = option(
-        "cross-entropy", "implementation of output layer and loss", choices=LOSSES, label="changed"
+        "cross-entropy",
+        "Implementation of the output layer and loss",
+        choices=LOSSES,
+        label="changed",
     )
     gate: str = option(
         "torch",
-        "implementation of SwiGLU's gate: quack has it in the products before and after it, on Hopper",
+        "Implementation of SwiGLU; quack fuses the gate into the matrix products (Hopper only)",
         choices=GATES,
         label="changed",
     )
@@ -186,13 +196,14 @@ class NetworkFields:
     def __post_init__(self) -> None:
         check(self)
         RopeScaling.parse(self.rope_scaling)
-        _check_gate(self)
-        for mistake in _mistakes(self):
-            raise ValueError(mistake)
+        if contradiction := next(_contradictions(self), ""):
+            raise ValueError(contradiction)
 
     def require_defaults(self, beside: str, why: str) -> None:
-        """Raises ValueError, which ends with `why`, for a field that is not at its default and is
-        neither of the shape nor in the list `beside`.
+        """Raises ValueError if a field is neither at its default, nor free to change.
+
+        beside  names of fields that are free, in addition to those of the shape
+        why     end of the message, after "FIELD is VALUE, which "
         """
         shape = "vocab_size context_length d_model d_ff num_layers num_heads num_positions"
         free = {*shape.split(), *beside.split()}
@@ -211,12 +222,12 @@ class NetworkFields:
 
     @property
     def rotary_width(self) -> int:
-        """Of each head, the features that are rotated."""
+        """Number of features of each head that are rotated."""
         return int(self.head_width * self.rope_fraction)
 
     @property
     def qkv_sections(self) -> tuple[int, int, int]:
-        """Rows of the fused matrix that are queries, keys and values."""
+        """Numbers of rows of the fused matrix for queries, keys and values."""
         keys = self.kv_heads * self.head_width
         return self.num_heads * self.head_width, keys, keys
 
@@ -225,44 +236,24 @@ class NetworkFields:
         return FEED_FORWARD_MATRICES[self.feed_forward] == 3
 
     def window_of(self, layer: int) -> int:
-        """Tokens that a token of that block sees, counted with itself; 0 where it is all."""
+        """Returns how many tokens, including itself, a token sees in this block; 0: no limit."""
         every = self.full_attention_every
         is_full = every > 0 and (layer + 1) % every == 0
         return 0 if is_full or self.window >= self.context_length else self.window
 
 
-def _mistakes(spec: NetworkFields) -> Iterator[str]:
-    """A sentence for each way in which the fields contradict each other."""
-    if not spec.head_dim and spec.d_model % spec.num_heads:
-        yield (
-            f"num_heads is {spec.num_heads}, which does not divide d_model {spec.d_model}; "
-            f"the nearest that does is {nearest_divisor(spec.d_model, spec.num_heads)}"
-        )
-    if spec.num_heads % spec.kv_heads:
-        yield (
-            f"num_kv_heads is {spec.num_kv_heads}, which does not divide num_heads "
-            f"{spec.num_heads}; the nearest that does is "
-            f"{nearest_divisor(spec.num_heads, spec.num_kv_heads)}"
-        )
-    if spec.positions == "rope" and spec.rotary_width % 2:
-        yield (
-            f"d_model {spec.d_model} over num_heads {spec.num_heads} gives heads of odd width "
-            f"{spec.head_width}; rotary positions need an even one"
-            if spec.rope_fraction == 1.0 and not spec.head_dim
-            else f"rope_fraction {spec.rope_fraction:g} of heads of {spec.head_width} rotates "
-            f"{spec.rotary_width} features; choose one that gives an even number"
-        )
-    if spec.positions == "learned" and 0 < spec.num_positions < spec.context_length:
-        yield (
-            f"context_length is {spec.context_length}; the network has {spec.num_positions} "
-            "positions"
-        )
-    if spec.window and spec.mask == "full":
-        yield f"window is {spec.window}, which needs the causal mask; leave it out"
+def _contradictions(spec: NetworkFields) -> Iterator[str]:
+    """Yields a message for each contradiction between fields."""
+    is_plain_swiglu = spec.feed_forward == "swiglu" and not (
+        spec.num_experts or spec.feed_forward_bias
+    )
+    if spec.gate != "torch" and not is_plain_swiglu:
+        yield f"gate is {spec.gate!r}, which needs swiglu without experts and biases: choose torch"
+    yield from _contradictions_in_attention(spec)
     if spec.experts_per_token > spec.num_experts:
         yield (
-            f"experts_per_token is {spec.experts_per_token} of num_experts {spec.num_experts}; "
-            "choose at most all of them"
+            f"experts_per_token is {spec.experts_per_token}; it must be at most num_experts, "
+            f"{spec.num_experts}"
         )
     if spec.num_experts and not spec.experts_per_token:
         yield f"num_experts is {spec.num_experts}; give experts_per_token too"
@@ -270,21 +261,41 @@ def _mistakes(spec: NetworkFields) -> Iterator[str]:
         yield "feed_forward_bias is True; experts have no biases: leave it out"
 
 
-def _check_gate(spec: NetworkFields) -> None:
-    """Raises ValueError for a feed-forward layer that has no gate but torch's."""
-    has_another = spec.num_experts or spec.feed_forward_bias or spec.feed_forward != "swiglu"
-    if spec.gate != "torch" and has_another:
-        raise ValueError(
-            f"gate is {spec.gate!r}, which is for swiglu without experts and biases: leave it out"
+def _contradictions_in_attention(spec: NetworkFields) -> Iterator[str]:
+    if not spec.head_dim and spec.d_model % spec.num_heads:
+        yield (
+            f"num_heads is {spec.num_heads}, which does not divide d_model {spec.d_model}; "
+            f"the nearest divisor is {nearest_divisor(spec.d_model, spec.num_heads)}"
         )
+    if spec.num_heads % spec.kv_heads:
+        yield (
+            f"num_kv_heads is {spec.num_kv_heads}, which does not divide num_heads "
+            f"{spec.num_heads}; the nearest divisor is "
+            f"{nearest_divisor(spec.num_heads, spec.num_kv_heads)}"
+        )
+    if spec.positions == "rope" and spec.rotary_width % 2:
+        yield (
+            f"num_heads is {spec.num_heads}, which gives heads of odd width {spec.head_width}; "
+            "rotary positions need an even one"
+            if spec.rope_fraction == 1.0 and not spec.head_dim
+            else f"rope_fraction is {spec.rope_fraction:g}, which rotates {spec.rotary_width} of "
+            f"{spec.head_width} features; their number must be even"
+        )
+    if spec.positions == "learned" and 0 < spec.num_positions < spec.context_length:
+        yield (
+            f"context_length is {spec.context_length}; it must be at most num_positions, "
+            f"{spec.num_positions}"
+        )
+    if spec.window and spec.mask == "full":
+        yield f"window is {spec.window}, which needs the causal mask: leave it out"
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, the smallest first."""
+    """Returns all divisors in ascending order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
 
 def nearest_divisor(number: int, wanted: int) -> int:
-    """The divisor of `number` closest to `wanted`; the smaller of two."""
+    """Returns the divisor of `number` closest to `wanted`; of two, the smaller one."""
     return min(divisors(number), key=lambda divisor: abs(divisor - wanted))
