@@ -202,7 +202,7 @@ LLAMA = {"model_type": "llama", **shape(100, 64, 128, 2, 4)}
         ({}, "model_type is 'None'; choose one of"),
         (LLAMA | {"num_experts": 4}, "num_experts is not supported in a config of"),
         ({"model_type": "llama"}, "vocab_size is missing from the config of llama"),
-        (LLAMA | {"hidden_size": "64"}, "hidden_size is '64'; it must be an integer"),
+        (LLAMA | {"hidden_size": "64"}, "hidden_size is '64'; it must be a whole number"),
         (LLAMA | {"hidden_act": "mish"}, "hidden_act is 'mish'; choose one of silu"),
         (
             LLAMA | {"rope_scaling": {"rope_type": "new"}},

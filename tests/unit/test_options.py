@@ -13,7 +13,7 @@ from stepgauge.spec.train import TrainSpec
 REPOSITORY = Path(__file__).parents[2]
 
 
-def test_the_product_is_swept_in_the_order_given():
+def test_combinations_come_in_the_order_of_the_values():
     specs = list(
         expand(
             StepSpec, {"size": ("nano", "tiny"), "precision": ("fp32", "bf16"), "vocab_size": (64,)}
@@ -29,7 +29,7 @@ def test_the_product_is_swept_in_the_order_given():
     assert [s.model.d_model for s in specs] == [64, 64, 128, 128]
 
 
-def test_a_combination_that_is_no_network_is_an_error():
+def test_an_invalid_combination_is_an_error():
     with pytest.raises(ValueError, match="num_heads is 3, which does not divide d_model 64"):
         list(expand(StepSpec, {"size": ("nano",), "num_heads": (2, 3)}))
 
@@ -51,16 +51,16 @@ def test_a_value_outside_its_limits_is_an_error(field, value, words):
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"siez": ("nano",)}, "no field 'siez': did you mean 'size'?"),
-        ({"size": "nano", "zzz": 1}, "no field 'zzz': there are model, size, batch"),
-        ({"batch": (4,)}, r"no network is named: give 'size' \(nano, "),
-        ({}, "no network is named"),
+        ({"size": "nano", "zzz": 1}, "no field 'zzz': choose one of model, size, batch"),
+        ({"batch": (4,)}, r"the network is missing: give 'size' \(nano, "),
+        ({}, "the network is missing"),
     ],
 )
-def test_a_field_that_there_is_not_and_a_missing_network_are_named(values, said):
-    with pytest.raises(ValueError, match=said):
+def test_an_unknown_field_and_a_missing_network_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
         expand(StepSpec, values)
 
 

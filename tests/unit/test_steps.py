@@ -45,7 +45,7 @@ def test_options_under_a_layout_are_those_of_the_command_that_measures_it(text):
 
 def test_a_batch_that_data_ranks_cannot_share_is_refused():
     layout = Layout.parse("dp2")
-    with pytest.raises(ValueError, match="batch is 5; 2 data ranks cannot share it"):
+    with pytest.raises(ValueError, match="batch is 5, which 2 data ranks do not divide"):
         under(layout, kind_for(layout), {"batch": (4, 5)})
 
 

@@ -77,7 +77,7 @@ def network_of(given: Config) -> ModelSpec | BertSpec:
         raise ValueError(f"{missing[0]} is missing from the config of {kind}")
     for name, value in config.items():
         if family.defaults.get(name) is REQUIRED and type(value) is not int:
-            raise ValueError(f"{name} is {value!r}; it must be an integer")
+            raise ValueError(f"{name} is {value!r}; it must be a whole number")
     return family.build(config)
 
 

@@ -1,17 +1,17 @@
-"""A person's own function as it is asked for: what `bench op` measures."""
+"""The spec of `bench op`: a user's own function."""
 
 import dataclasses
 from pathlib import Path
 from typing import ClassVar
 
-from stepgauge.spec.fields import check, option
+from stepgauge.spec.fields import DEVICE_HELP, check, option
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpSpec:
-    """A function of a Python file or of a CUDA source, and how long it is timed.
+    """A function in a Python file or a CUDA source, and how long it is timed.
 
-    content  a digest of the file: another version of it is another row
+    content  digest of the file, so that each version of it is a separate row
     """
 
     kind: ClassVar[str] = "op"
@@ -20,20 +20,19 @@ class OpSpec:
     function: str = dataclasses.field(metadata={"label": True, "named_with": "file"})
     content: str
     tolerance: float = option(
-        0.0, "largest relative error called right; 0: by the result's type", least=0.0, most=1.0
+        0.0, "Largest accepted relative error; 0: by the dtype of the result", least=0.0, most=1.0
     )
-    seconds: float = option(0.5, "of timing", least=0.0, most=3600.0)
-    device: str = option("cpu", "cpu, cuda, cuda:1, mps; auto takes the fastest there is")
+    seconds: float = option(0.5, "Seconds of timing", least=0.0, most=3600.0)
+    device: str = option("cpu", DEVICE_HELP)
 
     def __post_init__(self) -> None:
         check(self)
 
 
 def read_target(target: str) -> tuple[Path, str]:
-    """FILE.py:function or FILE.cu[:function] taken apart; a .cu's function is its own name unless
-    given.
+    """Splits FILE.py:function or FILE.cu[:function]; the default function of a .cu is its stem.
 
-    Raises ValueError for anything else, or a file that is not there.
+    Raises ValueError for any other text, or if a file is missing.
     """
     text, _, function = target.partition(":")
     path = Path(text)
@@ -45,6 +44,7 @@ def read_target(target: str) -> tuple[Path, str]:
         raise ValueError(f"target is {target!r}; name the function: {path}:function")
     if path.suffix == ".cu" and not path.with_suffix(".py").is_file():
         raise ValueError(
-            f"{path} needs {path.with_suffix('.py').name} beside it, which defines inputs(device)"
+            f"{path} needs {path.with_suffix('.py').name} in the same folder, which defines "
+            "inputs(device)"
         )
     return path, function or path.stem

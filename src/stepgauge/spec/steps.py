@@ -1,4 +1,4 @@
-"""A training step whichever command measures it: on one device, over a data axis, under a layout."""
+"""Converts between the specs of a training step: one device, data parallel, or any layout."""
 
 import dataclasses
 from collections.abc import Collection
@@ -15,13 +15,13 @@ AnyStep = StepSpec | DataParallelSpec | LayoutSpec
 
 
 def work_of(spec: AnyStep | PipelineSpec) -> WorkSpec:
-    """What a rank computes, as one process would be asked for it: of a pipeline a micro-batch."""
+    """Returns the work of one rank as that of a single process; in a pipeline, of a micro-batch."""
     work = as_kind(WorkSpec, spec, batch=spec.micro_batch)
     return dataclasses.replace(work, phases="backward") if isinstance(spec, PipelineSpec) else work
 
 
 def as_layout_step(spec: AnyStep) -> LayoutSpec:
-    """The same step as `bench layout` has it."""
+    """Returns the same step as a spec of `bench layout`."""
     if isinstance(spec, LayoutSpec):
         return spec
     layout = spec.parsed_layout
@@ -29,21 +29,20 @@ def as_layout_step(spec: AnyStep) -> LayoutSpec:
 
 
 def kind_for(layout: Layout, options: Collection[str] = ()) -> type[AnyStep]:
-    """Which of them has the columns of a layout; of whatever layout, with options that `bench layout`
-    alone has, LayoutSpec.
-    """
+    """Returns the simplest spec that can express the layout and has these options."""
     if not set(layout.sizes) <= {"data"}:
         return LayoutSpec
-    usual: type[AnyStep] = DataParallelSpec if layout.ranks > 1 else StepSpec
-    own, of_layouts = (
-        {field.name for field in dataclasses.fields(kind)} for kind in (usual, LayoutSpec)
+    simplest: type[AnyStep] = DataParallelSpec if layout.ranks > 1 else StepSpec
+    simple_fields, layout_fields = (
+        {field.name for field in dataclasses.fields(kind)} for kind in (simplest, LayoutSpec)
     )
-    return LayoutSpec if set(options) & (of_layouts - own) else usual
+    return LayoutSpec if set(options) & (layout_fields - simple_fields) else simplest
 
 
 def under(layout: Layout, kind: type[AnyStep], values: Values) -> Values:
-    """Options of that kind for steps under the layout; `batch` is that of all ranks. Raises
-    ValueError for one that data ranks cannot share.
+    """Converts the option values of a layout step to those of `kind`, for this layout.
+
+    The values' `batch` is that of all ranks. Raises ValueError if the data ranks do not divide it.
     """
     if kind is LayoutSpec:
         return {**values, "layout": (str(layout),)}
@@ -56,5 +55,5 @@ def under(layout: Layout, kind: type[AnyStep], values: Values) -> Values:
 
 def _rank_batch(batch: int, layout: Layout) -> int:
     if batch % layout.data:
-        raise ValueError(f"batch is {batch}; {layout.data} data ranks cannot share it")
+        raise ValueError(f"batch is {batch}, which {layout.data} data ranks do not divide")
     return batch // layout.data

@@ -1,6 +1,4 @@
-"""A run on disk: a folder with records.jsonl, one record a line, each safe the moment it is
-measured.
-"""
+"""A run on disk: a folder with records.jsonl, one record per line, synced after every record."""
 
 import contextlib
 import dataclasses
@@ -16,24 +14,26 @@ from stepgauge.spec.record import Record, now
 
 FILE_NAME = "records.jsonl"
 LOCK_NAME = "lock"
-FAILURES = "failures.log"  # tracebacks of what failed
+FAILURES = "failures.log"  # tracebacks of failed rows
 
 
 class StoreError(Exception):
-    """A run that cannot be read or written; the message is one sentence for the user."""
+    """The run cannot be read or written; the message is one sentence for the user."""
 
 
 class NoRunError(StoreError):
-    """A folder that is no run's."""
+    """The folder does not contain a run."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
+    """The valid records of a run, and one sentence per damaged line."""
+
     records: list[Record]
-    problems: list[str]  # one sentence a damaged line
+    problems: list[str]
 
     def latest(self) -> list[Record]:
-        """The last record of each identity, in the order in which they were first written."""
+        """Returns the last record of each identity, in the order of the first ones."""
         return list({record.identity: record for record in self.records}.values())
 
 
@@ -45,17 +45,17 @@ class RunStore:
         self.path = self.folder / FILE_NAME
 
     def require_possible(self) -> None:
-        """Raises StoreError where the folder is a file or cannot be written or made; makes nothing."""
-        there = next(
+        """Raises StoreError if the folder could not be created or written; creates nothing."""
+        existing = next(
             path for path in (self.folder, *self.folder.absolute().parents) if path.exists()
         )
-        if not there.is_dir():
-            raise StoreError(f"cannot write to {self.folder}: {there} is a file, not a folder")
-        if not os.access(there, os.W_OK | os.X_OK):
+        if not existing.is_dir():
+            raise StoreError(f"cannot write to {self.folder}: {existing} is a file, not a folder")
+        if not os.access(existing, os.W_OK | os.X_OK):
             raise StoreError(f"cannot write to {self.folder}: {os.strerror(errno.EACCES)}")
 
     def prepare(self) -> None:
-        """Makes the folder and proves that it can be written. Raises StoreError if not."""
+        """Creates the folder and checks that it is writable. Raises StoreError if not."""
         self.require_possible()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -65,9 +65,9 @@ class RunStore:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keeps other processes from measuring into the run. Raises StoreError if one does already.
+        """Locks the run against other processes. Raises StoreError if another one holds it.
 
-        A folder that was made for it, and into which nothing was written, goes again.
+        If this created the folder and nothing was written, the folder is removed at the end.
         """
         is_new = not self.folder.exists()
         with self._locked():
@@ -78,7 +78,7 @@ class RunStore:
                     self._remove_empty()
 
     def _locked(self) -> IO[str]:
-        """The lock file, locked until it is closed."""
+        """Returns the lock file, which is locked until it is closed."""
         path = self.folder / LOCK_NAME
         while True:
             self.prepare()
@@ -90,10 +90,10 @@ class RunStore:
                 raise StoreError(f"the run at {self.folder} is in use by another process") from None
             if path.exists() and os.path.samestat(path.stat(), os.fstat(lock.fileno())):
                 return lock
-            lock.close()  # another process has removed the file in between, with its folder
+            lock.close()  # meanwhile another process has removed the file with its folder
 
     def _remove_empty(self) -> None:
-        with contextlib.suppress(OSError):  # something else is there, or nothing any more
+        with contextlib.suppress(OSError):  # other files exist, or the folder is already gone
             names = {path.name for path in self.folder.iterdir()}
             if names <= {FILE_NAME, LOCK_NAME} and not self.path.stat().st_size:
                 for name in names:
@@ -101,10 +101,10 @@ class RunStore:
                 self.folder.rmdir()
 
     def append(self, record: Record) -> None:
-        """Writes the record, dated now where it has no date, and waits until the disk has it. A line
-        that does not fit is taken back whole.
+        """Appends the record, dated now if it has no date, and syncs it to disk.
 
-        Raises StoreError with the record's JSON in `args[1]`, so that the caller can still show it.
+        If the disk is full, a partly written line is removed again. Raises StoreError with the
+        record's JSON in `args[1]`, so that the caller can still show it.
         """
         line = dataclasses.replace(record, created=record.created or now()).to_json()
         try:
@@ -120,21 +120,21 @@ class RunStore:
 
     def _append_line(self, descriptor: int, line: str) -> None:
         size = os.fstat(descriptor).st_size
-        # A line that a power cut left unfinished must not swallow this one.
-        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        start = "\n" if torn else ""
+        # If a power cut left an incomplete line, start a new one.
+        is_incomplete = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        start = "\n" if is_incomplete else ""
         data = memoryview(f"{start}{line}\n".encode())
         try:
             while data:
                 data = data[os.write(descriptor, data) :]
             os.fsync(descriptor)
         except OSError:
-            with contextlib.suppress(OSError):  # the first error is the one to tell
+            with contextlib.suppress(OSError):  # report the first error
                 os.ftruncate(descriptor, size)
             raise
 
     def read(self) -> Contents:
-        """All good records, a sentence a bad line. Raises NoRunError if there is none."""
+        """Returns the valid records and the problems. Raises NoRunError if there is no run."""
         try:
             lines = self.path.read_bytes().split(b"\n")
         except FileNotFoundError:
@@ -150,5 +150,5 @@ class RunStore:
             try:
                 records += without_predicted_metrics(Record.from_json(line.decode()))
             except ValueError as error:
-                problems.append(f"{self.path} line {number} is damaged and left out: {error}")
+                problems.append(f"{self.path} line {number} is damaged and skipped: {error}")
         return Contents(records, problems)
