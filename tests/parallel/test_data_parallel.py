@@ -94,7 +94,7 @@ def test_different_models_are_told_at_the_start(two_ranks):
             "the ranks' models differ: parameter or buffer weight is float32 (3, 2) on cpu on rank 0, "
             "float32 (3, 3) on cpu on rank 1"
         )
-        assert "bias is not there on rank 0" in rank["names"]
+        assert "bias is missing on rank 0" in rank["names"]
         assert "float32 (3, 2) on cpu, frozen on rank 1" in rank["frozen"]
 
 

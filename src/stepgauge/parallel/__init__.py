@@ -1,16 +1,17 @@
-"""Takes any nn.Module and spreads its training over ranks. Knows torch.distributed and the plans in
-spec, no model.
+"""Spreads the training of any nn.Module over ranks. Uses torch.distributed and the plans in spec, and
+knows no model.
 
-A folder a way to spread it: `data_parallel`, `zero` (stages 1 and 2), `fsdp` (stage 3),
-`tensor_parallel`, `context_parallel`, `pipeline`. `wrappers` has the data-parallel ones by name,
-`layout` applies several to one network, `data_axis` wraps what each rank then has. What they share
-is beside them, in `communication` and in `autograd`.
+Each way to spread it has a folder: `data_parallel`, `zero` (stages 1 and 2), `fsdp` (stage 3),
+`tensor_parallel`, `context_parallel` and `pipeline`. `wrappers` has the data-parallel wrappers by
+name. `layout` applies several ways to one network, and `data_axis` wraps the modules that each rank
+then has. The code that they share is in `communication`, in `autograd` and in the files next to this
+one.
 """
 
 import importlib
 from typing import Any
 
-# Public names, loaded when they are first asked for.
+# Public names with their subpackages, which are imported when a name is first used.
 _HOMES = {
     "NaiveDataParallel": "data_parallel",
     "FlatDataParallel": "data_parallel",

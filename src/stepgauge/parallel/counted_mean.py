@@ -1,5 +1,5 @@
-"""A mean over all that counts, of ranks and micro-batches that have unequal parts of it: targets of
--100 count on none.
+"""Weighs the losses of ranks and micro-batches with unequal numbers of counted targets. A target of
+-100, for example, does not count.
 """
 
 import dataclasses
@@ -14,20 +14,21 @@ Count = Callable[..., float | Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class CountedMean:
-    """What means of parts weigh in the mean over ranks.
+    """Computes the weights with which the mean losses of parts make the mean over all targets.
 
-    count  of a part's targets, how many are in its mean on this rank: in all, or of each sequence,
-           which counts the parts of a batch in one call
-    group  the ranks whose gradients are averaged; None: this process alone
+    count  called with the targets of a part, returns how many of them its mean loss is over on this
+           rank: one number, or one per sequence. With one per sequence the parts of a batch are
+           counted in a single call
+    group  the ranks whose gradients are averaged; None for one process
     """
 
     count: Count
     group: dist.ProcessGroup | None = None
 
     def weights(self, parts: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
-        """Of this rank's parts, by the targets of each: the weighted sum of their means, averaged
-        over ranks, is the mean over all. NaN where nothing counts at all, as that mean is. Every
-        rank of the group must call it.
+        """Returns the weight of each of this rank's parts, given by their targets: the weighted sum of
+        the parts' mean losses, averaged over ranks, is the mean over all counted targets. NaN if
+        nothing counts on any rank, as that mean is. All ranks of the group must call it.
         """
         counts = [torch.as_tensor(self.count(*targets)).sum() for targets in parts]
         return self._weights(torch.stack(counts), device)
@@ -35,7 +36,7 @@ class CountedMean:
     def weights_of_equal(
         self, targets: Sequence[Tensor], parts: int, device: torch.device
     ) -> Tensor:
-        """`weights` of a batch in so many equal parts."""
+        """Returns the `weights` of a batch that is split into `parts` parts of equally many rows."""
         counts = torch.as_tensor(self.count(*targets))
         if counts.ndim:
             return self._weights(counts.unflatten(0, (parts, -1)).sum(1), device)
@@ -51,12 +52,14 @@ class CountedMean:
 
 
 def weighted(loss: Tensor, weight: Tensor) -> Tensor:
-    """The mean over no tokens is NaN, and counts as nothing beside others. Where nothing counts at
-    all it stays NaN, and its gradient is zero.
+    """Returns loss * weight. A loss over no targets is NaN; with a weight of 0 it counts as 0. If
+    nothing counts on any rank, the weight is NaN: the result is NaN and its gradient zero.
     """
     return torch.where(weight > 0, loss * gradient_of(weight), (weight * 0).to(loss.dtype))
 
 
 def gradient_of(weight: Tensor) -> Tensor:
-    """Of the weighted loss: not NaN where the weight is, since a loss hands it on to weights."""
+    """Returns the gradient of the weighted loss with respect to the loss. It is 0 for a weight of NaN,
+    because a loss would pass NaN on to the weights of the network.
+    """
     return weight.nan_to_num()

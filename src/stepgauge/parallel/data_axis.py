@@ -1,6 +1,6 @@
-"""The data axis of a layout: the modules of a rank, which other ranks train on other batches.
+"""The data axis of a layout: the wrapped modules of a rank, which other ranks train on other batches.
 
-A rank has one module, or the stages of a pipeline that are its own, and one optimizer for all.
+A rank has one module, or its stages of a pipeline, and one optimizer for all of them.
 """
 
 import contextlib
@@ -40,10 +40,11 @@ Modules = Mapping[int, nn.Module]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What wrappers can be told.
+    """Settings of the wrappers.
 
-    compute_dtype  what fully sharded modules compute and communicate in
-    reduce_dtype   what the others average gradients in; None: the parameters' type
+    bucket_mb      size of a bucket in MB (10^6 bytes)
+    compute_dtype  in which fully sharded modules compute and communicate
+    reduce_dtype   in which the other wrappers average gradients; None means the parameters' dtype
     """
 
     bucket_mb: float = 25.0
@@ -52,41 +53,37 @@ class Settings:
     reduce_dtype: torch.dtype | None = None
 
     @property
-    def of_messages(self) -> dict[str, Any]:
+    def of_reductions(self) -> dict[str, Any]:
         return {"group": self.group, "reduce_dtype": self.reduce_dtype}
-
-
-# Those that leave weights and optimizer whole.
-REPLICATING: Mapping[str, Callable[[nn.Module, Settings], DataParallel]] = {
-    "naive": lambda module, s: NaiveDataParallel(module, **s.of_messages),
-    "flat": lambda module, s: FlatDataParallel(module, **s.of_messages),
-    "overlapped": lambda module, s: OverlappedDataParallel(module, **s.of_messages),
-    "bucketed": lambda module, s: bucketed(module, s),
-}
 
 
 def bucketed(
     module: nn.Module, settings: Settings, owners: Mapping[str, int] | None = None
 ) -> DataParallel:
-    """Gradients in buckets, averaged on all ranks, or at their owners alone."""
+    """Wraps a module so that its gradients are reduced in buckets: on all ranks, or only at their
+    owners if `owners` are given.
+    """
     if owners is None:
-        return BucketedDataParallel(module, settings.bucket_mb, **settings.of_messages)
-    return OwnerDataParallel(
-        module,
-        settings.bucket_mb,
-        owners=owners,
-        group=settings.group,
-        reduce_dtype=settings.reduce_dtype,
-    )
+        return BucketedDataParallel(module, settings.bucket_mb, **settings.of_reductions)
+    return OwnerDataParallel(module, settings.bucket_mb, owners=owners, **settings.of_reductions)
+
+
+# The wrappers that leave weights and optimizer state whole.
+REPLICATING: Mapping[str, Callable[[nn.Module, Settings], DataParallel]] = {
+    "naive": lambda module, s: NaiveDataParallel(module, **s.of_reductions),
+    "flat": lambda module, s: FlatDataParallel(module, **s.of_reductions),
+    "overlapped": lambda module, s: OverlappedDataParallel(module, **s.of_reductions),
+    "bucketed": bucketed,
+}
 
 
 @dataclasses.dataclass
 class DataAxis:
-    """Modules under a wrapper, and their optimizer.
+    """The modules of a rank under a wrapper, and their optimizer.
 
-    modules  to call, by the stage
-    plain    the same without the wrapper: parameters by the names that they were built with
-    ranks    of the axis
+    modules  the wrapped modules, by pipeline stage
+    plain    the same modules without the wrapper: their parameters have their original names
+    ranks    number of ranks of the axis
     """
 
     modules: Modules
@@ -101,56 +98,54 @@ class DataAxis:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks have parts of the weights."""
+        """Returns True if the weights are sharded."""
         return any(isinstance(m, FullyShardedDataParallel) for m in self.modules.values())
 
-    def copies(self, gradient: Tensor) -> int:
-        """Ranks of the axis that have the same values of a gradient."""
-        is_share = isinstance(gradient, DTensor) or self._stage == 2
-        return 1 if is_share else self.ranks
-
-    @property
-    def _stage(self) -> int:
-        """Of ZeRO, where the optimizer knows it."""
-        return self.optimizer.stage if isinstance(self.optimizer, ShardedOptimizer) else 0
+    def num_copies(self, gradient: Tensor) -> int:
+        """Returns how many ranks of the axis have the same values of a gradient."""
+        optimizer = self.optimizer
+        is_owned = isinstance(optimizer, ShardedOptimizer) and optimizer.stage == 2
+        return 1 if is_owned or isinstance(gradient, DTensor) else self.ranks
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add to the gradients of this rank alone."""
+        """Inside, backward adds to the gradients of this rank only."""
         before, self.synchronises = self.synchronises, False
         try:
-            with self.quiet():
+            with self.deferring_reductions():
                 yield
         finally:
             self.synchronises = before
 
     @contextlib.contextmanager
-    def quiet(self) -> Iterator[None]:
-        """Inside, a backward sends nothing by itself: `begin` does, when a stage has had its last."""
+    def deferring_reductions(self) -> Iterator[None]:
+        """Inside, backward does not reduce gradients: `begin_reduction` does, after the last backward
+        of a stage.
+        """
         with contextlib.ExitStack() as stack:
             for replica in self.wrapped:
                 stack.enter_context(replica.no_sync())
             yield
 
     def without_communication(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing is communicated inside, but all else is done."""
+        """Skips the communication of this axis inside the context, but nothing else."""
         optimizer = [self.optimizer] if isinstance(self.optimizer, ShardedOptimizer) else []
         return without_communication([*self.wrapped, *optimizer])
 
     def communicate(self) -> None:
-        """Communicates once more what a step does, of gradients that are there."""
+        """Repeats the communication of a step, with the gradients that are in `.grad`."""
         for module in self.wrapped:
             module.synchronize_gradients()
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.broadcast_parameters()
 
     def unshard(self, stage: int) -> None:
-        """Makes the weights of a stage whole until `reshard`, where they are sharded."""
+        """Makes the weights of a stage whole until `reshard`, if they are sharded."""
         if isinstance(module := self.modules[stage], FullyShardedDataParallel):
             module.residency.unshard()
 
     def reduce(self, stage: int) -> None:
-        """Averages the gradients of a stage that is whole."""
+        """Reduces the gradients of a stage that `unshard` made whole into its shards."""
         if isinstance(module := self.modules[stage], FullyShardedDataParallel):
             module.residency.reduce()
 
@@ -158,45 +153,45 @@ class DataAxis:
         if isinstance(module := self.modules[stage], FullyShardedDataParallel):
             module.residency.reshard()
 
-    def begin(self, stage: int) -> None:
-        """Sends a stage's gradients, which no backward of this step adds to any more."""
+    def begin_reduction(self, stage: int) -> None:
+        """Starts to reduce a stage's gradients, after its last backward of a step."""
         if self.synchronises and isinstance(module := self.modules[stage], DataParallel):
             module.begin_synchronizing()
 
-    def finish(self) -> None:
-        """Waits for the gradients of all stages that `begin` has sent."""
+    def finish_reductions(self) -> None:
+        """Waits for the reductions of all stages that `begin_reduction` has started."""
         for replica in self.wrapped:
             replica.finish_synchronizing()
 
     def optimizer_state(self, names: Mapping[Tensor, str]) -> dict[str, Any]:
-        """The optimizer's state by names, of the whole axis; on its other ranks nothing or the
-        same. All ranks must call it.
+        """Returns the optimizer's state by parameter name on the first rank of the axis; on others it
+        is the same or empty. All ranks must call it.
         """
         optimizer = self.optimizer
         if isinstance(optimizer, ShardedOptimizer):
             return by_name(names, optimizer, optimizer.gathered_state_dict())
-        found = by_name(names, optimizer, optimizer.state_dict())
-        found["state"] = {
+        named = by_name(names, optimizer, optimizer.state_dict())
+        named["state"] = {
             name: {key: _gathered_on_host(value) for key, value in values.items()}
-            for name, values in found["state"].items()
+            for name, values in named["state"].items()
         }
-        return found
+        return named
 
     def own_optimizer_state(self, names: Mapping[Tensor, str]) -> dict[str, Any]:
-        """What this rank has of it."""
+        """Returns the optimizer state that this rank has, by parameter name."""
         return by_name(names, self.optimizer, self.optimizer.state_dict())
 
     def load_optimizer_state(self, names: Mapping[Tensor, str], state: dict[str, Any]) -> None:
-        """Takes what `optimizer_state` gives, on every rank."""
+        """Loads what `optimizer_state` returned, on every rank."""
         parameters = {name: parameter for parameter, name in names.items()}
         state["state"] = {
-            name: {key: _like(parameters[name], value) for key, value in values.items()}
+            name: {key: _sharded_like(parameters[name], value) for key, value in values.items()}
             for name, values in state["state"].items()
         }
         self.optimizer.load_state_dict(by_index(names, self.optimizer, state))
 
 
-def over_data(
+def build_data_axis(
     wrapper: str,
     modules: Modules,
     groups: Groups,
@@ -205,35 +200,36 @@ def over_data(
     *,
     tensor: Mapping[int, TensorParallel] | None = None,
 ) -> DataAxis:
-    """The modules under one of our wrappers over the group of the settings; under "none" as they
-    are.
+    """Wraps the modules with one of this package's wrappers over the group of the settings; "none"
+    leaves them as they are.
 
-    tensor  how each module is cut; none where there is no such axis
+    tensor  how tensor parallelism has cut each module; empty without a tensor axis
     """
     first, *others = modules.values()
     everything = nn.ModuleList([first, *others]) if others else first
-    number, cuts = WRAPPERS[wrapper].stage, tensor or {}
+    zero_stage, cuts = WRAPPERS[wrapper].stage, tensor or {}
     ranks = 1 if wrapper == "none" else dist.get_world_size(settings.group)
-    if number in (1, 2):
+    if zero_stage in (1, 2):
         sizes = {p: size for cut in cuts.values() for p, size in cut.whole_sizes()}
         sharded = ShardedOptimizer(
-            groups(everything), optimizer, stage=number, group=settings.group, sizes=sizes
+            groups(everything), optimizer, stage=zero_stage, group=settings.group, sizes=sizes
         )
-        wrapped: dict[int, nn.Module] = {
-            stage: bucketed(module, settings, sharded.owners_of(module) if number == 2 else None)
-            for stage, module in modules.items()
-        }
+        wrapped: dict[int, nn.Module] = {}
+        for stage, module in modules.items():
+            owners = sharded.owners_of(module) if zero_stage == 2 else None
+            wrapped[stage] = bucketed(module, settings, owners)
         return DataAxis(wrapped, modules, sharded, ranks)
-    sums = {stage: cut.sums for stage, cut in cuts.items()} if number == 3 else {}
+    # Under ZeRO 3 the hooks of the tensor axis move from the whole parameters to the sharded ones.
+    sums = {stage: cut.sums for stage, cut in cuts.items()} if zero_stage == 3 else {}
     for stage in sums:
         cuts[stage].hooking.remove()
     wrapped = {stage: _wrapped(wrapper, each, settings) for stage, each in modules.items()}
     for stage, of_stage in sums.items():
         _hook_shards(modules[stage], of_stage)
-    stepping = optimizer(groups(everything))
-    if number == 3:
-        require_steps_on_shards(stepping)
-    return DataAxis(wrapped, modules, stepping, ranks)
+    built = optimizer(groups(everything))
+    if zero_stage == 3:
+        require_steps_on_shards(built)
+    return DataAxis(wrapped, modules, built, ranks)
 
 
 def _wrapped(wrapper: str, module: nn.Module, settings: Settings) -> nn.Module:
@@ -245,7 +241,7 @@ def _wrapped(wrapper: str, module: nn.Module, settings: Settings) -> nn.Module:
 
 
 def _hook_shards(module: nn.Module, sums: Mapping[str, GradientSum]) -> None:
-    """Gives the hooks of the parameters that were whole to those that are sharded now."""
+    """Registers hooks that sum the sharded gradients over the tensor axis."""
     for name, parameter in module.named_parameters():
         if name in sums:
             with requiring_grad(parameter):
@@ -254,7 +250,7 @@ def _hook_shards(module: nn.Module, sums: Mapping[str, GradientSum]) -> None:
 
 def _on_shard(sum_: GradientSum) -> Callable[[DTensor], DTensor]:
     def hook(gradient: DTensor) -> DTensor:
-        if sum_.cut is None:  # each value for itself
+        if sum_.cut is None:  # all ranks have the whole parameter: its shards can be summed
             summed = sum_(gradient.to_local())
             return DTensor.from_local(
                 summed,
@@ -270,19 +266,21 @@ def _on_shard(sum_: GradientSum) -> Callable[[DTensor], DTensor]:
 
 
 def gathered(value: Any) -> Any:
-    """Whole, where it is a sharded tensor. All ranks of its mesh must call it."""
+    """Returns a sharded tensor whole, and any other value as it is. All ranks of the tensor's mesh
+    must call it.
+    """
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _gathered_on_host(value: Any) -> Any:
-    """One whole tensor after the other: a device has no room for all of them."""
+    """Returns a sharded tensor whole on the CPU, since a device may lack memory for all of them."""
     return gathered(value).cpu() if isinstance(value, DTensor) else value
 
 
-def _like(parameter: Tensor, value: Any) -> Any:
-    """A whole tensor as it lies beside the parameter; any other value as it is."""
-    is_alike = isinstance(value, Tensor) and value.shape == parameter.shape
-    if isinstance(parameter, DTensor) and is_alike:
+def _sharded_like(parameter: Tensor, value: Any) -> Any:
+    """Shards a tensor of the parameter's shape like the parameter; returns other values as they are."""
+    has_its_shape = isinstance(value, Tensor) and value.shape == parameter.shape
+    if isinstance(parameter, DTensor) and has_its_shape:
         return _shard_like(parameter, value.to(parameter.device))
     return value
 

@@ -1,5 +1,5 @@
-"""A network spread as a Layout says: stages of a pipeline, sequences and layers cut over ranks,
-copies or shards of it all on the data axis. `spread` shows the order in which that is applied.
+"""Spreads a network over the axes of a Layout. `spread` shows the order in which they are applied:
+pipeline stages, split sequences, split layers, and copies or shards of these on the data axis.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from stepgauge.parallel.context_parallel.split_sequences import SplitSequences
 from stepgauge.parallel.counted_mean import Count, CountedMean, weighted
-from stepgauge.parallel.data_axis import DataAxis, Settings, over_data
+from stepgauge.parallel.data_axis import DataAxis, Settings, build_data_axis
 from stepgauge.parallel.layout_state import LayoutState, require_own_names
 from stepgauge.parallel.pipeline import Pipeline, Tie
 from stepgauge.parallel.tensor_parallel import TensorParallel, parallelize_tensor
@@ -41,21 +41,22 @@ WithoutAxis = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Network:
-    """What a layout needs to know of a network.
+    """What a layout needs to know about a network.
 
-    build     stage i of it, on this rank's device; of a layout without a pipeline all is stage 0.
-              Called with a batch it gives the loss, the stages of a pipeline with what `cut` says
-    table     the tensor parallel rules of a stage
-    schedule  of the pipeline, over all stages; None without one
-    tied      weights that stand in two stages
-    cut       splits a batch into the tensors that the first stage takes, and those that the last
-              one takes after its inputs
-    count     of the latter, how many their batch's mean is over; None: all alike
-    context   around every forward of a pipeline, such as autocast
-    graphs    records the stages of a pipeline, as Pipeline has it
-    partial_loss  under tensor parallel, as parallelize_tensor takes it
-    cut_sequences  makes a stage that is called with whole sequences compute this rank's tokens, and
-              attend over the group's
+    build     returns stage i on this rank's device; without a pipeline, stage 0 is the whole network,
+              which is called with a batch and returns the loss
+    table     returns the tensor parallel rules of a stage
+    schedule  of the pipeline, over all stages; None without a pipeline
+    tied      weights that two stages have
+    cut       splits a batch into the inputs of the first stage and the targets, which the last stage
+              takes after its inputs
+    count     called with targets, returns how many of them the mean loss is over; None if that is the
+              same for all batches
+    context   entered around every forward of a pipeline, such as autocast
+    graphs    records the stages of a pipeline: see Pipeline
+    partial_loss   for tensor parallelism: see parallelize_tensor
+    cut_sequences  changes a stage that is called with whole sequences, so that it computes this
+              rank's tokens, and its attention uses those of the whole group
     """
 
     build: Callable[[int], nn.Module]
@@ -71,13 +72,15 @@ class Network:
 
     @property
     def tables(self) -> list[Table]:
-        """Of all stages."""
+        """The tables of all stages."""
         return [self.table(n) for n in range(self.schedule.num_stages if self.schedule else 1)]
 
     def cut_layers(
         self, stage: int, module: nn.Module, mesh: DeviceMesh, *, overlap: bool
     ) -> TensorParallel:
-        """The stage with its layers cut, in place. One table that cuts the sequence cuts it for all."""
+        """Cuts the layers of a stage, in place. If the table of one stage splits sequences, all stages
+        do.
+        """
         return parallelize_tensor(
             module,
             self.table(stage),
@@ -87,13 +90,17 @@ class Network:
             partial_loss=self.partial_loss,
         )
 
-    def mean(
+    def counted_mean(
         self, context: Sequence[SplitSequences], group: dist.ProcessGroup | None
     ) -> CountedMean | None:
-        """Over what counts on this rank, of whole sequences its tokens, and on those of the group."""
+        """Returns the mean loss over the targets that count on the ranks of the group. If sequences
+        are split, a rank counts its own tokens of whole sequences.
+        """
         count = self.count
-        if count is None or not context:
-            return count and CountedMean(count, group)
+        if count is None:
+            return None
+        if not context:
+            return CountedMean(count, group)
         return CountedMean(lambda *targets: count(*map(context[0].piece, targets)), group)
 
     def pipeline(
@@ -104,13 +111,15 @@ class Network:
         device: torch.device,
         recording: bool,
     ) -> Pipeline:
-        """This rank's stages, whose gradients leave on the data axis when they are there."""
+        """Returns the pipeline of this rank's stages. It starts to reduce the gradients of a stage over
+        the data axis after the stage's last backward.
+        """
         assert self.schedule is not None, "a pipeline has a schedule"
         return Pipeline(
             data.modules.__getitem__,
             self.schedule,
             tied=_names_under_wrappers(self.tied, data),
-            reduce=lambda stage, _: data.begin(stage),
+            reduce=lambda stage, _: data.begin_reduction(stage),
             weights=data if data.is_sharded else None,
             share=mean,
             group=mesh.get_group("pipeline"),
@@ -122,7 +131,7 @@ class Network:
 
 
 class DifferentLayoutsError(ValueError):
-    """The ranks were given different layouts, or one for another number of ranks."""
+    """The ranks have different layouts, or a layout for another number of ranks."""
 
 
 def spread(
@@ -135,22 +144,22 @@ def spread(
     device: torch.device,
     recording: bool = False,
 ) -> Parallel:
-    """The network under the layout with its optimizer, as a training step uses them. All ranks must
-    call it, and give data ranks of their own the batch that is theirs.
+    """Spreads a network over the ranks of a layout and builds its optimizer. All ranks must call it.
 
-    recording  keeps when the actions of a pipeline ran, for `Parallel.spans`
+    recording  records when the actions of a pipeline ran, for `Parallel.spans`
 
-    Raises DifferentLayoutsError, on every rank; ValueError for what does not go together.
+    Raises DifferentLayoutsError, on every rank; ValueError for a layout that the network does not
+    support.
     """
     mesh = mesh_of(layout, device.type)
-    _require_ways(layout, network)
+    _require_axes_supported(layout, network)
     stages = network.schedule.stages(mesh.get_local_rank("pipeline")) if network.schedule else [0]
     modules = {stage: network.build(stage) for stage in stages}
     pipeline_group = mesh.get_group("pipeline") if network.schedule else None
     require_own_names(modules, network.tied, pipeline_group)
     context: list[SplitSequences] = []
     if layout.context > 1:
-        assert network.cut_sequences is not None, "the network has a way of its own"
+        assert network.cut_sequences is not None, "_require_axes_supported has checked it"
         group = context_group(layout, device.type)
         context = [network.cut_sequences(module, group) for module in modules.values()]
     tensor = {
@@ -160,14 +169,14 @@ def spread(
     }
     if layout.num_replicas > 1:
         settings = dataclasses.replace(settings, group=mesh.get_group("data"))
-    mean = network.mean(context, settings.group if layout.num_replicas > 1 else None)
-    data = over_data(layout.wrapper, modules, groups, optimizer, settings, tensor=tensor)
+    mean = network.counted_mean(context, settings.group if layout.num_replicas > 1 else None)
+    data = build_data_axis(layout.wrapper, modules, groups, optimizer, settings, tensor=tensor)
     pipeline = network.pipeline(data, mean, mesh, device, recording) if network.schedule else None
-    return Spread(network, data, context, tensor, mean, pipeline, mesh, device).parallel()
+    return SpreadNetwork(network, data, context, tensor, mean, pipeline, mesh, device).parallel()
 
 
-def _require_ways(layout: Layout, network: Network) -> None:
-    """Raises ValueError for an axis that the network does not say how to spread over."""
+def _require_axes_supported(layout: Layout, network: Network) -> None:
+    """Raises ValueError for an axis of the layout for which the network has no way to spread it."""
     missing = {
         "context": network.cut_sequences is None,
         "pipeline": network.schedule is None,
@@ -180,8 +189,8 @@ def _require_ways(layout: Layout, network: Network) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Spread:
-    """A network that is spread: what `spread` made of it on this rank, axis by axis."""
+class SpreadNetwork:
+    """This rank's part of a network that `spread` has spread, axis by axis."""
 
     network: Network
     data: DataAxis
@@ -213,7 +222,7 @@ class Spread:
             load=state.load,
             loads_by_name=True,
             weight=self._weight if self.mean and self.mean.group else None,
-            mixed=self._mixed if pipeline else None,
+            forward_backward=self._forward_backward if pipeline else None,
             evaluate=self._evaluate if pipeline else None,
             spans=(lambda: pipeline.spans) if pipeline else None,
         )
@@ -223,19 +232,19 @@ class Spread:
         return self.mesh.mesh_dim_names or ()
 
     def _without_axis(self) -> dict[str, WithoutAxis]:
-        """By axis. Not of a pipeline, whose computations wait for what is sent, nor of weights that
-        are sharded.
+        """Returns the contexts for `Parallel.without_axis`. A pipeline cannot compute without the
+        tensors that are sent to it, nor a module without its sharded weights.
         """
-        found: dict[str, WithoutAxis] = {}
+        contexts: dict[str, WithoutAxis] = {}
         if self.data.wrapped:
-            found["data"] = self.data.without_communication
+            contexts["data"] = self.data.without_communication
         if self.context:
-            found["context"] = functools.partial(without_communication, self.context)
+            contexts["context"] = functools.partial(without_communication, self.context)
         if self.tensor:
-            found["tensor"] = functools.partial(
+            contexts["tensor"] = functools.partial(
                 without_communication, [cut.stream for cut in self.tensor.values()]
             )
-        return found
+        return contexts
 
     def _clip(self, max_norm: float) -> Tensor:
         repeated = self.pipeline.repeated if self.pipeline else set()
@@ -247,32 +256,34 @@ class Spread:
                     continue
                 gradients.append(gradient)
                 if id(parameter) not in repeated:
-                    copies = self.data.copies(gradient)
+                    copies = self.data.num_copies(gradient)
                     pieces = self._pieces(stage, name, gradient)
                     counted += [(copies * ranks, piece) for ranks, piece in pieces]
         return clip_whole_norm(gradients, counted, max_norm, group=None, device=self.device)
 
     def _pieces(self, stage: int, name: str, gradient: Tensor) -> list[tuple[int, Tensor]]:
-        """The pieces of a gradient, each with how many ranks of the tensor axis have it."""
-        mine, first_row = gradient, 0
+        """Returns this rank's pieces of a gradient, each with the number of ranks of the tensor axis
+        that have the same piece.
+        """
+        part, first_row = gradient, 0
         if isinstance(gradient, DTensor):
             shards = gradient.device_mesh
             first_row = shards.get_local_rank() * ceil_div(gradient.shape[0], shards.size())
-            mine = gradient.to_local()
+            part = gradient.to_local()
         if stage not in self.tensor:
-            return [(1, mine)]
-        return self.tensor[stage].counted(name, mine, first_row=first_row)
+            return [(1, part)]
+        return self.tensor[stage].counted(name, part, first_row=first_row)
 
-    def _mixed(self, batch: Batch, batches: int) -> Tensor:
-        assert self.pipeline is not None, "there are stages"
+    def _forward_backward(self, batch: Batch, batches: int) -> Tensor:
+        assert self.pipeline is not None, "the layout has a pipeline"
         inputs, targets = self.network.cut(batch)
-        with self.data.quiet():
+        with self.data.deferring_reductions():
             loss = self.pipeline.step(inputs, targets, batches=batches)
-        self.data.finish()
+        self.data.finish_reductions()
         return self._zero() if loss is None else loss.detach()
 
     def _evaluate(self, batch: Batch) -> Tensor:
-        assert self.pipeline is not None, "there are stages"
+        assert self.pipeline is not None, "the layout has a pipeline"
         loss = self.pipeline.evaluate(*self.network.cut(batch))
         weight = None if self.mean is None else self._weight(batch)
         if loss is None:
@@ -280,7 +291,7 @@ class Spread:
         return loss if weight is None else weighted(loss, weight)
 
     def _weight(self, batch: Batch) -> Tensor:
-        assert self.mean is not None, "parts count"
+        assert self.mean is not None, "batches count unequal numbers of targets"
         return self.mean.weights([self.network.cut(batch)[1]], self.device)[0]
 
     def _zero(self) -> Tensor:
@@ -288,8 +299,8 @@ class Spread:
 
 
 def mesh_of(layout: Layout, device_type: str) -> DeviceMesh:
-    """The ranks by the layout's axes, those of a sequence among those of data, since their weights
-    are kept equal together. All ranks must call it.
+    """Returns the ranks by axis of the layout. The context axis is part of the data axis, because its
+    ranks hold equal weights too. All ranks must call it.
     """
     require_one_layout(layout)
     sizes = {"pipeline": layout.pipeline, "data": layout.num_replicas, "tensor": layout.tensor}
@@ -298,30 +309,30 @@ def mesh_of(layout: Layout, device_type: str) -> DeviceMesh:
 
 
 def require_one_layout(layout: Layout) -> None:
-    """Raises DifferentLayoutsError, on every rank, where the ranks' layouts differ or are for
-    another number of ranks.
+    """Raises DifferentLayoutsError, on every rank, if the ranks' layouts differ or need another number
+    of ranks.
     """
-    given = gathered_objects(str(layout))
-    for rank, theirs in enumerate(given):
-        if theirs != given[0]:
+    layouts = gathered_objects(str(layout))
+    for rank, other in enumerate(layouts):
+        if other != layouts[0]:
             raise DifferentLayoutsError(
-                f"the ranks' layouts differ: rank 0 has {given[0]!r}, rank {rank} has {theirs!r}"
+                f"the ranks' layouts differ: rank 0 has {layouts[0]!r}, rank {rank} has {other!r}"
             )
-    if layout.ranks != len(given):
+    if layout.ranks != len(layouts):
         raise DifferentLayoutsError(
-            f"layout {str(layout)!r} is for {layout.ranks} ranks; there are {len(given)}"
+            f"layout {str(layout)!r} is for {layout.ranks} ranks; there are {len(layouts)}"
         )
 
 
 def context_group(layout: Layout, device_type: str) -> dist.ProcessGroup:
-    """The ranks with the other tokens of this rank's sequences. All ranks must call it."""
+    """Returns the ranks that share this rank's sequences. All ranks must call it."""
     axes = layout.sizes
     mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     return mesh.get_group("context")
 
 
 def _names_under_wrappers(tied: Sequence[Tie], data: DataAxis) -> list[Tie]:
-    """The ties as the wrapped modules name their parameters."""
+    """Returns the ties with the parameter names of the wrapped modules."""
     is_wrapped = any(data.modules[stage] is not data.plain[stage] for stage in data.modules)
     prefix = "module." if is_wrapped else ""
     return [[(stage, prefix + name) for stage, name in tie] for tie in tied]

@@ -1,8 +1,8 @@
-"""A layout's model and optimizer as one process would have them, and back: what a checkpoint holds,
-so that another layout can go on from it.
+"""Puts the state of a layout's model and optimizer together as one process would have it, and takes it
+apart again: a checkpoint of one layout can be loaded in another.
 
-The state is put together axis by axis, data first: each axis hands what it has gathered to its
-first rank, so that the first rank of all has the whole on its host.
+The state is gathered axis by axis, first over the data axis. Each axis gathers on its first rank, so
+that rank 0 has the whole state on its host.
 """
 
 import dataclasses
@@ -23,22 +23,21 @@ from stepgauge.runtime.world import gathered_objects
 from stepgauge.spec.plan.pipeline import ScheduleError
 
 State = dict[str, Any]
-Change = Callable[[str, Tensor], Tensor]
 Groups = list[dict[str, Any]]
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
 class LayoutState:
-    """What a rank has of a network, and how it is put together.
+    """This rank's part of the state of a network, and how the parts make the whole.
 
     data      the modules of this rank and their optimizer
-    place     of this rank on the data and tensor axes
-    tensor    how each module is cut; none where there is no such axis
+    place     this rank's index on the data and tensor axes
+    tensor    how tensor parallelism has cut each module; empty without a tensor axis
     pipeline  the group of the ranks with the other stages; None without a pipeline
-    aliases   of tied weights, the name under which the whole network's optimizer has them
+    aliases   for the other names of a tied weight, the name that the whole network's optimizer uses
 
-    Names are those of the network, without what torch.compile puts before them.
+    Names are those of the network, without the prefix that torch.compile adds.
     """
 
     data: DataAxis
@@ -48,7 +47,7 @@ class LayoutState:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def whole(self) -> State:
-        """On the first rank, and nothing on others. All ranks must call it."""
+        """Returns the whole state on rank 0, and an empty one on the others. All ranks must call it."""
         model = {}
         for name, value in self._model().items():
             part = gathered(value)
@@ -57,73 +56,76 @@ class LayoutState:
         optimizer = self.data.optimizer_state(self._names())
         if self.place.get("data"):
             return {}
-        optimizer["state"] = self._changed(optimizer["state"], self._whole)
+        optimizer["state"] = self._whole_states(optimizer["state"])
         if self.place.get("tensor"):
             return {}
         return self._of_all_stages({"model": model, "optimizer": optimizer})
 
     def share(self) -> State:
-        """What this rank has of the whole, to be written with what the others have: no rank gathers
-        it. Parts of layers are put together one by one, each for one rank of the tensor axis. All
-        ranks must call it.
+        """Returns this rank's part of the state. A checkpoint of all parts is whole, and no rank
+        gathers it. Weights that tensor parallelism has cut are put together one by one, and each is
+        in the part of one rank of the tensor axis. All ranks must call it.
         """
         model = self._model()
         optimizer = self.data.own_optimizer_state(self._names())
         if self.tensor:
             states = optimizer["state"]
-            model = self._dealt(model, lambda name: self._whole(name, gathered(model[name])))
-            optimizer["state"] = self._dealt(
-                sorted(states), lambda name: self._whole_state(name, states[name])
+            model = self._keep_own(model, lambda name: self._whole(name, gathered(model[name])))
+            optimizer["state"] = self._keep_own(
+                sorted(states), lambda name: self._gathered_state(name, states[name])
             )
         if self.pipeline is not None:
             stages: list[Groups] = gathered_objects(optimizer["param_groups"], self.pipeline)
             optimizer["param_groups"] = _merged_groups(stages)
         return {"model": model, "optimizer": optimizer}
 
-    def _dealt(self, names: Iterable[str], whole: Callable[[str], T]) -> dict[str, T]:
-        """Of what the ranks of the tensor axis put together, name by name, this rank's portion."""
+    def _keep_own(self, names: Iterable[str], whole: Callable[[str], T]) -> dict[str, T]:
+        """Calls `whole` with each name, which all ranks of the tensor axis must do, and returns every
+        N-th result: those that belong to this one of the N ranks.
+        """
         ranks = next(iter(self.tensor.values())).stream.ranks
         kept = {}
         for number, name in enumerate(names):
-            found = whole(name)
+            value = whole(name)
             if number % ranks == self.place["tensor"]:
-                kept[name] = found
+                kept[name] = value
         return kept
 
-    def _whole_state(self, name: str, values: Mapping[str, Any]) -> State:
+    def _gathered_state(self, name: str, values: Mapping[str, Any]) -> State:
+        """Returns the optimizer state of one parameter, whole."""
         whole = {key: gathered(value) for key, value in values.items()}
-        return self._changed({name: whole}, self._whole)[name]
+        return self._whole_states({name: whole})[name]
 
     def load(self, state: State) -> None:
-        """Takes what `whole` gives, on every rank. Asks for this rank's names alone, each once."""
+        """Loads what `whole` returned, on every rank. It looks up only this rank's names, each once."""
         model, shapes = state["model"], {}
         for module in self.data.plain.values():
             own = {}
             for key in module.state_dict():
                 name = plain_name(key)
-                given = model[name if name in model else self.aliases[name]]
-                own[key] = self._part(name, given)
-                if isinstance(given, Tensor):
-                    shapes[self.aliases.get(name, name)] = given.shape
+                whole = model[name if name in model else self.aliases[name]]
+                own[key] = self._part(name, whole)
+                if isinstance(whole, Tensor):
+                    shapes[self.aliases.get(name, name)] = whole.shape
             module.load_state_dict(own)
         names = self._names()
-        found = state["optimizer"]
+        optimizer = state["optimizer"]
         states = {}
         for name in names.values():
-            if name in found["state"]:
+            if name in optimizer["state"]:
                 states[name] = {
-                    key: self._part(name, value) if is_alike(value, shapes[name]) else _own(value)
-                    for key, value in found["state"][name].items()
+                    key: self._part(name, value) if has_shape(value, shapes[name]) else _copy(value)
+                    for key, value in optimizer["state"][name].items()
                 }
-        self.data.load_optimizer_state(names, {**found, "state": states})
+        self.data.load_optimizer_state(names, {**optimizer, "state": states})
 
     @property
     def _device(self) -> torch.device:
-        """Where the groups communicate."""
+        """The device on which the groups communicate."""
         return device_of(next(iter(self.data.plain.values())))
 
     def _model(self) -> State:
-        """What this rank has of the modules' state, as it lies."""
+        """Returns this rank's part of the model's state, on its device."""
         return {
             plain_name(name): value.detach() if isinstance(value, Tensor) else value
             for module in self.data.plain.values()
@@ -131,7 +133,7 @@ class LayoutState:
         }
 
     def _names(self) -> Mapping[Tensor, str]:
-        """The parameters of this rank by the names of the whole network's."""
+        """Returns the names of this rank's parameters in the whole network's optimizer."""
         names: dict[Tensor, str] = {}
         for module in self.data.plain.values():
             for key, parameter in module.named_parameters():
@@ -139,29 +141,35 @@ class LayoutState:
                 names[parameter] = self.aliases.get(name, name)
         return names
 
-    def _changed(self, states: State, change: Change) -> State:
-        """Optimizer state, its tensors of a parameter's shape changed as the parameter is, in the
-        same order on all ranks.
+    def _whole_states(self, states: State) -> State:
+        """Returns optimizer states on the host, in the same order on all ranks. Tensors of a parameter's
+        shape are put together as the parameter is.
         """
         shapes = {name: parameter.shape for parameter, name in self._names().items()}
-        changed: State = {}
+        whole: State = {}
         for name, values in sorted(states.items()):
-            changed[name] = {}
+            whole[name] = {}
             for key, value in values.items():
-                is_like_it = is_alike(value, shapes[name])
-                changed[name][key] = change(name, value) if is_like_it else _on_host(value)
-        return changed
+                has_its_shape = has_shape(value, shapes[name])
+                whole[name][key] = self._whole(name, value) if has_its_shape else _on_host(value)
+        return whole
 
     def _whole(self, name: str, part: Any) -> Any:
-        cut, own = self._cut_of(name)
-        return _on_host(cut.whole(own, part.to(self._device)) if cut else part)
+        """Gathers a value of a parameter's shape over the tensor axis, if it is cut; returns it on the
+        host.
+        """
+        cut, own_name = self._cut_of(name)
+        return _on_host(cut.whole(own_name, part.to(self._device)) if cut else part)
 
     def _part(self, name: str, whole: Any) -> Any:
-        cut, own = self._cut_of(name)
-        return _own(cut.part(own, whole) if cut else whole)
+        """Returns this rank's part of a whole value of a parameter's shape, as a copy."""
+        cut, own_name = self._cut_of(name)
+        return _copy(cut.part(own_name, whole) if cut else whole)
 
     def _cut_of(self, name: str) -> tuple[TensorParallel | None, str]:
-        """The module that is cut at the name, and the parameter's name there."""
+        """Returns the tensor-parallel module that has cut a parameter, and the parameter's name in it;
+        None if the parameter is not cut.
+        """
         tied = [own for own, first in self.aliases.items() if first == name]
         for cut in self.tensor.values():
             for own in (name, *tied):
@@ -170,6 +178,7 @@ class LayoutState:
         return None, name
 
     def _of_all_stages(self, state: State) -> State:
+        """Gathers the states of all stages on the first rank of the pipeline."""
         if self.pipeline is None:
             return state
         is_first = self.pipeline.rank() == 0
@@ -178,12 +187,12 @@ class LayoutState:
         return _merged(stages) if stages else {}
 
 
-def is_alike(value: Any, shape: torch.Size) -> bool:
+def has_shape(value: Any, shape: torch.Size) -> bool:
     return isinstance(value, Tensor) and value.shape == shape
 
 
-def _own(value: Any) -> Any:
-    """A tensor of its own: two copies of a tied weight may not share their state."""
+def _copy(value: Any) -> Any:
+    """Clones a tensor: the places of a tied weight must not share their state."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -192,12 +201,12 @@ def _on_host(value: Any) -> Any:
 
 
 def _merged(stages: list[State]) -> State:
-    """One state of the stages'."""
+    """Merges the states of all stages into one."""
     groups = _merged_groups([stage["optimizer"]["param_groups"] for stage in stages])
     return {
         "model": {name: value for stage in stages for name, value in stage["model"].items()},
         "optimizer": {
-            # the first stage's, of a weight that several have
+            # The first stage's state wins for a tied weight.
             "state": {
                 name: value
                 for stage in reversed(stages)
@@ -209,25 +218,25 @@ def _merged(stages: list[State]) -> State:
 
 
 def _merged_groups(stages: Sequence[Groups]) -> Groups:
-    """Groups of the parameters of all stages, each once."""
+    """Merges the groups of all stages; each parameter appears once."""
     groups = [dict(group) for group in stages[0]]
-    for place, group in enumerate(groups):
-        every = (name for stage in stages for name in stage[place]["params"])
-        group["params"] = list(dict.fromkeys(every))
+    for number, group in enumerate(groups):
+        names = (name for stage in stages for name in stage[number]["params"])
+        group["params"] = list(dict.fromkeys(names))
     return groups
 
 
 def require_own_names(
     modules: Mapping[int, nn.Module], tied: Sequence[Tie], pipeline: dist.ProcessGroup | None
 ) -> None:
-    """Raises ScheduleError, on every rank of the pipeline, where two stages have parameters of one
-    name that are not tied: they would not be told apart in a checkpoint.
+    """Raises ScheduleError, on every rank of the pipeline, if two stages have parameters of the same
+    name that are not tied: a checkpoint could not distinguish them.
     """
-    mine = [(stage, name) for stage, each in modules.items() for name, _ in each.named_parameters()]
-    every = [mine] if pipeline is None else gathered_objects(mine, pipeline)
-    seen: dict[str, int] = {}
-    for stage, name in sorted(itertools.chain(*every)):
-        other = seen.setdefault(name, stage)
+    own = [(stage, name) for stage, each in modules.items() for name, _ in each.named_parameters()]
+    of_all_ranks = [own] if pipeline is None else gathered_objects(own, pipeline)
+    stage_of: dict[str, int] = {}
+    for stage, name in sorted(itertools.chain(*of_all_ranks)):
+        other = stage_of.setdefault(name, stage)
         if other != stage and not any({(other, name), (stage, name)} <= set(tie) for tie in tied):
             raise ScheduleError(
                 f"stages {other} and {stage} both have a parameter {name}; give each stage's "

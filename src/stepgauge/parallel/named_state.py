@@ -1,5 +1,5 @@
-"""A module's and an optimizer's state by the names of the parameters, as one process would have them
-and as torch.distributed.checkpoint names them, and back.
+"""Reads and loads the state of a module and its optimizer by parameter name. The names are those of
+one process and of torch.distributed.checkpoint.
 """
 
 import contextlib
@@ -22,16 +22,18 @@ from stepgauge.parallel.sharding import local_part
 def state_of(
     module: nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
-    """Model and optimizer by names, as torch.distributed.checkpoint names them."""
+    """Returns the state of model and optimizer by parameter name."""
     with _without_initial_state(optimizer) as was_empty:
-        model, stepping = get_state_dict(module, optimizer, options=options)
-    return {"model": model, "optimizer": {**stepping, "state": {}} if was_empty else stepping}
+        model, of_optimizer = get_state_dict(module, optimizer, options=options)
+    if was_empty:
+        of_optimizer = {**of_optimizer, "state": {}}
+    return {"model": model, "optimizer": of_optimizer}
 
 
 @contextlib.contextmanager
 def _without_initial_state(optimizer: torch.optim.Optimizer) -> Iterator[bool]:
-    """Keeps torch from filling an empty state by a step with gradients of zero: momentum would
-    remember its weight decay. Whether the state is empty.
+    """Yields True if the optimizer's state is empty, and then keeps torch from filling it with a step
+    on zero gradients: momentum would keep the weight decay of that step.
     """
     if optimizer.state:
         yield False
@@ -50,43 +52,45 @@ def load_state(
     state: dict[str, Any],
     options: StateDictOptions | None = None,
 ) -> None:
-    """Takes what `state_of` gives. A parameter that was never used has no optimizer state."""
+    """Loads a state that `state_of` returned. A parameter that was never used has no optimizer state."""
     set_model_state_dict(module, state["model"], options=options)
-    if not state["optimizer"]["state"]:  # torch finds no device in it, and raises
+    if not state["optimizer"]["state"]:  # torch raises, because it finds no device in it
         optimizer.state.clear()
         groups = zip(optimizer.param_groups, state["optimizer"]["param_groups"], strict=True)
-        for own, given in groups:
-            own.update({name: value for name, value in given.items() if name != "params"})
+        for group, loaded in groups:
+            group.update({name: value for name, value in loaded.items() if name != "params"})
         return
     lenient = dataclasses.replace(options or StateDictOptions(), strict=False)
     with _without_gradients(module):
         set_optimizer_state_dict(module, optimizer, state["optimizer"], options=lenient)
-    copy_shared(optimizer, state["optimizer"])
+    _copy_shared(optimizer, state["optimizer"])
     for name, parameter in module.named_parameters():
-        # torch makes an initial state for it where weights are sharded
+        # torch has made an initial state for it if weights are sharded
         if plain_name(name) not in state["optimizer"]["state"]:
             optimizer.state.pop(parameter, None)
 
 
-def copy_shared(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
-    """Copies what the optimizer's state shares with what it was loaded from. torch takes tensors as
-    they are given, and two optimizers that were loaded from one state would step them both.
+def _copy_shared(optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]) -> None:
+    """Clones tensors that the optimizer's state shares with the state it was loaded from. torch loads
+    tensors without a copy, so two optimizers loaded from one state would both update them.
     """
-    of_weights = [each for values in given["state"].values() for each in values.values()]
-    storages = {_storage(each) for each in of_weights if isinstance(each, Tensor)}
+    of_weights = [each for values in loaded["state"].values() for each in values.values()]
+    addresses = {_address(each) for each in of_weights if isinstance(each, Tensor)}
     for values in optimizer.state.values():
         for name, value in values.items():
-            if isinstance(value, Tensor) and _storage(value) in storages:
+            if isinstance(value, Tensor) and _address(value) in addresses:
                 values[name] = value.clone()
 
 
-def _storage(tensor: Tensor) -> int:
+def _address(tensor: Tensor) -> int:
     return local_part(tensor).untyped_storage().data_ptr()
 
 
 @contextlib.contextmanager
 def _without_gradients(module: nn.Module) -> Iterator[None]:
-    """torch takes an optimizer for initialised where there are gradients, and loads nothing."""
+    """Removes the gradients inside the context. If there are any, torch assumes that the optimizer's
+    state is initialised, and loads nothing.
+    """
     gradients = {parameter: parameter.grad for parameter in module.parameters()}
     module.zero_grad()
     try:
@@ -97,25 +101,23 @@ def _without_gradients(module: nn.Module) -> Iterator[None]:
 
 
 def plain_name(name: str) -> str:
-    """As the module names it that torch.compile has wrapped."""
+    """Returns a parameter's name without the prefix that torch.compile adds."""
     return name.replace("_orig_mod.", "")
 
 
 def by_name(
-    names: Mapping[Tensor, str], optimizer: torch.optim.Optimizer, whole: dict[str, Any] | None
+    names: Mapping[Tensor, str], optimizer: torch.optim.Optimizer, state: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """An optimizer's whole state dict with the parameters' names for their indices; nothing of
-    nothing.
-    """
-    if whole is None:
+    """Returns the optimizer's state dict with parameter names in place of indices; {} for None."""
+    if state is None:
         return {}
     ordered = _ordered(names, optimizer)
     groups = [
         {**group, "params": [ordered[index] for index in group["params"]]}
-        for group in whole["param_groups"]
+        for group in state["param_groups"]
     ]
     return {
-        "state": {ordered[index]: values for index, values in whole["state"].items()},
+        "state": {ordered[index]: values for index, values in state["state"].items()},
         "param_groups": groups,
     }
 
@@ -123,12 +125,12 @@ def by_name(
 def by_index(
     names: Mapping[Tensor, str], optimizer: torch.optim.Optimizer, named: dict[str, Any]
 ) -> dict[str, Any]:
-    """The inverse, for the parameters in the order in which the optimizer has them."""
+    """Returns a state dict of `by_name` with indices in place of names, for this optimizer."""
     groups = optimizer.state_dict()["param_groups"]
     ordered = _ordered(names, optimizer)
-    theirs = {name: group for group in named["param_groups"] for name in group["params"]}
+    group_of = {name: group for group in named["param_groups"] for name in group["params"]}
     loaded = [
-        {**theirs[ordered[group["params"][0]]], "params": group["params"]}
+        {**group_of[ordered[group["params"][0]]], "params": group["params"]}
         if group["params"]
         else group
         for group in groups
@@ -140,5 +142,7 @@ def by_index(
 
 
 def _ordered(names: Mapping[Tensor, str], optimizer: torch.optim.Optimizer) -> list[str]:
-    """Names in the order of the optimizer's groups: an index of its state dict is a place in it."""
+    """Returns the names in the order of the optimizer's groups, which the indices in its state dict
+    refer to.
+    """
     return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]

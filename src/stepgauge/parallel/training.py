@@ -1,4 +1,4 @@
-"""What a training step asks of the way in which training is spread over ranks."""
+"""What a training step needs from the wrapper or layout that spreads it over ranks."""
 
 import contextlib
 import dataclasses
@@ -10,36 +10,41 @@ from torch import Tensor, nn
 
 from stepgauge.parallel.named_state import load_state, state_of
 
-# Splits a module's parameters into an optimizer's groups; builds the optimizer of groups.
+# Splits a module's parameters into the groups of an optimizer.
 Groups = Callable[[nn.Module], Iterable[Any]]
+# Builds an optimizer from groups.
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parallel:
     """A module to call and its optimizer, as a training step uses them. The defaults are those of
-    one process alone.
+    one process.
 
-    no_sync      in it, a backward adds to the local gradients
-    clip         scales by the norm of the whole gradient, and gives the norm before
-    without_axis  by the axes of a layout: in it, nothing is communicated over the axis but all else
-                 is done; none of those where that cannot be
-    communicate  communicates once more what a step does; None where that cannot be told apart
-    state        the whole model and optimizer, by names, alike for every way of spreading them; on
-                 rank 0, and nothing or the same on the others. All ranks must call it
-    shares       the same of this rank alone: sharded tensors, and what it has whole, alike where
-                 other ranks have it too. What all ranks give is `state`. None: rank 0 has it anyway
-    load         takes such a state on every rank
-    loads_by_name  `load` asks for model and optimizer state by name, and for this rank's names alone:
-                 they may be read then
-    weight       of a batch, what its mean on this rank weighs in the mean of the ranks' means: 1
-                 where all ranks have as many tokens that count. All ranks must call it, with their
-                 batches. None: 1
-    mixed        forward and backward of a batch where a schedule mixes them: called with the batch
-                 and how many such make the step. Its mean loss, divided by that number; zero where
-                 another rank has it. None: `module` gives the loss
-    evaluate     then, the loss of a batch of any size without gradients, or zero
-    spans        then, actions of the last step with start and end in ms
+    no_sync       context: backward inside adds to the gradients of this rank only
+    clip          scales the gradients to a norm over all ranks, and returns the norm before
+    without_axis  by axis of the layout, a context in which nothing is communicated over the axis,
+                  but everything else is done. Axes for which that is impossible are missing
+    communicate   repeats the communication of a step; None if it cannot be separated from the step
+    state         returns the whole state of model and optimizer by parameter name, the same for all
+                  wrappers and layouts, on rank 0; on other ranks it is the same or empty. All ranks
+                  must call it
+    shares        returns this rank's part of that state: its sharded tensors, and tensors that it has
+                  whole. The parts of all ranks together are `state`. None if rank 0 has everything
+    load          loads a `state`, on every rank
+    loads_by_name  True if `load` looks up only the names of this rank, so that a checkpoint can be
+                  read lazily
+    weight        called with a batch, returns the weight of its mean loss on this rank in the mean
+                  over ranks: 1 if all ranks count equally many tokens. All ranks must call it, each
+                  with its batch. None means 1
+    forward_backward  runs forward and backward of a batch if a schedule interleaves them or a graph
+                  replays them. Called with the batch and the number of batches in the step; returns
+                  the mean loss divided by that number, or zero if another rank has the loss. None if
+                  `module` returns the loss
+    evaluate      with `forward_backward`, returns the loss of a batch of any size without gradients,
+                  or zero if another rank has it
+    spans         with `forward_backward`, returns the actions of the last step with start and end in
+                  ms
     """
 
     module: nn.Module
@@ -55,7 +60,7 @@ class Parallel:
     load: Callable[[dict[str, Any]], None] | None = None
     loads_by_name: bool = False
     weight: Callable[[Sequence[Any]], Tensor] | None = None
-    mixed: Callable[[Sequence[Any], int], Tensor] | None = None
+    forward_backward: Callable[[Sequence[Any], int], Tensor] | None = None
     evaluate: Callable[[Sequence[Any]], Tensor] | None = None
     spans: Callable[[], Sequence[tuple[Any, float, float]]] | None = None
 
@@ -66,34 +71,34 @@ class Parallel:
 
 
 class Communicates(Protocol):
-    """What sends nothing, and does all else, while `communicates` is False."""
+    """An object that skips its communication, but nothing else, while `communicates` is False."""
 
     communicates: bool
 
 
 @contextlib.contextmanager
 def without_communication(parts: Iterable[Communicates]) -> Iterator[None]:
-    """In it these compute as much and send nothing: to see what sending costs."""
-    silent = list(parts)
-    for part in silent:
+    """Skips the communication of these objects inside the context, to time everything else."""
+    parts = list(parts)
+    for part in parts:
         part.communicates = False
     try:
         yield
     finally:
-        for part in silent:
+        for part in parts:
             part.communicates = True
 
 
-# How a module and its optimizer are spread: the wrapper of a name with its settings, or alone.
+# Spreads a module over ranks and builds its optimizer.
 Parallelise = Callable[[nn.Module, Groups, OptimizerClass], Parallel]
 
 
 def single_process(module: nn.Module, groups: Groups, optimizer: OptimizerClass) -> Parallel:
-    """One process with a whole model."""
-    stepping = optimizer(groups(module))
+    """Returns the module and its optimizer for training in one process."""
+    built = optimizer(groups(module))
     return Parallel(
         module=module,
-        optimizer=stepping,
-        state=lambda: state_of(module, stepping),
-        load=lambda state: load_state(module, stepping, state),
+        optimizer=built,
+        state=lambda: state_of(module, built),
+        load=lambda state: load_state(module, built, state),
     )

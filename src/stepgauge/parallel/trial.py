@@ -1,4 +1,4 @@
-"""A module that is run before training, to learn something of it, and is afterwards as it was."""
+"""Runs a module before training, to learn something about it, and leaves it as it was."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 
 @contextlib.contextmanager
-def trial(module: nn.Module, given: Iterable[Tensor]) -> Iterator[None]:
-    """Its buffers, and the random state of the host and of the devices of what it is given, stay as
-    they were: also those that it does not write but replaces, or makes.
+def trial(module: nn.Module, inputs: Iterable[Tensor]) -> Iterator[None]:
+    """Restores the module's buffers and the random state of the host and of the inputs' devices at the
+    end of the context. Buffers that the module replaced are put back, and new ones are set to None.
     """
     before = {place: (buffer, buffer.clone()) for place, buffer in _buffers(module).items()}
-    # a tensor may lie on a GPU that is only imagined
-    is_there = torch.cuda.is_available()
-    devices = {tensor.get_device() for tensor in given if tensor.is_cuda and is_there}
+    # An input may be on a GPU that is only simulated.
+    has_gpu = torch.cuda.is_available()
+    devices = {tensor.get_device() for tensor in inputs if tensor.is_cuda and has_gpu}
     with torch.random.fork_rng(sorted(devices)):
         yield
     with torch.no_grad():
@@ -26,7 +26,7 @@ def trial(module: nn.Module, given: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _buffers(module: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
-    """By the module that has it, and its name there."""
+    """Returns all buffers by the module that has it and its name there."""
     return {
         (owner, name): buffer
         for owner in module.modules()

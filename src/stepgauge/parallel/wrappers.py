@@ -1,11 +1,10 @@
-"""Data parallel training by name: ours and torch's own, behind the few calls that a training step
-makes.
+"""Data parallel training by the name of a wrapper: this package's wrappers and torch's.
 
-A wrapper takes a module and how its optimizer is built, and gives both as they are to be used.
+Each wraps a module, builds its optimizer, and returns both as a `Parallel`, which a training step uses.
 """
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -17,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from stepgauge.parallel.data_axis import REPLICATING, Settings, over_data
+from stepgauge.parallel.data_axis import REPLICATING, Settings, build_data_axis
 from stepgauge.parallel.fsdp.sharded_unit import repeated_blocks
 from stepgauge.parallel.layout_state import LayoutState
 from stepgauge.parallel.named_state import load_state, state_of
@@ -31,17 +30,17 @@ from stepgauge.parallel.training import (
 )
 from stepgauge.spec import layout
 
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-LOADED_WHOLE = StateDictOptions(full_state_dict=True)
+READ_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+LOAD_WHOLE = StateDictOptions(full_state_dict=True)
 
 
-def _ours(name: str) -> Callable[..., Parallel]:
+def _own_wrapper(name: str) -> Callable[..., Parallel]:
     wrapper = layout.WRAPPERS[name]
 
     def build(
         module: nn.Module, groups: Groups, optimizer: OptimizerClass, settings: Settings
     ) -> Parallel:
-        data = over_data(name, {0: module}, groups, optimizer, settings)
+        data = build_data_axis(name, {0: module}, groups, optimizer, settings)
         state = LayoutState(data=data, place={"data": dist.get_rank(settings.group)})
         wrapped: Any = data.modules[0]
         return Parallel(
@@ -50,7 +49,7 @@ def _ours(name: str) -> Callable[..., Parallel]:
             no_sync=data.no_sync,
             clip=wrapped.clip_gradients,
             without_axis={} if data.is_sharded else {"data": data.without_communication},
-            # Gradients that were freed elsewhere cannot be sent once more.
+            # Gradients that other ranks have freed cannot be sent again.
             communicate=None if wrapper.shards("gradients") else data.communicate,
             state=state.whole,
             shares=state.share if wrapper.stage else None,
@@ -68,7 +67,11 @@ COMPRESS = {
 
 
 def _torch_ddp(*, views: bool, zero: bool = False) -> Callable[..., Parallel]:
-    """views: gradient_as_bucket_view. The defaults of torch are without."""
+    """Returns a function that wraps a module with torch's DistributedDataParallel.
+
+    views  sets gradient_as_bucket_view
+    zero   uses torch's ZeroRedundancyOptimizer
+    """
 
     def build(
         module: nn.Module, groups: Groups, optimizer: OptimizerClass, settings: Settings
@@ -82,37 +85,48 @@ def _torch_ddp(*, views: bool, zero: bool = False) -> Callable[..., Parallel]:
         if settings.reduce_dtype is not None:
             if settings.reduce_dtype not in COMPRESS:
                 raise ValueError(
-                    f"reduce_dtype is {settings.reduce_dtype}; torch's DDP compresses to bfloat16 and float16"
+                    f"reduce_dtype is {settings.reduce_dtype}; torch's DDP supports bfloat16 and "
+                    f"float16"
                 )
             wrapped.register_comm_hook(settings.group, COMPRESS[settings.reduce_dtype])
-        if not zero:
-            stepping: torch.optim.Optimizer = optimizer(groups(module))
-        else:
-            first, *others = list(groups(module))
-            others_of_first = {name: value for name, value in first.items() if name != "params"}
-            any_callable = cast(type[torch.optim.Optimizer], optimizer)
-            stepping = ZeroRedundancyOptimizer(
-                first["params"], any_callable, process_group=settings.group, **others_of_first
-            )
-            for group in others:
-                stepping.add_param_group(group)
+        built: torch.optim.Optimizer = (
+            _zero_redundancy_optimizer(groups(module), optimizer, settings.group)
+            if zero
+            else optimizer(groups(module))
+        )
         return Parallel(
             module=wrapped,
-            optimizer=stepping,
+            optimizer=built,
             no_sync=wrapped.no_sync,
-            # What no_sync leaves out is all that is communicated.
+            # no_sync skips all of DDP's communication.
             without_axis={} if zero else {"data": wrapped.no_sync},
-            state=lambda: state_of(module, stepping),
-            load=lambda state: load_state(module, stepping, state),
+            state=lambda: state_of(module, built),
+            load=lambda state: load_state(module, built, state),
         )
 
     return build
 
 
+def _zero_redundancy_optimizer(
+    groups: Iterable[Any], optimizer: OptimizerClass, process_group: dist.ProcessGroup | None
+) -> ZeroRedundancyOptimizer:
+    first, *others = groups
+    options = {name: value for name, value in first.items() if name != "params"}
+    optimizer_class = cast(type[torch.optim.Optimizer], optimizer)
+    built = ZeroRedundancyOptimizer(
+        first["params"], optimizer_class, process_group=process_group, **options
+    )
+    for group in others:
+        built.add_param_group(group)
+    return built
+
+
 def _torch_fsdp(
     module: nn.Module, groups: Groups, optimizer: OptimizerClass, settings: Settings
 ) -> Parallel:
-    """A unit a repeated block, and one for the rest: the usual use of fully_shard."""
+    """Wraps a module as fully_shard is usually used: one unit for each repeated block, and one for the
+    rest.
+    """
     prepare_replicas(module, settings.group, may_lack_values=True)
     dtype = settings.compute_dtype
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
@@ -129,20 +143,20 @@ def _torch_fsdp(
         finally:
             module.set_requires_gradient_sync(True)  # type: ignore[operator]
 
-    stepping = optimizer(groups(module))
+    built = optimizer(groups(module))
     return Parallel(
         module=module,
-        optimizer=stepping,
+        optimizer=built,
         no_sync=no_sync,
-        state=lambda: state_of(module, stepping, WHOLE),
-        shares=lambda: state_of(module, stepping),
-        load=lambda state: load_state(module, stepping, state, LOADED_WHOLE),
+        state=lambda: state_of(module, built, READ_WHOLE),
+        shares=lambda: state_of(module, built),
+        load=lambda state: load_state(module, built, state, LOAD_WHOLE),
     )
 
 
 WRAPPERS: Mapping[str, Callable[[nn.Module, Groups, OptimizerClass, Settings], Parallel]] = {
     "none": lambda module, groups, optimizer, _: single_process(module, groups, optimizer),
-    **{name: _ours(name) for name in (*REPLICATING, "zero1", "zero2", "zero3")},
+    **{name: _own_wrapper(name) for name in (*REPLICATING, "zero1", "zero2", "zero3")},
     "torch-ddp": _torch_ddp(views=False),
     "torch-ddp-views": _torch_ddp(views=True),
     "torch-zero1": _torch_ddp(views=False, zero=True),
@@ -158,7 +172,7 @@ def parallelise(
     *,
     settings: Settings | None = None,
 ) -> Parallel:
-    """The module under the wrapper of that name, with its optimizer: one of spec.data_parallel's
-    WRAPPERS.
+    """Wraps a module with the wrapper of that name, one of spec.layout's WRAPPERS, and builds its
+    optimizer.
     """
     return WRAPPERS[name](module, groups, optimizer, settings or Settings())

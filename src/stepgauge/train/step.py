@@ -78,7 +78,7 @@ class TrainingStep:
         if until == "forward":
             return {"forward": forward_alone}
         phases = {"forward": forward, "backward": backward}
-        if self.parallel.mixed is not None:
+        if self.parallel.forward_backward is not None:
             phases = {"forward_and_backward": mixed}
         if until == "step":
             phases["optimizer"] = self.update
@@ -88,8 +88,8 @@ class TrainingStep:
         """Forward and backward of one of the `batches` whose gradients add up; its loss, divided by
         their number, or zero where another rank has it.
         """
-        if self.parallel.mixed is not None:
-            return self.parallel.mixed(batch, batches)
+        if self.parallel.forward_backward is not None:
+            return self.parallel.forward_backward(batch, batches)
         loss = self.forward(*batch) / batches
         self.backward(loss)
         return loss.detach()

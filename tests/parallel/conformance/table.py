@@ -51,7 +51,7 @@ REFUSALS = {
     ("built on the meta device and loaded", OURS[:-1]): "is on the meta device",
     ("built on the meta device and initialised", OURS[:-1]): "is on the meta device",
     ("sparse gradients", OURS): "is sparse; only dense gradients can be averaged",
-    ("an embedding with max norm", OURS): "has max_norm, which writes in forward",
+    ("an embedding with max norm", OURS): "has max_norm: its forward scales the rows",
     ("lbfgs", ZERO): "LBFGS needs all parameters together",
     ("lbfgs", ("zero3",)): "LBFGS needs whole weights",
     # what a rank has of the gradients in stage 2 is its share

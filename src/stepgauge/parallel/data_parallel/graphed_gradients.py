@@ -97,8 +97,12 @@ def recorded(parallelise: Parallelise, recorder: Recorder, context: Context) -> 
 
     def build(module: nn.Module, groups: Groups, optimizer: OptimizerClass) -> Parallel:
         parallel = parallelise(module, groups, optimizer)
-        mixed = GraphedGradients(parallel.module, recorder, context)
         # Communication is part of the graph: it can neither be skipped nor run separately.
-        return dataclasses.replace(parallel, mixed=mixed, communicate=None, without_axis={})
+        return dataclasses.replace(
+            parallel,
+            forward_backward=GraphedGradients(parallel.module, recorder, context),
+            communicate=None,
+            without_axis={},
+        )
 
     return build
