@@ -55,11 +55,11 @@ def test_the_first_blocks_keep_the_least():
 @pytest.mark.parametrize(
     ("spec", "fields", "message"),
     [
-        (StepSpec, {"phases": "forward"}, "that of a step"),
-        (TrainSpec, {"accumulation": 2}, "solved for one forward and backward a step"),
-        (LayoutSpec, {"accumulation": 2}, "solved for one forward and backward a step"),
-        (TrainSpec, {"layout": "tp2"}, "solved for data parallel ranks"),
-        (LayoutSpec, {"layout": "tp2"}, "solved for data parallel ranks"),
+        (StepSpec, {"phases": "forward"}, "--checkpointing budget needs step"),
+        (TrainSpec, {"accumulation": 2}, "--checkpointing budget needs 1"),
+        (LayoutSpec, {"accumulation": 2}, "--checkpointing budget needs 1"),
+        (TrainSpec, {"layout": "tp2"}, "supports only data parallel layouts"),
+        (LayoutSpec, {"layout": "tp2"}, "supports only data parallel layouts"),
         (DataParallelSpec, {}, "checkpointing is 'budget'; choose one of none, blocks"),
     ],
 )

@@ -117,7 +117,7 @@ class PipelineBench:
             return build_stage(spec, model, self.parts[stage], device=self.device, dtype=dtype)
 
         schedule = self._schedule
-        if not spec.is_torchs:
+        if not spec.is_torch:
             return Pipeline(
                 make,
                 schedule,

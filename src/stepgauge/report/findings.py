@@ -18,8 +18,8 @@ from stepgauge.spec.model import SIZES
 from stepgauge.spec.model_fields import NORMS
 from stepgauge.spec.options import flag_of, written
 from stepgauge.spec.record import Record
+from stepgauge.spec.turns import DEFAULT_TURNS, turns_together
 from stepgauge.spec.turns import STEP_MS as TURN_STEP_MS
-from stepgauge.spec.turns import USUAL, turns_together
 from stepgauge.spec.user_model import UserModel
 
 # Choices that do not change the trained model: their fields, with the values used as baseline.
@@ -253,7 +253,7 @@ def _idle(records: Sequence[Record]) -> Finding | None:
         "kernels at once, which can save up to this much."
     )
     modes = f"{flatten(record.spec).get('compile', 'off')} {GRAPHS}"
-    compared = command(record, "bench step", compile=modes, turns=USUAL)
+    compared = command(record, "bench step", compile=modes, turns=DEFAULT_TURNS)
     return Finding(wait, f"compile={GRAPHS}", text, compared, is_confirmed=False)
 
 
@@ -266,7 +266,7 @@ def command_in_turns(pair: Pair) -> str:
         name: f"{written(known[name], old[name])} {written(known[name], new[name])}"
         for name in changed
     }
-    return command(pair.after, **both, turns=USUAL)
+    return command(pair.after, **both, turns=DEFAULT_TURNS)
 
 
 def command(record: Record, verb: str = "", **changed: Any) -> str:

@@ -1,6 +1,4 @@
-"""A pipeline parallel step as it is asked for: network, schedule, ranks, micro-batches, and how it
-is timed.
-"""
+"""The spec of `bench pipeline`: network, schedule, ranks, micro-batches and timing."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -25,8 +23,8 @@ from stepgauge.spec.plan.stages import (
 )
 from stepgauge.spec.step import WorkSpec
 
-# torch.distributed.pipelining's own schedules, and ours of the same name.
-OF_TORCH: Mapping[str, str] = {
+# Schedules of torch.distributed.pipelining, and the name of the same schedule in this package.
+TORCH_SCHEDULES: Mapping[str, str] = {
     "torch-gpipe": "gpipe",
     "torch-1f1b": "1f1b",
     "torch-interleaved": "interleaved",
@@ -34,114 +32,121 @@ OF_TORCH: Mapping[str, str] = {
     "torch-zbv": "zbv",
     "torch-dualpipev": "dualpipev",
 }
-# Those that split backward; torch's refuse compiled modules.
+# Schedules that split backward. Torch's implementations of them refuse compiled modules.
 SPLITTING = ("zb-h1", "izb", "zbv", "dualpipev", "v-half", "v-min")
 BALANCES = (FLOPS, "count", TIME, STEP)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PipelineSpec:
-    """What `bench pipeline` runs for one row: forward and backward of a batch, no optimizer. The
-    sequence length is the model's context_length.
+    """One row of `bench pipeline`: forward and backward of a batch, without an optimizer.
+
+    The sequence length is the model's context_length.
     """
 
     kind: ClassVar[str] = "pipeline"
-    provenances: ClassVar[tuple[str, ...]] = ("modelled", "measured")  # of the rows that it has
+    provenances: ClassVar[tuple[str, ...]] = ("modelled", "measured")  # of its rows
 
     model: ModelSpec | BertSpec
-    size: str = option("custom", "preset that the model spec starts from", label=True)
+    size: str = option("custom", "Preset network", label=True)
     schedule: str = option(
         "1f1b",
-        "the order of each rank's work; torch-: torch.distributed.pipelining's own",
-        choices=(*SCHEDULES, *OF_TORCH),
+        "Pipeline schedule; torch-*: the ones of torch.distributed.pipelining",
+        choices=(*SCHEDULES, *TORCH_SCHEDULES),
         label=True,
     )
     ranks: int = option(
-        2, "processes, each with a device of its own", least=1, most=1000, label=True
+        2, "Number of processes, each on its own device", least=1, most=1000, label=True
     )
     micro_batches: int = option(
         4,
-        "parts of the batch that are on their way one after another",
+        "Number of micro-batches",
         least=1,
         most=10_000,
         flag="microbatches",
         label=True,
     )
     per_rank: int = option(
-        2, "stages a rank of interleaved schedules", least=1, most=64, label="changed"
+        2, "Stages per rank, for interleaved schedules", least=1, most=64, label="changed"
     )
     batch: int = option(
-        8, "sequences in all", least=1, most=1_000_000, label=True, named_with="context_length"
+        8,
+        "Sequences in the whole batch",
+        least=1,
+        most=1_000_000,
+        label=True,
+        named_with="context_length",
     )
     balance: str = option(
         FLOPS,
-        "how blocks are cut into stages: by their FLOPs and the head's, by their count, by time, "
-        "measured before the row (predictions: the hardware file's), or for the shortest step that "
-        "is simulated with such times",
+        "How blocks are divided among stages: by FLOPs, by count, by time (measured first; "
+        "predictions use the hardware file), or for the shortest simulated step",
         choices=BALANCES,
         label="changed",
     )
     overweight: int = option(
         0,
-        "blocks that the second stage has more than its share",
+        "Extra blocks on the second stage, to unbalance the pipeline",
         least=0,
         most=1000,
         label="changed",
     )
     precision: str = option(
         "fp32",
-        "bf16 is autocast; bf16-pure has bf16 parameters",
+        "bf16 uses autocast; bf16-pure has bf16 parameters",
         choices=("fp32", "tf32", "bf16", "bf16-pure"),
         label=True,
     )
     compile: str = option(
         "off",
-        "torch.compile of each block",
+        "torch.compile; blocks: each block",
         choices=("off", "blocks"),
         flag_value="blocks",
         label="changed",
     )
     cuda_graphs: bool = option(
         False,
-        "record forward and backward of each stage once as CUDA graphs, and replay them: for stages "
-        "that the host is too slow for; takes memory for each micro-batch in flight",
+        "Capture forward and backward of each stage in CUDA graphs and replay them, to save launch "
+        "overhead; takes memory for each micro-batch in flight",
         flag_value=True,
         label="changed",
     )
     ahead: int = option(
         AHEAD,
-        "computations between the posting of a receive and its reader",
+        "Number of computations by which a receive is posted early",
         least=0,
         most=100,
         label="changed",
     )
     transport: str = option(
         "auto",
-        "of tensors between stages: copies into the other ranks' memory, or messages of the backend",
+        "How tensors get to the next stage: copies into peer memory, or messages of the backend",
         choices=("auto", "copies", "messages"),
         label="changed",
     )
     fill: bool = option(
         False,
-        "place each W anew in the gaps that the stages' own times leave, found before the row",
+        "Move weight gradients into the idle gaps of the schedule, using measured stage times",
         flag_value=True,
         label="changed",
     )
-    warmup: int = option(3, "untimed steps first", least=1, most=100_000)
-    steps: int = option(5, "timed steps", least=1, most=1_000_000)
-    device: str = option("cpu", "cpu or cuda: each rank takes the GPU of its own number")
+    warmup: int = option(3, "Warm-up steps, not timed", least=1, most=100_000)
+    steps: int = option(5, "Timed steps", least=1, most=1_000_000)
+    device: str = option("cpu", "cpu, or cuda for one GPU per rank")
     seed: int = as_in(WorkSpec, "seed")
 
     def __post_init__(self) -> None:
         check(self)
         if self.batch % self.micro_batches:
             raise ValueError(
-                f"batch is {self.batch}; {self.micro_batches} micro-batches must divide it"
+                f"batch is {self.batch}, which {self.micro_batches} micro-batches do not divide"
             )
-        if self.is_torchs and self.ours in SPLITTING and self.compile != "off":
-            raise ValueError(f"compile is {self.compile!r}; {self.schedule} takes 'off' only")
+        if self.is_torch and self.ours in SPLITTING and self.compile != "off":
+            raise ValueError(f"compile is {self.compile!r}; {self.schedule} supports only off")
         if getattr(self.model, "block", "") == "parallel":
-            raise ValueError("block is 'parallel', which no stage has half of; choose 'pre-norm'")
+            raise ValueError(
+                "block is 'parallel', which a stage boundary cannot split: choose 'pre-norm'"
+            )
         if self.cuda_graphs and self.device.startswith("cpu"):
             raise ValueError("cuda_graphs needs a GPU; device is 'cpu'")
         if self.num_stages > self.model.num_layers:
@@ -160,20 +165,20 @@ class PipelineSpec:
         return self.batch // self.micro_batches
 
     @property
-    def is_torchs(self) -> bool:
-        return self.schedule in OF_TORCH
+    def is_torch(self) -> bool:
+        return self.schedule in TORCH_SCHEDULES
 
     @property
     def ours(self) -> str:
-        """Our schedule of the same name."""
-        return OF_TORCH.get(self.schedule, self.schedule)
+        """This package's schedule of the same name."""
+        return TORCH_SCHEDULES.get(self.schedule, self.schedule)
 
     @property
     def num_stages(self) -> int:
         return self.ranks * stages_per_rank(self.ours, self.per_rank)
 
     def plan(self) -> Schedule:
-        """The schedule, not lowered. Raises ValueError for numbers that it does not do."""
+        """Returns the schedule, not lowered. Raises ValueError for numbers that it does not support."""
         return build(
             self.ours,
             ranks=self.ranks,
@@ -183,17 +188,18 @@ class PipelineSpec:
 
     @property
     def needs_times(self) -> bool:
-        """Whether stages are cut by what parts take, measured or predicted."""
+        """True if `stages` needs the times of the network's parts."""
         return self.balance in BY_TIMES
 
     def stages(self, times: PartTimes | None = None) -> list[range]:
-        """The parts of each stage; `times` for a spec balanced by time. cost/pipeline/cuts.py has
-        those of one balanced by the step.
+        """Returns the parts of each stage.
+
+        times  required with balance "time". With balance "step", use cost/pipeline/cuts.py instead.
         """
-        assert self.balance != STEP, "whoever simulates cuts"
+        assert self.balance != STEP, "cost/pipeline/cuts.py divides those"
         layers = self.model.num_layers
         if self.balance == TIME:
-            assert times is not None, "whoever runs or predicts the spec has them"
+            assert times is not None, "the caller measures or predicts them"
             weights = times.of(layers)
         elif self.balance == "count":
             weights = [0.0, *[1.0] * (2 * layers), 0.0]
@@ -202,11 +208,11 @@ class PipelineSpec:
         return cut_parts(weights, self.plan(), overweight=self.overweight)
 
     def describe_stages(self, parts: list[range], times: str) -> str:
-        """For the note of a row whose `times` of parts are measured or predicted."""
+        """Returns the note of a row about its stages; `times`: "measured" or "predicted"."""
         return describe_balance(parts, "parts", balance=self.balance, times=times)
 
     def canonical(self) -> Self:
-        """With defaults for the options that the schedule does not look at."""
-        own = dict.fromkeys(("ahead", "transport", "cuda_graphs"), not self.is_torchs)
-        own["fill"] = not self.is_torchs and self.ours in SPLITTING
+        """Resets options that have no effect on the schedule."""
+        own = dict.fromkeys(("ahead", "transport", "cuda_graphs"), not self.is_torch)
+        own["fill"] = not self.is_torch and self.ours in SPLITTING
         return with_defaults(self, {"per_rank": self.ours in LOOPED, **own})

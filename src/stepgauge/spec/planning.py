@@ -1,4 +1,4 @@
-"""What `plan` is asked: a network, GPUs, a batch, and how the step computes."""
+"""The spec of `plan`: a network, GPUs, a batch, and the settings of the step."""
 
 import dataclasses
 import re
@@ -9,48 +9,50 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import PRECISIONS, WorkSpec
 from stepgauge.spec.user_model import UserModel
 
-USUAL_BATCH = 1024
+DEFAULT_BATCH = 1024
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanSpec:
-    """A training run to be laid out. The sequence length is the model's context_length.
+    """A training run for which to rank layouts. The sequence length is the model's context_length.
 
-    A user's network brings the batch of a rank: its global batch is a number of those.
+    A user's model brings a batch; its global batch counts such batches.
 
-    Raises ValueError for a number of tokens that is none, or less than a step's.
+    Raises ValueError for an invalid number of tokens, or one below that of a single step.
     """
 
     kind: ClassVar[str] = "plan"
 
     model: ModelSpec | UserModel
-    size: str = option("custom", "preset that the model spec starts from", label=True)
-    gpus: int = option(8, "accelerators in all", least=1, most=100_000)
+    size: str = option("custom", "Preset network", label=True)
+    gpus: int = option(8, "Total number of accelerators", least=1, most=100_000)
     global_batch: int = option(
         0,
-        f"sequences of a step, of all ranks, 0: {USUAL_BATCH}; of your own network, which brings "
-        "the batch of a rank, such batches, 0: one a rank",
+        f"Sequences per step, over all ranks; 0: {DEFAULT_BATCH}. For your own model: the number of "
+        "its batches per step; 0: one per rank",
         least=0,
         most=10_000_000,
     )
-    tokens: str = option("0", "tokens to train on: 300B; 0: no days are given")
+    tokens: str = option(
+        "0", "Tokens of the whole training run, such as 300B; 0: do not estimate its days"
+    )
     precision: str = as_in(WorkSpec, "precision", choices=PRECISIONS)
     compile: str = as_in(WorkSpec, "compile")
     optimizer: str = as_in(WorkSpec, "optimizer")
-    device: str = option("cuda", "cpu or cuda; without it that of the hardware file")
+    device: str = option("cuda", "cpu or cuda; default: the device of the hardware file")
 
     def __post_init__(self) -> None:
         check(self)
-        usual = USUAL_BATCH
+        default_batch = DEFAULT_BATCH
         if isinstance(self.model, UserModel):
-            usual = self.gpus
+            default_batch = self.gpus
             object.__setattr__(self, "size", self.model.factory)
             if self.num_tokens:
                 raise ValueError(
-                    f"tokens is {self.tokens!r}; those of a user's model are not known"
+                    f"tokens is {self.tokens!r}; the tokens of a user's model are not known"
                 )
-        object.__setattr__(self, "global_batch", self.global_batch or usual)
+        object.__setattr__(self, "global_batch", self.global_batch or default_batch)
         if self.num_tokens:
             step = self.global_batch * self.network.context_length
             if self.num_tokens < step:
@@ -58,7 +60,7 @@ class PlanSpec:
 
     @property
     def network(self) -> ModelSpec:
-        """The model, where its shape is known: of a user's it is not."""
+        """The model, which must not be a user's, because its shape must be known."""
         assert isinstance(self.model, ModelSpec)
         return self.model
 

@@ -1,62 +1,62 @@
-"""A measured record and its prediction: two records of one thing asked, shown as one row."""
+"""Pairs measured records with their predictions, so that both are shown in one row."""
 
 import dataclasses
 from collections.abc import Sequence
 
 from stepgauge.spec.record import Record
 
-OLD = "predicted_"
+OLD = "predicted_"  # prefix of metrics in records from before predictions had their own
 STEP = "step_ms"
 BEFORE, AFTER = "predicted before it was measured", "predicted after it was measured"
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One thing asked: its measurement, or the prediction where that is all, and the prediction."""
+    """A record and its prediction. Without a measurement, both are the prediction."""
 
     record: Record
     prediction: Record | None = None
 
     @property
     def shown(self) -> Record:
-        """The record with figures: of what did not fit, the prediction."""
+        """The record with metrics: the prediction if the measurement failed."""
         return self.record if self.record.metrics else self.prediction or self.record
 
     def error(self, metric: str) -> float | None:
-        """Signed fraction by which the prediction is off, None where either has no such figure."""
+        """Returns predicted / measured - 1, or None if either has no such metric."""
         predicted = self.prediction.median(metric) if self.prediction else None
         measured = self.record.median(metric) if self.record.provenance == "measured" else None
         return predicted / measured - 1 if predicted and measured else None
 
 
 def caveat(prediction: Record | None) -> str:
-    """What is to be known of a prediction that stands beside a measurement, beyond that it was made
-    in time; or "".
-    """
+    """Returns the prediction's note without the fact that it was made before the measurement."""
     note = prediction.note if prediction else ""
-    said = note.removeprefix(BEFORE).lstrip("; ")
-    return f"prediction: {said}" if said and note.startswith(BEFORE) else said
+    rest = note.removeprefix(BEFORE).lstrip("; ")
+    return f"prediction: {rest}" if rest and note.startswith(BEFORE) else rest
 
 
 def paired(records: Sequence[Record]) -> list[Row]:
-    """Each measured record with the prediction of the same thing for the same place, and what is
-    predicted alone, in the order of the records.
+    """Pairs each measured record with the prediction of the same spec in the same place.
+
+    Predictions without a measurement are rows, too. The rows are in the order of the records.
     """
     rows: dict[tuple[str, ...], Row] = {}
     for record in records:
-        name = (record.key, *record.place)
-        known = rows.get(name)
+        identity = (record.key, *record.place)
+        row = rows.get(identity)
         if record.provenance == "modelled":
-            shown = known.record if known and known.record.provenance != "modelled" else record
-            rows[name] = Row(shown, record)
+            shown = row.record if row and row.record.provenance != "modelled" else record
+            rows[identity] = Row(shown, record)
         else:
-            rows[name] = Row(record, known.prediction if known else None)
+            rows[identity] = Row(record, row.prediction if row else None)
     return list(rows.values())
 
 
 def steps_beside(records: Sequence[Record]) -> list[Row]:
-    """Each record; those of measured steps with the last prediction of the same step for the same
-    device. Predictions of what was measured are no rows of their own.
+    """Pairs each measured step with the last prediction of the same step for the same device.
+
+    All other records are rows of their own, except predictions of steps that were measured.
     """
     measured: dict[str, list[Record]] = {}
     modelled: dict[str, list[Record]] = {}
@@ -67,43 +67,44 @@ def steps_beside(records: Sequence[Record]) -> list[Row]:
             modelled.setdefault(record.key, []).append(record)
     rows = []
     for record in records:
-        found = None
+        prediction = None
         if record.provenance == "measured":
-            known = [p for p in modelled.get(record.key, ()) if is_for(p, record)]
-            found = known[-1] if known else None
+            predictions = [p for p in modelled.get(record.key, ()) if is_for(p, record)]
+            prediction = predictions[-1] if predictions else None
         is_prediction = record.provenance == "modelled" and STEP in record.metrics
         if is_prediction and any(is_for(record, row) for row in measured.get(record.key, ())):
             continue
-        rows.append(Row(record, found))
+        rows.append(Row(record, prediction))
     return rows
 
 
 def is_for(prediction: Record, measured: Record) -> bool:
-    """Whether the prediction is of the device that the row was measured on, as far as both are
-    known.
-    """
-    predicted, here = (r.environment.get("device") for r in (prediction, measured))
-    return not predicted or not here or predicted == here
+    """Returns True unless the prediction is known to be for another device than the measured one."""
+    devices = {r.environment.get("device") for r in (prediction, measured)} - {None, ""}
+    return len(devices) <= 1
 
 
 def without_predicted_metrics(record: Record) -> list[Record]:
-    """The record as what it was when predictions had no records of their own: metrics named
-    predicted_* become a modelled record, and a row that did not fit is told apart from the
-    prediction that it held.
+    """Splits an older record that contains its prediction into a measured and a modelled record.
+
+    Older measured records hold the prediction in metrics named predicted_*. Older rows that did not
+    fit into memory hold the prediction in their place.
     """
     if not any(name.startswith(OLD) for name in record.metrics):
         return [record]
-    own = {n: sample for n, sample in record.metrics.items() if not n.startswith(OLD)}
+    metrics = {n: sample for n, sample in record.metrics.items() if not n.startswith(OLD)}
     if record.provenance == "modelled":
-        prediction = dataclasses.replace(record, metrics=own, status="ok", note="")
-        lost = dataclasses.replace(record, metrics={}, series={}, tables={}, provenance="measured")
-        return [prediction] if record.status == "ok" else [prediction, lost]
-    figures = {
+        prediction = dataclasses.replace(record, metrics=metrics, status="ok", note="")
+        failed = dataclasses.replace(
+            record, metrics={}, series={}, tables={}, provenance="measured"
+        )
+        return [prediction] if record.status == "ok" else [prediction, failed]
+    predicted = {
         name.removeprefix(OLD): sample
         for name, sample in record.metrics.items()
         if name.startswith(OLD) and not name.endswith("_error")
     }
     prediction = dataclasses.replace(
-        record, metrics=figures, series={}, tables={}, provenance="modelled"
+        record, metrics=predicted, series={}, tables={}, provenance="modelled"
     )
-    return [prediction, dataclasses.replace(record, metrics=own)]
+    return [prediction, dataclasses.replace(record, metrics=metrics)]

@@ -1,5 +1,6 @@
-"""One record type for everything that was measured, modelled or published. Tables, plots and
-comparisons are views.
+"""The one record type for everything measured, modelled or published.
+
+Tables, plots and comparisons are views of records.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ STATUSES = ("ok", "oom", "failed")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A figure and its spread. A figure that has none (a byte count, a published value) has n = 1."""
+    """Statistics of a metric. An exact value, such as a byte count or a published one, has n = 1."""
 
     unit: str
     n: int
@@ -31,7 +32,7 @@ class Sample:
 
     @classmethod
     def of(cls, values: Iterable[float], unit: str) -> Self:
-        """Statistics of at least one value; std of the sample (n - 1), linear percentiles."""
+        """Returns statistics of at least one value: sample std (n - 1), interpolated percentiles."""
         ordered = sorted(values)
         if not ordered:
             raise ValueError("a sample needs at least one value")
@@ -47,6 +48,7 @@ class Sample:
 
     @classmethod
     def exact(cls, value: float, unit: str) -> Self:
+        """Returns the sample of one exact value."""
         return cls.of([value], unit)
 
 
@@ -57,23 +59,23 @@ def _percentile(ordered: list[float], fraction: float) -> float:
 
 
 def now() -> str:
-    """ISO 8601, UTC, to the second: the date of a record."""
+    """Returns the current time as records have it: ISO 8601 in UTC, to the second."""
     return datetime.now(UTC).isoformat("T", "seconds")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """What was run, where, and what came out.
+    """A spec, where it ran, and the results.
 
-    kind         which measurement: "step", "train", ...
-    spec         what was asked, as plain JSON values; nested specs nested
-    metrics      name -> Sample; names carry their unit: step_ms, peak_bytes
+    kind         kind of the spec: "step", "train", ...
+    spec         the spec as JSON values; nested specs are nested objects
+    metrics      name -> Sample; the name ends in the unit: step_ms, peak_bytes
     series       name -> values, for curves
-    tables       name -> rows, the first the headings, for what figures alone do not say
+    tables       name -> rows, the first being the headings, for other results
     environment  machine, versions, commit
-    provenance   one of PROVENANCES; published records name their `source`
-    status       "ok", "oom" (did not fit) or "failed"; `note` then says why in one sentence
-    created      as `now` gives it
+    provenance   one of PROVENANCES; published records also have a `source`
+    status       "ok", "oom" (out of memory) or "failed"; `note` then has one sentence on the reason
+    created      date as returned by `now`
     """
 
     kind: str
@@ -98,53 +100,53 @@ class Record:
 
     @classmethod
     def of(cls, spec: Any, **fields: Any) -> Self:
-        """The record of a spec, a dataclass with a `kind`."""
+        """Returns a record of the spec, which is a dataclass with a `kind`."""
         return cls(kind=spec.kind, spec=dataclasses.asdict(spec), **fields)
 
     @property
     def key(self) -> str:
-        """Equal for two records of the same thing asked: what pairs a prediction with its
-        measurement, and the rows of two runs.
+        """Equal for two records of the same spec.
+
+        It pairs predictions with measurements, and the rows of two runs.
         """
         return f"{self.kind} {json.dumps(self.spec, sort_keys=True)}"
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """What tells records apart: what was asked, measured or modelled or published, and where.
-
-        A record replaces an earlier one of the same identity, and only that.
-        """
+        """Spec, provenance and place. A record replaces earlier ones with the same identity."""
         return (self.key, self.provenance, self.source, *self.place)
 
     @property
     def place(self) -> tuple[str, ...]:
-        """Where a row holds: device, torch version and on a CPU the number of threads; of a
-        modelled row also the hardware file that it was computed from.
-        """
+        """Device and torch version; on a CPU also threads; for predictions also the hardware file."""
         names = ["device", "torch", "hardware"]
         if self.environment.get("device") == self.environment.get("cpu"):
             names.append("threads")
         return tuple(str(self.environment.get(name, "")) for name in names)
 
     def median(self, metric: str) -> float | None:
+        """Returns the median of the metric, or None if the record does not have it."""
         sample = self.metrics.get(metric)
         return sample.median if sample else None
 
     def to_dict(self) -> dict[str, Any]:
-        """What to_json writes."""
+        """Returns the content of the record's JSON."""
         return {"schema": SCHEMA, **dataclasses.asdict(self)}
 
     def to_json(self) -> str:
-        """One line, without NaN or infinity, that from_json reads back to an equal record."""
+        """Returns one line of JSON that from_json turns into an equal record.
+
+        Raises ValueError for NaN and infinity.
+        """
         return json.dumps(self.to_dict(), allow_nan=False)
 
     @classmethod
     def from_json(cls, line: str) -> Self:
-        """Raises ValueError for text that is no record of this schema."""
+        """Reads the output of to_json. Raises ValueError if it is not a record of this schema."""
         try:
             value = json.loads(line, parse_constant=_refuse)
         except json.JSONDecodeError:
-            raise ValueError("it is no JSON") from None
+            raise ValueError("it is not JSON") from None
         if not isinstance(value, dict) or value.pop("schema", None) != SCHEMA:
             raise ValueError(f"not a record of schema {SCHEMA}")
         try:
@@ -159,18 +161,18 @@ class Record:
         return dataclasses.replace(record, spec=completed(record.kind, record.spec))
 
     def check(self) -> None:
-        """Raises ValueError where a field has not the type that it should."""
+        """Raises ValueError if a field has the wrong type."""
         for name in ("spec", "series", "tables", "environment"):
             if not isinstance(getattr(self, name), Mapping):
-                raise ValueError(f"not a record: {name} is no object")
+                raise ValueError(f"not a record: {name} is not an object")
         for name in ("kind", "provenance", "source", "status", "note", "created"):
             if not isinstance(getattr(self, name), str):
-                raise ValueError(f"not a record: {name} is no text")
+                raise ValueError(f"not a record: {name} is not text")
         for name, sample in self.metrics.items():
             figures = (sample.n, sample.mean, sample.std, sample.median, sample.p10, sample.p90)
             if not all(isinstance(figure, int | float) for figure in figures):
-                raise ValueError(f"not a record: {name} has figures that are no numbers")
+                raise ValueError(f"not a record: {name} has values that are not numbers")
 
 
 def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is no figure")
+    raise ValueError(f"{constant} is not a number")

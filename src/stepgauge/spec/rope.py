@@ -1,14 +1,14 @@
-"""How rotary angles are stretched, so that a network reads a longer context than it was trained on.
+"""Scaling of rotary angles, so that a network can read longer contexts than it was trained on.
 
-A scaling is written as its kind and its numbers: "linear:4", "llama3:32:1:4:8192".
+A scaling is written as its kind and its parameters: "linear:4", "llama3:32:1:4:8192".
 """
 
 import dataclasses
 import math
 from typing import Self
 
-# Of each kind, what its numbers are. Kinds without numbers are known by name alone: a network can
-# be counted with them, and is refused when it is built.
+# The parameters of each kind. "dynamic", "longrope" and "yarn" are known only by name: their networks
+# can be counted but not built.
 SCALINGS = {
     "none": (),
     "linear": ("factor",),
@@ -22,12 +22,14 @@ RUNNABLE = ("none", "linear", "llama3")
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
+    """A kind in SCALINGS with the values of its parameters."""
+
     kind: str
     numbers: tuple[float, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises ValueError for a text that names no scaling."""
+        """Reads the written form. Raises ValueError if it is not a scaling."""
         kind, *rest = text.split(":")
         names = SCALINGS.get(kind)
         if names is None:
@@ -45,17 +47,17 @@ class RopeScaling:
         return ":".join([self.kind, *(f"{number:g}" for number in self.numbers)])
 
     def frequency(self, frequency: float) -> float:
-        """The angle a position, in radians, that takes the place of this one.
+        """Returns the scaled frequency, in radians per position.
 
-        linear divides by the factor (Chen et al. 2023). llama3 divides that of waves longer than
-        context / low, leaves that of waves shorter than context / high, and blends between them
-        (Llama 3.1).
+        linear divides it by the factor (Chen et al. 2023). llama3 divides frequencies with a
+        wavelength above context / low, keeps those with a wavelength below context / high, and
+        interpolates between the two (Llama 3.1).
         """
         if self.kind == "linear":
             return frequency / self.numbers[0]
         if self.kind != "llama3":
             return frequency
         factor, low, high, context = self.numbers
-        waves = context * frequency / (2 * math.pi)  # in the context that it was trained on
+        waves = context * frequency / (2 * math.pi)  # wavelengths per original context
         kept = min(1.0, max(0.0, (waves - low) / (high - low)))
         return kept * frequency + (1 - kept) * frequency / factor

@@ -1,11 +1,11 @@
-"""What a machine is made of, as far as moving bytes goes."""
+"""The parts of a machine that matter for moving data: NUMA nodes, network interfaces and GPUs."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class Interface:
-    """A network interface. `bytes_per_s` as its driver states it, None where it does not."""
+    """A network interface. `bytes_per_s` is what its driver reports, or None."""
 
     name: str
     is_up: bool
@@ -15,14 +15,16 @@ class Interface:
 
 @dataclasses.dataclass(frozen=True)
 class NumaNode:
+    """A NUMA node. `cores` is in the kernel's notation: 0-15,32-47."""
+
     index: int
-    cores: str  # as the kernel writes them: 0-15,32-47
+    cores: str
     memory_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """`affinity` are the cores next to it; PCIe as it is linked now, and at most."""
+    """A GPU. `affinity` are the cores close to it; `pcie` is its current link and its maximum."""
 
     index: int
     name: str
@@ -37,7 +39,11 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """links (i, j), i < j: how two GPUs reach each other, as nvidia-smi topo names it."""
+    """The topology of a machine.
+
+    links         (i, j) with i < j -> connection of two GPUs, as nvidia-smi topo names it
+    without_gpus  if no GPUs are listed, one sentence on the reason
+    """
 
     host: str
     cpu: str
@@ -46,4 +52,4 @@ class Topology:
     interfaces: list[Interface]
     gpus: list[Gpu]
     links: dict[tuple[int, int], str]
-    without_gpus: str  # why none are listed, one sentence
+    without_gpus: str

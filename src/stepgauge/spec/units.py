@@ -1,4 +1,4 @@
-"""Units of memory, in bytes, and of losses; whole numbers that are rounded up."""
+"""Units of memory and loss, and integer division that rounds up."""
 
 import math
 
@@ -8,10 +8,10 @@ NATS_PER_BIT = math.log(2)
 
 
 def ceil_div(whole: int, part: int) -> int:
-    """How many parts hold the whole."""
+    """Returns whole / part, rounded up."""
     return -(-whole // part)
 
 
 def round_up(size: int, multiple: int) -> int:
-    """The least multiple that is not below the size."""
+    """Returns the smallest multiple that is at least `size`."""
     return ceil_div(size, multiple) * multiple
