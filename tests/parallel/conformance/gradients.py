@@ -1,9 +1,16 @@
-"""What people do with gradients."""
+"""Behaviours: what users do with gradients."""
 
 import contextlib
 
 import torch
-from tests.parallel.conformance.networks import Block, Critic, Meeting, Mixed, Net, Odd
+from tests.parallel.conformance.networks import (
+    Block,
+    Critic,
+    MeetsInBackward,
+    MixedDtypes,
+    Net,
+    OddShapes,
+)
 from tests.parallel.conformance.training import (
     SGD,
     FailedError,
@@ -58,7 +65,7 @@ def zero_grad_between_no_sync_and_backward(setup):
     return t.results()
 
 
-def weights_that_only_no_sync_used(setup):
+def weights_used_only_under_no_sync(setup):
     t = Training(setup, Net())
     with t.parallel.no_sync():
         t.backward(0)
@@ -161,7 +168,9 @@ def two_forwards_then_their_backwards(setup):
 
 
 def a_graph_kept_over_a_step(setup):
-    """The weights that it needs are not there any more. All are one rank's where they have owners."""
+    """The kept graph needs weights from before the step. Under ZeRO 1 and 2 the single weight has
+    one owner.
+    """
     torch.manual_seed(0)
     t = Training(setup, nn.Linear(6, 6, bias=False).double())
     given = batch(1, 0).requires_grad_()
@@ -171,7 +180,7 @@ def a_graph_kept_over_a_step(setup):
         torch.autograd.grad(kept, given)
     except RuntimeError:
         return t.results()
-    raise AssertionError("it computed with other weights than forward")
+    raise AssertionError("backward used weights that were not those of forward")
 
 
 def one_backward_of_two_forwards(setup):
@@ -182,7 +191,7 @@ def one_backward_of_two_forwards(setup):
     return t.results()
 
 
-def losses_that_reach_parts_of_the_module(setup):
+def losses_that_use_parts_of_the_module(setup):
     t = Training(setup, Net())
     for step in range(2):
         t.optimizer.zero_grad()
@@ -233,14 +242,14 @@ def one_gradient_set_to_none(setup):
 
 
 def gradients_held_across_backward(setup):
-    """Somebody keeps `.grad` and looks at it after the next backward."""
+    """The user keeps `.grad` and reads it after the next backward."""
     t = Training(setup, Net())
     t.backward(0)
     held = {n: p.grad for n, p in t.inner.named_parameters() if p.grad is not None}
     t.backward(1)
     parameters = dict(t.inner.named_parameters())
     for name, gradient in held.items():
-        assert whole(gradient).equal(whole(parameters[name].grad)), f"{name} is another tensor"
+        assert whole(gradient).equal(whole(parameters[name].grad)), f"{name}.grad was replaced"
     t.step()
     return t.results()
 
@@ -256,8 +265,8 @@ def gradients_in_a_buffer_of_the_user(setup):
     return {"flat": flat.clone()}
 
 
-def gradients_that_are_there_before_the_first_backward(setup):
-    """Alike on all ranks, of weights that backward uses and of one that it does not."""
+def gradients_set_before_the_first_backward(setup):
+    """Equal on all ranks, for weights that backward uses and one that it does not."""
     t = Training(setup, Net())
     for parameter in t.inner.parameters():
         parameter.grad = torch.full_like(parameter, 0.25)
@@ -267,7 +276,7 @@ def gradients_that_are_there_before_the_first_backward(setup):
     return t.results()
 
 
-def gradients_that_are_there_before_wrapping(setup):
+def gradients_set_before_wrapping(setup):
     network = Net()
     for parameter in network.parameters():
         parameter.grad = torch.full_like(parameter, 0.25)
@@ -277,8 +286,8 @@ def gradients_that_are_there_before_wrapping(setup):
     return t.results()
 
 
-def a_gradient_that_is_there_of_a_module_with_one_weight(setup):
-    """It is all one rank's where whole weights have owners."""
+def a_gradient_set_before_backward_of_a_module_with_one_weight(setup):
+    """Under ZeRO 1 and 2 the single weight has one owner."""
     torch.manual_seed(0)
     t = Training(setup, nn.Linear(6, 6, bias=False).double())
     t.inner.weight.grad = torch.full_like(t.inner.weight, 0.25)
@@ -325,14 +334,16 @@ def clip_grad_norm_of_torch(setup):
 def clip_grad_value_of_torch(setup):
     t = Training(setup, Net())
     t.backward(0)
-    if any(p.grad is not None for p in t.module.parameters()):  # torch's function raises for none
+    if any(
+        p.grad is not None for p in t.module.parameters()
+    ):  # torch's function raises without any
         nn.utils.clip_grad_value_(t.module.parameters(), 0.01)
     t.step()
     return t.results()
 
 
-def clip_of_mixed_types(setup):
-    t = Training(setup, Mixed())
+def clip_of_mixed_dtypes(setup):
+    t = Training(setup, MixedDtypes())
     norms = {}
     for step in range(2):
         t.optimizer.zero_grad()
@@ -342,7 +353,7 @@ def clip_of_mixed_types(setup):
     return t.results() | norms
 
 
-def a_norm_is_logged(setup):
+def a_gradient_norm_that_is_logged(setup):
     t = Training(setup, Net())
     t.backward(0)
     norm = t.gradient_norm()
@@ -350,7 +361,7 @@ def a_norm_is_logged(setup):
     return t.results() | {"norm": norm}
 
 
-def a_backward_that_fails_and_is_zeroed(setup):
+def a_failed_backward_then_zeroed(setup):
     t = Training(setup, Net())
     t.train(0)
     t.optimizer.zero_grad()
@@ -359,7 +370,7 @@ def a_backward_that_fails_and_is_zeroed(setup):
     return t.results()
 
 
-def a_backward_that_fails_and_is_zeroed_in_place(setup):
+def a_failed_backward_then_zeroed_in_place(setup):
     t = Training(setup, Net())
     t.train(0)
     t.backward_that_fails(1)
@@ -369,7 +380,7 @@ def a_backward_that_fails_and_is_zeroed_in_place(setup):
     return t.results()
 
 
-def a_backward_that_fails_and_counts(setup):
+def a_failed_backward_whose_gradients_are_used(setup):
     t = Training(setup, Net())
     t.train(0)
     t.backward_that_fails(1)
@@ -378,7 +389,7 @@ def a_backward_that_fails_and_counts(setup):
     return t.results()
 
 
-def a_forward_that_fails(setup):
+def a_failed_forward(setup):
     t = Training(setup, Net())
     t.train(0)
 
@@ -394,7 +405,7 @@ def a_forward_that_fails(setup):
 
 
 def a_gan(setup):
-    """The critic's gradients of the generator's loss are thrown away."""
+    """The gradients of the generator's loss with respect to the critic are discarded."""
     generator, critic = Training(setup, Net()), Training(setup, Critic())
 
     def critic_loss(step, rank):
@@ -442,7 +453,7 @@ def gradient_penalty(setup):
 
 
 def autograd_grad_of_weights(setup):
-    """torch.autograd.grad leaves `.grad` alone: each rank gets what it asked for."""
+    """torch.autograd.grad does not change `.grad`, and each rank gets its own gradients."""
     t = Training(setup, Net())
     for rank in setup.batches:
         torch.autograd.grad(t.loss(0, rank), t.parameter("head.weight"), allow_unused=False)
@@ -479,7 +490,7 @@ def _double(parameter):
     parameter.grad.mul_(2)
 
 
-def hooks_of_before_wrapping(setup):
+def hooks_registered_before_wrapping(setup):
     network = Net()
     network.head.weight.register_hook(lambda gradient: gradient * 3)
     network.blocks[0].linear.weight.register_post_accumulate_grad_hook(_double)
@@ -492,7 +503,7 @@ def hooks_of_before_wrapping(setup):
 
 
 def a_hook_after_accumulation(setup):
-    """What it does to `.grad` holds; it may run before or after the average."""
+    """The hook's change of `.grad` has an effect, whether it runs before or after the reduction."""
     t = Training(setup, Net())
     t.parameter("head.weight").register_post_accumulate_grad_hook(_double)
     t.backward(0)
@@ -500,8 +511,8 @@ def a_hook_after_accumulation(setup):
     return t.results()
 
 
-def hooks_of_a_module_that_is_converted(setup):
-    """Registered before and after."""
+def hooks_of_a_module_converted_to_another_dtype(setup):
+    """One hook is registered before the conversion and one after it."""
     t = Training(setup, Net())
     t.parameter("head.weight").register_hook(lambda gradient: gradient * 3)
     t.module.to(torch.float32)
@@ -512,13 +523,13 @@ def hooks_of_a_module_that_is_converted(setup):
 
 
 def gradients_that_share_memory(setup):
-    t = Training(setup, Odd())
+    t = Training(setup, OddShapes())
     t.train(0, 1, 2)
     return t.results()
 
 
 def a_gradient_used_further_up(setup):
-    """Autograd gives a weight the very tensor that it passes on."""
+    """Autograd gives a weight the same tensor that it passes on to earlier layers."""
 
     class Sum(nn.Module):
         def __init__(self):
@@ -535,8 +546,8 @@ def a_gradient_used_further_up(setup):
     return t.results()
 
 
-def deferred_optimizer_of_one_group(setup):
-    """An optimizer for some of the weights steps every other time, its gradients adding up."""
+def an_optimizer_that_steps_every_other_time(setup):
+    """The optimizer of the head steps every other time, with the sum of two gradients."""
     t = Training(setup, Net())
     if setup.wrapper in ("zero1", "zero2", "torch-zero1"):
         return None
@@ -552,9 +563,9 @@ def deferred_optimizer_of_one_group(setup):
     return t.results()
 
 
-def other_parameters_on_a_rank_and_a_collective_in_backward(setup):
-    """Rank 1 leaves out the last layers, whose gradients would come before the collective."""
-    t = Training(setup, Meeting(setup.wrapper != "none"))
+def different_parameters_per_rank_and_a_collective_in_backward(setup):
+    """Rank 1 skips the last layers, whose gradients other ranks compute before the collective."""
+    t = Training(setup, MeetsInBackward(setup.wrapper != "none"))
     for step in range(2):
         t.optimizer.zero_grad()
         t.backward(step, lambda step, rank: t.loss(step, rank, layers=2 if rank == 1 else 12))

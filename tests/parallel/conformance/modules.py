@@ -1,29 +1,29 @@
-"""Modules with something unusual about them, and unusual ways to call them."""
+"""Behaviours: unusual modules, and unusual ways to call them."""
 
 import functools
 
 import torch
 from tests.parallel.conformance.networks import (
-    Answers,
     Attention,
     Complex,
-    Inside,
+    DictOutput,
     Lookup,
-    Mixed,
+    MixedDtypes,
     Net,
-    Odd,
+    OddShapes,
     Parametrized,
-    Passing,
+    PartlyCheckpointed,
     Recurrent,
     Recursive,
+    ReturnsInput,
     Scalar,
-    Slotted,
+    SlotsOutput,
     Stack,
     Tied,
-    Writing,
-    through_checkpoint,
-    through_reentrant,
-    through_selective,
+    WritesInput,
+    call_checkpointed,
+    call_checkpointed_reentrant,
+    call_checkpointed_selectively,
 )
 from tests.parallel.conformance.training import Training, batch, whole
 from torch import nn
@@ -44,8 +44,8 @@ def blocks_used_twice(setup):
     return _trained(setup, Net(), blocks=(0, 1, 1, 0))
 
 
-def mixed_types(setup):
-    return _trained(setup, Mixed())
+def mixed_dtypes(setup):
+    return _trained(setup, MixedDtypes())
 
 
 def complex_weights(setup):
@@ -53,7 +53,7 @@ def complex_weights(setup):
 
 
 def odd_shapes(setup):
-    return _trained(setup, Odd())
+    return _trained(setup, OddShapes())
 
 
 def a_scalar_parameter(setup):
@@ -77,13 +77,13 @@ def sparse_gradients(setup):
 
 
 def an_embedding_with_max_norm(setup):
-    """Its forward scales the rows that a batch looks up."""
+    """The forward of such an embedding scales the rows that a batch looks up."""
     return _trained(setup, Lookup(max_norm=0.5))
 
 
-def _checkpointed(setup, through):
+def _checkpointed(setup, call_block):
     module = Net()
-    module.through = through
+    module.call_block = call_block
     t = Training(setup, module)
 
     def loss(step, rank):
@@ -98,28 +98,28 @@ def _checkpointed(setup, through):
 
 
 def checkpointing(setup):
-    return _checkpointed(setup, through_checkpoint)
+    return _checkpointed(setup, call_checkpointed)
 
 
 def reentrant_checkpointing(setup):
-    return _checkpointed(setup, through_reentrant)
+    return _checkpointed(setup, call_checkpointed_reentrant)
 
 
 def selective_checkpointing(setup):
-    return _checkpointed(setup, through_selective)
+    return _checkpointed(setup, call_checkpointed_selectively)
 
 
 def checkpointing_within_blocks(setup):
-    return _trained(setup, Stack(Inside))
+    return _trained(setup, Stack(PartlyCheckpointed))
 
 
 def reentrant_checkpointing_within_blocks(setup):
-    return _trained(setup, Stack(functools.partial(Inside, reentrant=True)))
+    return _trained(setup, Stack(functools.partial(PartlyCheckpointed, reentrant=True)))
 
 
 def checkpointing_within_checkpointed_blocks(setup):
-    through = functools.partial(checkpoint, use_reentrant=False)
-    return _trained(setup, Stack(Inside, through))
+    call_layer = functools.partial(checkpoint, use_reentrant=False)
+    return _trained(setup, Stack(PartlyCheckpointed, call_layer))
 
 
 def checkpointing_of_all_blocks_together(setup):
@@ -130,13 +130,13 @@ def checkpointing_of_all_blocks_together(setup):
 
 
 def blocks_that_write_their_input(setup):
-    module = Stack(Writing)
+    module = Stack(WritesInput)
     module.layers[1].gain.requires_grad_(False)
     return _trained(setup, nn.Sequential(nn.Linear(6, 6).double(), module))
 
 
-def a_learned_input_that_blocks_give_back(setup):
-    module = Stack(Passing)
+def a_learned_input_that_blocks_return(setup):
+    module = Stack(ReturnsInput)
     module.forward = lambda x, dropped: [
         x := layer(x, layer is dropped)[0] for layer in module.layers
     ]
@@ -158,8 +158,8 @@ def a_block_that_calls_itself(setup):
     return _trained(setup, Stack(Recursive))
 
 
-def outputs_with_slots(setup):
-    t = Training(setup, Stack(Slotted))
+def outputs_of_a_class_with_slots(setup):
+    t = Training(setup, Stack(SlotsOutput))
     for step in range(2):
         t.optimizer.zero_grad()
         t.backward(step, lambda *at: t.module(batch(*at)).y.square().mean())
@@ -181,7 +181,7 @@ def compiled_blocks(setup):
     return _trained(setup, module)
 
 
-def compiled_whole(setup):
+def whole_module_compiled(setup):
     torch.compiler.reset()
     t = Training(setup, torch.compile(Net(), backend="aot_eager"))
     t.train(0, 1)
@@ -189,7 +189,7 @@ def compiled_whole(setup):
 
 
 def dictionary_of_outputs(setup):
-    t = Training(setup, Answers())
+    t = Training(setup, DictOutput())
 
     def loss(step, rank):
         first, second = t.module(inputs=batch(step, rank))["parts"]
@@ -228,7 +228,7 @@ def inputs_that_need_gradients(setup):
     t.backward(0, loss)
     t.step()
     own = inputs[setup.batches.index(torch.distributed.get_rank())].grad
-    # each rank's own inputs have the gradient of its own loss, not the mean's
+    # A rank's inputs get the gradient of its own loss, not of the mean over ranks.
     scale = len(setup.batches)
     return t.results() | {"input": own * scale}
 
@@ -243,7 +243,7 @@ def a_submodule_called_alone(setup):
 
 
 def block_wrapped_inside_a_wrapped_module(setup):
-    """As fully_shard is used: the blocks, and then the whole."""
+    """Wraps the blocks and then the whole module, as fully_shard is used."""
     if setup.wrapper not in ("none", "zero3"):
         return None
     from stepgauge.parallel.fsdp import FullyShardedDataParallel
@@ -270,7 +270,7 @@ def autocast(setup):
 
 
 def loss_scaling(setup):
-    """The second step has an infinite gradient on one rank: all skip it."""
+    """The second step has an infinite gradient on one rank, so all ranks skip it."""
     t = Training(setup, Net())
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
 

@@ -1,4 +1,4 @@
-"""Small networks with what is unusual about real ones."""
+"""Small networks with the unusual features of real ones."""
 
 import dataclasses
 import datetime
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 
 class Block(nn.Module):
-    """A residual block with a matrix, a bias and a gain; `expert` chooses between two more."""
+    """A residual block with a matrix, a bias and a gain; `expert` selects one of two more layers."""
 
     def __init__(self):
         super().__init__()
@@ -24,13 +24,13 @@ class Block(nn.Module):
         return x + (y if expert is None else self.experts[expert](y))
 
 
-def through(block, x, expert):
+def call_block(block, x, expert):
     return block(x, expert)
 
 
 class Net(nn.Module):
-    """Blocks between an embedding and a head. `blocks` says which blocks are used, and `expert`
-    which of each; `through` how they are called.
+    """Blocks between an embedding and a head. `blocks` selects the blocks that are used, and `expert`
+    the expert of each; `call_block` calls a block.
     """
 
     def __init__(self, seed=0):
@@ -39,25 +39,25 @@ class Net(nn.Module):
         self.embedding = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(WIDTH, 5)
-        self.through = through
+        self.call_block = call_block
         self.double()
 
     def forward(self, x, *, blocks=(0, 1, 2), expert=None):
         x = self.embedding(x)
         for index in blocks:
-            x = self.through(self.blocks[index], x, expert)
+            x = self.call_block(self.blocks[index], x, expert)
         return self.head(x)
 
 
-def through_checkpoint(block, x, expert):
+def call_checkpointed(block, x, expert):
     return checkpoint(block, x, expert, use_reentrant=False)
 
 
-def through_reentrant(block, x, expert):
+def call_checkpointed_reentrant(block, x, expert):
     return checkpoint(block, x, expert, use_reentrant=True)
 
 
-def through_selective(block, x, expert):
+def call_checkpointed_selectively(block, x, expert):
     def contexts():
         return create_selective_checkpoint_contexts(
             [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
@@ -67,21 +67,21 @@ def through_selective(block, x, expert):
 
 
 class Stack(nn.Module):
-    """Layers one after the other, called by `through`."""
+    """Layers one after another, called by `call_layer`."""
 
-    def __init__(self, make, through=lambda layer, x: layer(x)):
+    def __init__(self, make, call_layer=lambda layer, x: layer(x)):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(make() for _ in range(3)).double()
-        self.through = through
+        self.call_layer = call_layer
 
     def forward(self, x):
         for layer in self.layers:
-            x = self.through(layer, x)
+            x = self.call_layer(layer, x)
         return x
 
 
-class Inside(nn.Module):
+class PartlyCheckpointed(nn.Module):
     """A layer that checkpoints a part of itself."""
 
     def __init__(self, reentrant=False):
@@ -94,8 +94,8 @@ class Inside(nn.Module):
         return x + checkpoint(lambda x: torch.tanh(self.mlp(x)), y, use_reentrant=self.reentrant)
 
 
-class Writing(nn.Module):
-    """A layer, frozen in part or as a whole, that writes its input."""
+class WritesInput(nn.Module):
+    """A partly or wholly frozen layer that writes its input."""
 
     def __init__(self, trained=True):
         super().__init__()
@@ -107,8 +107,8 @@ class Writing(nn.Module):
         return torch.tanh(self.linear(x)) * self.gain
 
 
-class Passing(Block):
-    """A layer that gives its input back: beside its output, or alone where it is dropped."""
+class ReturnsInput(Block):
+    """A layer that returns its input in addition to its output; if dropped, also as its output."""
 
     def forward(self, x, is_dropped=False):
         return (x if is_dropped else super().forward(x)), x
@@ -129,13 +129,13 @@ class Slots:
     y: torch.Tensor
 
 
-class Slotted(Block):
+class SlotsOutput(Block):
     def forward(self, x):
         return Slots(super().forward(x.y if isinstance(x, Slots) else x))
 
 
 class Tied(nn.Module):
-    """A matrix that is embedding and head."""
+    """Embedding and head have the same matrix."""
 
     def __init__(self):
         super().__init__()
@@ -153,9 +153,9 @@ class Tied(nn.Module):
         return self.head(y @ self.embedding.weight)
 
 
-class Odd(nn.Module):
-    """Parameters of no, one and many dimensions, an empty one, one that lies transposed, two whose
-    gradients share their memory, and one of which the gradient is expanded.
+class OddShapes(nn.Module):
+    """Parameters of one to three dimensions: an empty one, one that is transposed in memory, two whose
+    gradients share memory, and one with an expanded gradient.
     """
 
     def __init__(self):
@@ -183,8 +183,8 @@ class Scalar(nn.Module):
         return self.linear(x) * self.scale
 
 
-class Mixed(nn.Module):
-    """float64 and float32 beside each other."""
+class MixedDtypes(nn.Module):
+    """Has float64 and float32 layers."""
 
     def __init__(self):
         super().__init__()
@@ -251,8 +251,8 @@ class Lookup(nn.Module):
         return self.lookup((x.abs() * 3).long().clamp(max=8))
 
 
-class Answers(nn.Module):
-    """Gives a dictionary with a nested list."""
+class DictOutput(nn.Module):
+    """Returns a dictionary with a nested list."""
 
     def __init__(self):
         super().__init__()
@@ -274,8 +274,8 @@ class Critic(nn.Module):
         return self.layers[1](torch.tanh(self.layers[0](x)))
 
 
-class _Meets(torch.autograd.Function):
-    """Changes nothing; its backward needs all ranks of a group."""
+class _BarrierInBackward(torch.autograd.Function):
+    """The identity, whose backward has a collective of a group."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -288,8 +288,8 @@ class _Meets(torch.autograd.Function):
         return gradient, None
 
 
-class Meeting(nn.Module):
-    """Layers, the first so many of which are used; the ranks meet in backward after the first."""
+class MeetsInBackward(nn.Module):
+    """Uses the first `layers` layers. Their backward has a collective after the first layer."""
 
     def __init__(self, meets):
         super().__init__()
@@ -298,8 +298,8 @@ class Meeting(nn.Module):
         self.group = dist.new_group(timeout=datetime.timedelta(seconds=60)) if meets else None
 
     def forward(self, x, *, layers):
-        for place, layer in enumerate(self.layers[:layers]):
+        for number, layer in enumerate(self.layers[:layers]):
             x = torch.tanh(layer(x))
-            if self.group and place == 0:
-                x = _Meets.apply(x, self.group)
+            if self.group and number == 0:
+                x = _BarrierInBackward.apply(x, self.group)
         return x

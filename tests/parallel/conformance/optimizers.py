@@ -1,4 +1,4 @@
-"""Optimizers and schedules beside the plain ones."""
+"""Behaviours: optimizers and learning-rate schedules."""
 
 import copy
 import functools
@@ -61,12 +61,12 @@ def muon(setup):
         return [{"params": [p for p in module.parameters() if p.ndim == 2]}]
 
     weights = _trained(setup, functools.partial(torch.optim.Muon, lr=0.05), groups=groups)
-    # It computes in bfloat16.
+    # Muon computes in bfloat16.
     return {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
 
 
 class Lamb(torch.optim.Optimizer):
-    """Each weight moves by a share of its own norm (You et al. 2020, without the moments)."""
+    """Scales the update of each weight by the weight's norm (You et al. 2020, without moments)."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
@@ -108,7 +108,7 @@ def a_closure(setup):
 
 
 class Counting(torch.optim.Optimizer):
-    """Keeps a count of steps in its groups and uses it, as schedule-free optimizers do."""
+    """Counts steps in its groups and uses the count, as schedule-free optimizers do."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr, "k": 0})
@@ -128,7 +128,7 @@ def counters_in_the_groups(setup):
     return t.results() | {"k": torch.tensor(t.optimizer.param_groups[0]["k"])}
 
 
-def groups_with_rates_of_their_own(setup):
+def groups_with_their_own_learning_rates(setup):
     def groups(module):
         matrices = [p for p in module.parameters() if p.ndim >= 2]
         vectors = [p for p in module.parameters() if p.ndim < 2]
@@ -148,7 +148,7 @@ def a_group_added_later(setup):
     return t.results()
 
 
-def a_group_taken_away(setup):
+def a_group_removed(setup):
     def groups(module):
         head = {*module.head.parameters()}
         return [{"params": [*head]}, {"params": [p for p in module.parameters() if p not in head]}]
@@ -160,7 +160,7 @@ def a_group_taken_away(setup):
     return t.results()
 
 
-def a_rate_changed_in_the_groups(setup):
+def a_learning_rate_changed_in_the_groups(setup):
     t = Training(setup, Net())
     t.train(0)
     for group in t.optimizer.param_groups:
@@ -204,7 +204,7 @@ def hooks_of_the_optimizer(setup):
     return t.results() | {"calls": torch.tensor(len(calls))}
 
 
-def state_put_back(setup):
+def optimizer_state_restored(setup):
     t = Training(setup, Net(), functools.partial(torch.optim.AdamW, lr=0.05))
     t.train(0)
     state = copy.deepcopy(t.optimizer.state_dict())
@@ -214,7 +214,7 @@ def state_put_back(setup):
     return t.results()
 
 
-def zero_grad_by_the_optimizer_reaches_all(setup):
+def zero_grad_of_the_optimizer(setup):
     t = Training(setup, Net())
     t.backward(0)
     t.optimizer.zero_grad()
@@ -223,7 +223,7 @@ def zero_grad_by_the_optimizer_reaches_all(setup):
     return t.results()
 
 
-def maximised(setup):
+def maximize(setup):
     return _trained(setup, functools.partial(torch.optim.SGD, lr=0.01, maximize=True), 0, 1)
 
 

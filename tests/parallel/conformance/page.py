@@ -1,5 +1,5 @@
-"""docs/conformance.md, written from the cells: `python -m tests.parallel.conformance.page` runs all of
-them on two and on four ranks, and writes it.
+"""Writes docs/conformance.md: `python -m tests.parallel.conformance.page` runs all cells on two and on
+four ranks.
 """
 
 import datetime
@@ -21,11 +21,11 @@ COMMAND = "python -m tests.parallel.conformance.page"
 ALL = "Right under all of them:"
 OTHERS = "On four ranks"
 
-Cells = dict[tuple[str, str], str]  # the kind of each, by behaviour and wrapper
+Cells = dict[tuple[str, str], str]  # rating by behaviour and wrapper
 
 
 def rendered(cells: Cells, about: str, on_four: str) -> str:
-    """The page; `about` says where the cells ran, `on_four` what is other on four ranks."""
+    """Returns the page. `about` says where the cells ran, `on_four` what differs on four ranks."""
     names = list(dict.fromkeys(name for name, _ in cells))
     differ = [n for n in names if any(cells[n, w] != RIGHT for w in WRAPPERS)]
     alike = [name for name in names if name not in differ]
@@ -39,29 +39,30 @@ def rendered(cells: Cells, about: str, on_four: str) -> str:
     ]
     head = f"""# What is right under which wrapper
 
-<!-- Written by `{COMMAND}`: not by hand. -->
+<!-- Written by `{COMMAND}`: do not edit. -->
 
-`tests/parallel/conformance/` does {len(names)} things that people do with gradients, weights, modules and
-optimizers, under {len(WRAPPERS)} wrappers, and compares weights and gradients with one process that computes all
-ranks' batches. PyTorch's own wrappers are used as their documentation asks: DDP with
-`find_unused_parameters`, copies over the default group, `ZeroRedundancyOptimizer` consolidated
-before it is saved.
+`tests/parallel/conformance/` runs {len(names)} behaviours, things that users do with gradients, weights, modules
+and optimizers, under {len(WRAPPERS)} wrappers. It compares weights and gradients with those of one process that
+computes the batches of all ranks. PyTorch's own wrappers are used as their documentation says: DDP
+with `find_unused_parameters` and, if it is copied, over the default group; `ZeroRedundancyOptimizer`
+consolidated before it is saved.
 
 {about}
 
     python -m tests.parallel.conformance.table adamw zero3       # cells by name
     {COMMAND}                    # all of them, and this page
-    STEPGAUGE_CONFORMANCE=1 pytest tests/parallel/conformance    # every wrapper of ours, 2 and 4 ranks
+    STEPGAUGE_CONFORMANCE=1 pytest tests/parallel/conformance    # stepgauge's wrappers, 2 and 4 ranks
 
-Where a wrapper of ours raises, the sentence says why, and a test holds it; under zero3 Rprop, fused
-SGD and a `.grad` that is no DTensor raise what DTensor raises. An embedding with max_norm is
-refused under fully_shard by `parallelise`, not by torch. A dot does not apply: all ranks must gather the
-same weights, so that none alone uses a layer under fully sharded wrappers."""
+The first seven wrappers are stepgauge's. If one of them raises, the message says why, and a test
+checks the message; under zero3, DTensor itself raises for Rprop, fused SGD and a `.grad` that is not
+a DTensor. For torch-fsdp, `parallelise` raises for an embedding with max_norm, not torch. A dot means
+that the behaviour does not apply: for example, under fully sharded wrappers all ranks must gather the
+same weights, so no rank can be the only one to use a layer."""
     table = [
         head,
         "\n".join(
             [
-                "| | right | raises | wrong without a word | does not apply |",
+                "| | right | raises | wrong without an error | does not apply |",
                 "| --- |" + " ---: |" * 4,
                 *counts,
             ]
@@ -81,7 +82,7 @@ def _count(cells: Cells, wrapper: str, kind: str) -> int:
 
 
 def parsed(text: str) -> tuple[Cells, str, str]:
-    """What `rendered` was given, with behaviours in their order."""
+    """Returns the arguments of `rendered` from a page, with the behaviours in their present order."""
     found: Cells = {}
     for line in text.partition("| behaviour |")[2].splitlines():
         name, *marks = (part.strip() for part in line.strip("|").split("|"))
@@ -91,20 +92,20 @@ def parsed(text: str) -> tuple[Cells, str, str]:
     found |= {(name, wrapper): RIGHT for name in names.split(", ") for wrapper in WRAPPERS}
     cells = {(n, w): found[n, w] for n in BEHAVIOURS for w in WRAPPERS if (n, w) in found}
     unknown = {name for name, _ in found} - set(BEHAVIOURS)
-    assert not unknown, f"the page has {unknown}; {COMMAND} writes it anew"
+    assert not unknown, f"the page has {unknown}; write it again with {COMMAND}"
     about = re.search(r"^Two ranks.*$", text, re.MULTILINE)
-    assert about is not None, "the page says where its cells ran"
+    assert about is not None, "the page must say where its cells ran"
     return cells, about[0], OTHERS + text.partition(f"\n{OTHERS}")[2].rstrip("\n")
 
 
 def main() -> None:
-    """Of the wrappers that are asked for, or of all; other columns stay as the page has them."""
-    names, asked = list(BEHAVIOURS), sys.argv[1:] or list(WRAPPERS)
-    is_whole = asked == list(WRAPPERS)
+    """Runs the wrappers in the arguments, or all; the columns of other wrappers stay as they are."""
+    names, wrappers = list(BEHAVIOURS), sys.argv[1:] or list(WRAPPERS)
+    is_whole = wrappers == list(WRAPPERS)
     cells, _, on_four = ({}, "", "") if is_whole else parsed(PAGE.read_text(encoding="utf-8"))
-    cells |= {cell: kind for cell, (kind, _) in launch(run, names, asked, ranks=2)[0].items()}
+    cells |= {cell: kind for cell, (kind, _) in launch(run, names, wrappers, ranks=2)[0].items()}
     cells = {(name, w): cells[name, w] for name in names for w in WRAPPERS}
-    if ours := [wrapper for wrapper in asked if wrapper in OURS]:
+    if ours := [wrapper for wrapper in wrappers if wrapper in OURS]:
         on_four = _on_four_ranks(names, ours, cells)
     today = datetime.datetime.now(datetime.UTC).date()
     about = f"Two ranks over Gloo, torch {torch.__version__.partition('+')[0]}, {today}."
@@ -117,8 +118,8 @@ def _on_four_ranks(names: list[str], ours: list[str], cells: Cells) -> str:
         for (name, wrapper), (kind, _) in launch(run, names, ours, ranks=4)[0].items()
         if kind != cells[name, wrapper]
     ]
-    found = f"these are other: {'; '.join(others)}" if others else "all are the same"
-    return textwrap.fill(f"{OTHERS}, of the cells of {', '.join(ours)}, {found}.", 100)
+    result = f"these cells differ: {'; '.join(others)}" if others else "all cells are the same"
+    return textwrap.fill(f"{OTHERS}, under {', '.join(ours)}, {result}.", 100)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What people do with a module under a wrapper, and what they see of it: an action is a method."""
+"""Random actions of a user on a module under a wrapper, and the values that the user sees."""
 
 import contextlib
 import copy
@@ -10,14 +10,14 @@ from tests.parallel.conformance.training import FailedError, Setup, Training, ba
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-LATE = "head."  # parameters that the optimizer may be given later
+LATE = "head."  # parameters that may be added to the optimizer later
 
 
 class Player:
-    """Does actions, each a method's name and its arguments, to a module under a wrapper."""
+    """Plays actions on a module under a wrapper. An action is a method's name with its arguments."""
 
     def __init__(self, setup: Setup, *, tied: bool, late: bool):
-        """tied: two blocks have one matrix; late: the optimizer has the head's parameters last."""
+        """tied: two blocks share a matrix. late: the optimizer gets the head's parameters later."""
         network = Net()
         if tied:
             network.blocks[2].linear.weight = network.blocks[0].linear.weight
@@ -26,7 +26,7 @@ class Player:
         self.setup = setup
         self.average = self.schedule = None
         self.losses: list[torch.Tensor] = []
-        self.is_local = False  # whether gradients are to be averaged yet
+        self.is_unreduced = False  # True if no_sync has left gradients to average
         self.seen: dict[str, torch.Tensor] = {}
         self.saved = None
 
@@ -51,17 +51,17 @@ class Player:
     def backward(self):
         if self.losses:
             self.losses.pop(0).backward()
-            self.is_local = False
+            self.is_unreduced = False
 
-    def backward_alone(self):
-        """Nothing may ask for the mean until the next backward outside."""
+    def backward_under_no_sync(self):
+        """The gradients are not means until the next backward outside of no_sync."""
         if self.losses:
             with self.t.parallel.no_sync():
                 self.backward()
-            self.is_local = True
+            self.is_unreduced = True
 
     def _average(self):
-        if self.is_local:
+        if self.is_unreduced:
             self.skip()
             self.forward(90, (0, 1, 2), None)
             self.backward()
@@ -70,7 +70,7 @@ class Player:
         self.t.backward_that_fails(70, index)
         if zeroes:
             self.zero_grad_of_the_module()
-        self.is_local = False
+        self.is_unreduced = False
 
     def fail_in_forward(self, index):
         def fail(*_):
@@ -127,17 +127,17 @@ class Player:
             self._see("evaluated", self.t.loss(step, 0))
 
     def copy(self):
-        """A copy's weights are what the original's were, and it computes."""
+        """A deep copy computes with the weights that the original had."""
         other = copy.deepcopy(self.t.module)
         with torch.no_grad():
             self._see("copied", other(torch.ones(2, 6, dtype=torch.float64)))
 
     def save(self):
-        """Rank 0 writes, and all read."""
-        given = [copy.deepcopy(self.t.parallel.state())]
+        """All ranks keep the state of rank 0."""
+        state = [copy.deepcopy(self.t.parallel.state())]
         if self.setup.wrapper != "none":
-            dist.broadcast_object_list(given, group=self.setup.group, group_src=0)
-        self.saved = given[0]
+            dist.broadcast_object_list(state, group=self.setup.group, group_src=0)
+        self.saved = state[0]
 
     def load(self):
         if self.saved is not None:
@@ -145,7 +145,9 @@ class Player:
             self.t.parallel.load(copy.deepcopy(self.saved))
 
     def accumulate(self, steps, name):
-        """Micro-batches, the last averaged; a parameter, if one is named, is frozen after the first."""
+        """Accumulates micro-batches; the last backward averages. The named parameter, if any, is frozen
+        after the first.
+        """
         self.skip()
         self.zero_grad(True)
         for number, step in enumerate(steps):
@@ -153,7 +155,7 @@ class Player:
             if number == len(steps) - 1:
                 self.backward()
             else:
-                self.backward_alone()
+                self.backward_under_no_sync()
             if name and not number:
                 was_trained = self.t.parameter(name).requires_grad
                 self.freeze(name)
@@ -161,7 +163,7 @@ class Player:
             self.unfreeze(name)
 
     def scaled_step(self, step, is_infinite):
-        """By a loss scale, with a loss of one rank that may be infinite: then nobody steps."""
+        """Steps with a loss scale. If one rank's loss is infinite, no rank steps."""
         self.skip()
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         self.zero_grad(True)
@@ -171,14 +173,14 @@ class Player:
             return scaler.scale(self.t.loss(step, rank)) * blown
 
         self.t.backward(step, loss)
-        self.is_local = False
+        self.is_unreduced = False
         scaler.step(self.t.optimizer)
         scaler.update()
         self.zero_grad(True)
         self._see("scale", torch.tensor(scaler.get_scale()))
 
     def average_weights(self):
-        """Of an exponential moving average, which computes too."""
+        """Updates an exponential moving average of the weights and computes with it."""
         if self.average is None:
             self.average = AveragedModel(self.t.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         self.average.update_parameters(self.t.module)
@@ -186,18 +188,18 @@ class Player:
             self._see("average", self.average(batch(3, 0)))
 
     def differentiate_by_input(self, step):
-        given = batch(step, 0).requires_grad_()
-        (found,) = torch.autograd.grad(self.t.module(given).square().mean(), given)
-        self._see("by input", found)
+        x = batch(step, 0).requires_grad_()
+        (gradient,) = torch.autograd.grad(self.t.module(x).square().mean(), x)
+        self._see("by input", gradient)
 
     def differentiate_by_weights(self, step, name):
-        """What each rank finds is its own, and `.grad` stays as it is."""
+        """Each rank gets the gradients of its own loss, and `.grad` does not change."""
         if self.t.parameter(name).requires_grad:
             loss = self.t.loss(step, 0)
             self._see("by weight", torch.autograd.grad(loss, self.t.parameter(name))[0])
 
     def call_with_others(self, factor):
-        """torch.func's call, with weights that are not the module's."""
+        """Calls the module with other weights by torch.func.functional_call."""
         others = {n: p.detach() * factor for n, p in self.t.inner.named_parameters()}
         with torch.no_grad():
             self._see("with others", torch.func.functional_call(self.t.inner, others, batch(4, 0)))
@@ -223,13 +225,13 @@ class Player:
             self.schedule.step()
 
     def load_weights(self, name, assign):
-        """Of one parameter, into the module."""
+        """Loads a new value of one parameter into the module."""
         self.skip()
-        given = whole(self.t.parameter(name)) * 0.8
-        self.t.inner.load_state_dict({name: given}, strict=False, assign=assign)
+        loaded = whole(self.t.parameter(name)) * 0.8
+        self.t.inner.load_state_dict({name: loaded}, strict=False, assign=assign)
 
     def to_and_back(self):
-        self._average()  # else each rank rounds a part
+        self._average()  # rounding the ranks' own gradients would differ from rounding the mean
         self.skip()
         self.t.module.to(torch.float32)
         self.t.module.to(torch.float64)

@@ -1,7 +1,7 @@
-"""Random sequences of what people do, under a wrapper and in one process.
+"""Plays random sequences of a user's actions under a wrapper and in one process, and compares them.
 
-`python -m tests.parallel.conformance.sequences FIRST_SEED COUNT WRAPPER...` runs them on two ranks,
-and shortens those that differ to the actions that make the difference.
+`python -m tests.parallel.conformance.sequences FIRST_SEED COUNT WRAPPER...` plays them on two ranks,
+and shortens those that differ to the actions that cause the difference.
 """
 
 import datetime
@@ -22,7 +22,7 @@ WRITTEN = ("embedding.weight", "blocks.0.linear.weight", "blocks.1.gain", "head.
 FROZEN = ("blocks.0.linear.weight", "blocks.1.linear.bias", "head.weight", "blocks.2.gain")
 BLOCKS = ((0, 1, 2), (0, 2), (1,), (0, 1, 1))
 EXPERTS = (None, None, 0, 1, "by rank")
-OFTEN = {"forward": 8, "backward": 7, "backward_alone": 1, "zero_grad": 3, "step": 4}
+OFTEN = {"forward": 8, "backward": 7, "backward_under_no_sync": 1, "zero_grad": 3, "step": 4}
 SELDOM = (
     *("skip", "fail_in_forward", "fail_in_backward", "zero_grad_of_the_module", "drop_gradient"),
     *("scale_gradients", "clip", "norm", "freeze", "unfreeze", "write", "evaluate", "copy"),
@@ -31,7 +31,7 @@ SELDOM = (
     *("change_rate", "load_weights", "to_and_back", "hook"),
 )
 WEIGHTS = OFTEN | dict.fromkeys(SELDOM, 1)
-# What a wrapper may refuse, by its sentence.
+# Parts of the messages with which a wrapper may raise.
 REFUSALS = {
     "zero2": (
         "cannot add to it; set gradients to None first",
@@ -46,12 +46,12 @@ REFUSALS = {
 }
 ALWAYS_REFUSED = {"zero2": "scaled_step", "zero3": "differentiate_by_weights"}
 RAISES = "one process raises"
-REPLACED = "wrap the module again"  # any may refuse a parameter that was replaced
+REPLACED = "wrap the module again"  # any wrapper may raise for a parameter that was replaced
 
 
 def actions_of(seed: int, wrapper: str) -> list[tuple]:
-    """A sequence in which what the wrappers refuse is rare. Gradients of sharded weights are not
-    complete when a backward has failed: they are zeroed.
+    """Returns a sequence with few actions that the wrapper refuses. Under zero3 a failed backward
+    leaves incomplete gradients, so they are zeroed.
     """
     draw = random.Random(seed)
     names = draw.choices([*WEIGHTS], [*WEIGHTS.values()], k=draw.randint(*LENGTHS))
@@ -95,7 +95,7 @@ def _arguments(name: str, draw: random.Random, wrapper: str) -> tuple:
 
 
 def outcome(actions, setup: Setup) -> dict[str, torch.Tensor] | str:
-    """What is seen, or the sentence of what was raised."""
+    """Plays the actions; returns the values that were seen, or the message that was raised."""
     try:
         (_, tied, late), *others = actions
         return Player(setup, tied=tied, late=late).play(others)
@@ -104,43 +104,43 @@ def outcome(actions, setup: Setup) -> dict[str, torch.Tensor] | str:
 
 
 def difference(actions, wrapper: str, group) -> str:
-    """The first difference on each rank, the same words on all; empty for none."""
-    expected, found = outcome(actions, Setup("none")), outcome(actions, Setup(wrapper, group))
-    ours = RAISES if isinstance(expected, str) else _difference(expected, found, wrapper)
-    everyones = [""] * dist.get_world_size()
-    dist.all_gather_object(everyones, ours)
-    return " / ".join(dict.fromkeys(filter(None, everyones)))
+    """Describes the first difference on each rank, in the same text on all ranks; "" if there is none."""
+    expected, seen = outcome(actions, Setup("none")), outcome(actions, Setup(wrapper, group))
+    on_this_rank = RAISES if isinstance(expected, str) else _difference(expected, seen, wrapper)
+    on_ranks = [""] * dist.get_world_size()
+    dist.all_gather_object(on_ranks, on_this_rank)
+    return " / ".join(dict.fromkeys(filter(None, on_ranks)))
 
 
-def _difference(expected, found, wrapper: str) -> str:
-    if isinstance(found, str):
-        refused = any(sentence in found for sentence in (REPLACED, *REFUSALS.get(wrapper, ())))
-        return f"refused: {found}" if refused else found
+def _difference(expected, seen, wrapper: str) -> str:
+    if isinstance(seen, str):
+        refused = any(message in seen for message in (REPLACED, *REFUSALS.get(wrapper, ())))
+        return f"refused: {seen}" if refused else seen
     for name, value in expected.items():
-        if name not in found:
-            return f"{name} is not there"
-        ours = found[name].to(value.dtype)  # the norm of nothing has any type
-        if not torch.allclose(ours, value, rtol=1e-9, atol=1e-9, equal_nan=True):
-            return f"{name} is off by {(ours - value).abs().max():.2g}"
+        if name not in seen:
+            return f"{name} is missing"
+        actual = seen[name].to(value.dtype)  # the dtype of the norm of no gradients is arbitrary
+        if not torch.allclose(actual, value, rtol=1e-9, atol=1e-9, equal_nan=True):
+            return f"{name} is off by {(actual - value).abs().max():.2g}"
     return ""
 
 
 def shortened(actions, wrapper: str, make_group) -> list[tuple]:
-    """Without every action that can be left out while the rest differs."""
-    place = 1  # the first is the network
-    while place < len(actions):
-        fewer = actions[:place] + actions[place + 1 :]
-        words = difference(fewer, wrapper, make_group())
-        if words and not words.startswith(("refused", RAISES)):
+    """Removes every action without which the rest still differs."""
+    position = 1  # the first is the network
+    while position < len(actions):
+        fewer = actions[:position] + actions[position + 1 :]
+        text = difference(fewer, wrapper, make_group())
+        if text and not text.startswith(("refused", RAISES)):
             actions = fewer
         else:
-            place += 1
+            position += 1
     return actions
 
 
 def run(seeds: range, wrappers: list[str]) -> dict[str, list]:
-    """On every rank: what differs, as wrapper, seed, words and the shortened actions; what a wrapper
-    refused, and what raises in one process.
+    """Plays sequences, on every rank. Returns those that differ, as wrapper, seed, text and shortened
+    actions, and wrapper and seed of those that a wrapper refused or that raise in one process.
     """
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -150,15 +150,15 @@ def run(seeds: range, wrappers: list[str]) -> dict[str, list]:
     for seed in seeds:
         for wrapper in wrappers:
             actions = actions_of(seed, wrapper)
-            words = difference(actions, wrapper, group)
-            if not words:
+            text = difference(actions, wrapper, group)
+            if not text:
                 continue
-            group = make_group()  # ranks may have parted in the middle
-            if words.startswith(("refused", RAISES)):
-                found["refused" if words != RAISES else "raises"].append((wrapper, seed))
+            group = make_group()  # a rank may have left the old one in mid-collective
+            if text.startswith(("refused", RAISES)):
+                found["refused" if text != RAISES else "raises"].append((wrapper, seed))
                 continue
             fewer = shortened(actions, wrapper, make_group)
-            again = difference(fewer, wrapper, make_group()) or f"{words}, but not again"
+            again = difference(fewer, wrapper, make_group()) or f"{text}, but not reproducibly"
             found["different"].append((wrapper, seed, again, fewer))
             if dist.get_rank() == 0:
                 print(*found["different"][-1], sep=" | ", flush=True)

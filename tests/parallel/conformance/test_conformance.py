@@ -1,4 +1,4 @@
-"""What a person does under a wrapper means what it means in one process, or is refused."""
+"""Every behaviour of a user has the same effect under a wrapper as in one process, or it raises."""
 
 import os
 
@@ -9,10 +9,10 @@ from tests.parallel.conformance.training import OURS, WRAPPERS
 
 from stepgauge.runtime.launch import launch
 
-# All wrappers on two and four ranks; else what CI has time for.
+# True runs all wrappers on two and four ranks; by default a part runs that CI has time for.
 EVERYTHING = bool(os.environ.get("STEPGAUGE_CONFORMANCE"))
-TRIED = OURS if EVERYTHING else ("bucketed", "zero1", "zero2", "zero3")
-PLANS = ("naive", "flat", "overlapped")  # differ from bucketed in their plan only
+TESTED = OURS if EVERYTHING else ("bucketed", "zero1", "zero2", "zero3")
+PLANS = ("naive", "flat", "overlapped")  # differ from bucketed only in their plan
 SEEDS = range(2000 if EVERYTHING else 20)
 
 
@@ -23,29 +23,29 @@ def two_ranks():
 
 def on_two_ranks():
     of_gradients = [name for name in BEHAVIOURS if name.replace(" ", "_") in vars(gradients)]
-    cells = run(list(BEHAVIOURS), list(TRIED)) | run(of_gradients[::4], list(PLANS))
-    return cells, sequences.run(SEEDS, list(TRIED))
+    cells = run(list(BEHAVIOURS), list(TESTED)) | run(of_gradients[::4], list(PLANS))
+    return cells, sequences.run(SEEDS, list(TESTED))
 
 
 @pytest.mark.parametrize("name", BEHAVIOURS)
 def test_behaviour(two_ranks, name):
-    require_conformance({cell: found for cell, found in two_ranks[0].items() if cell[0] == name})
+    require_conformance({cell: result for cell, result in two_ranks[0].items() if cell[0] == name})
 
 
 def test_four_ranks():
     names = list(BEHAVIOURS) if EVERYTHING else list(BEHAVIOURS)[::8]
-    wrappers = TRIED if EVERYTHING else ("bucketed", "zero2", "zero3")
+    wrappers = TESTED if EVERYTHING else ("bucketed", "zero2", "zero3")
     require_conformance(launch(run, names, list(wrappers), ranks=4)[0])
 
 
 def test_random_sequences(two_ranks):
-    """`python -m tests.parallel.conformance.sequences` runs more."""
+    """`python -m tests.parallel.conformance.sequences` plays more."""
     found = two_ranks[1]
     assert not found["different"]
-    assert len(found["refused"]) < len(SEEDS) * len(TRIED) / 20
+    assert len(found["refused"]) < len(SEEDS) * len(TESTED) / 20
 
 
-def test_the_page_has_every_cell_and_what_the_tests_hold():
+def test_the_page_has_every_cell_as_the_tests_expect_it():
     text = page.PAGE.read_text(encoding="utf-8")
     cells, about, on_four = page.parsed(text)
     assert [*cells] == [(name, w) for name in BEHAVIOURS for w in WRAPPERS], page.COMMAND
@@ -58,9 +58,9 @@ def test_the_page_has_every_cell_and_what_the_tests_hold():
 
 
 def require_conformance(cells):
-    for (name, wrapper), (kind, words) in cells.items():
-        sentence = refusal(name, wrapper)
-        if sentence is not None:
-            assert kind == REFUSED and sentence in words, (name, wrapper, kind, words)
+    for (name, wrapper), (kind, message) in cells.items():
+        expected = refusal(name, wrapper)
+        if expected is not None:
+            assert kind == REFUSED and expected in message, (name, wrapper, kind, message)
         else:
-            assert kind in (RIGHT, IDLE), (name, wrapper, kind, words)
+            assert kind in (RIGHT, IDLE), (name, wrapper, kind, message)

@@ -1,4 +1,4 @@
-"""One training loop that runs alone, on all ranks' batches, or wrapped, on this rank's."""
+"""A training loop that runs in one process on the batches of all ranks, or wrapped on this rank's."""
 
 import contextlib
 import dataclasses
@@ -25,14 +25,14 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """Where a behaviour is run: wrapper "none" is the oracle, one process with every rank's batch."""
+    """How a behaviour is run. Wrapper "none" is the oracle: one process with the batches of all ranks."""
 
     wrapper: str
     group: dist.ProcessGroup | None = None
 
     @property
     def batches(self) -> range:
-        """The ranks whose batches this process computes."""
+        """Returns the ranks whose batches this process computes."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
         return range(ranks) if self.wrapper == "none" else range(rank, rank + 1)
 
@@ -43,7 +43,7 @@ def batch(step: int, rank: int) -> torch.Tensor:
 
 
 class Training:
-    """A module and its optimizer under a wrapper, and what a training loop does with them."""
+    """A module and its optimizer under a wrapper, with the operations of a training loop."""
 
     def __init__(
         self,
@@ -64,13 +64,13 @@ class Training:
         return self.module(batch(step, rank), **how).square().mean()
 
     def backward(self, step: int, loss: Callable[..., torch.Tensor] | None = None, **how) -> None:
-        """The gradients of the mean over ranks of loss(step, rank)."""
+        """Computes the gradients of the mean over ranks of loss(step, rank)."""
         compute = loss or self.loss
         losses = [compute(step, rank, **how) for rank in self.setup.batches]
         (sum(losses) / len(losses)).backward()
 
     def backward_that_fails(self, step: int, block: int = 1) -> None:
-        """A backward of each rank, which fails where it reaches the block's matrix."""
+        """Runs a backward on each rank that fails when it reaches the block's matrix."""
         with fails_in_backward(self.inner.blocks[block].linear):
             for rank in self.setup.batches:
                 with contextlib.suppress(FailedError):
@@ -86,7 +86,7 @@ class Training:
             self.step()
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Every weight, whole."""
+        """Returns every weight, whole."""
         return {name: whole(weight) for name, weight in self.inner.named_parameters()}
 
     def gradient_norm(self) -> torch.Tensor:
@@ -94,7 +94,7 @@ class Training:
 
 
 class FailedError(Exception):
-    """What a behaviour raises in the middle of something."""
+    """A behaviour raises it inside forward or backward."""
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -111,38 +111,38 @@ def _wrap(setup: Setup, module: nn.Module, groups, optimizer) -> Parallel:
 
 
 def _torch_ddp(setup: Setup, module: nn.Module, groups, optimizer) -> Parallel:
-    """As a careful person uses it: told that parameters may go unused."""
+    """Wraps a module in DDP with find_unused_parameters, as torch's documentation recommends."""
     wrapped = DistributedDataParallel(
         module, find_unused_parameters=True, process_group=setup.group
     )
     if setup.wrapper == "torch-ddp":
-        stepping = optimizer(groups(module))
+        built = optimizer(groups(module))
         return Parallel(
             module=wrapped,
-            optimizer=stepping,
+            optimizer=built,
             no_sync=wrapped.no_sync,
-            state=lambda: state_of(module, stepping),
-            load=lambda state: load_state(module, stepping, state),
+            state=lambda: state_of(module, built),
+            load=lambda state: load_state(module, built, state),
         )
-    stepping = ZeroRedundancyOptimizer(groups(module), optimizer, process_group=setup.group)
+    sharded = ZeroRedundancyOptimizer(groups(module), optimizer, process_group=setup.group)
 
     def state():
-        stepping.consolidate_state_dict(to=0)
-        whole = stepping.state_dict() if dist.get_rank() == 0 else None
+        sharded.consolidate_state_dict(to=0)
+        whole = sharded.state_dict() if dist.get_rank() == 0 else None
         return {"model": module.state_dict(), "optimizer": whole}
 
     def load(state):
         module.load_state_dict(state["model"])
-        stepping.load_state_dict(state["optimizer"])
+        sharded.load_state_dict(state["optimizer"])
 
     return Parallel(
-        module=wrapped, optimizer=stepping, no_sync=wrapped.no_sync, state=state, load=load
+        module=wrapped, optimizer=sharded, no_sync=wrapped.no_sync, state=state, load=load
     )
 
 
 @contextlib.contextmanager
 def fails_in_backward(module: nn.Module):
-    """Raises FailedError where backward reaches the module's output."""
+    """Raises FailedError when backward reaches the module's output."""
 
     def fail(_):
         raise FailedError

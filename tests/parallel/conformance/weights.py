@@ -1,4 +1,4 @@
-"""What people do with weights: freeze, write, copy, save and load them."""
+"""Behaviours: users freeze, write, copy, save and load weights."""
 
 import copy
 import functools
@@ -45,7 +45,7 @@ def unfrozen_after_a_step(setup):
     return t.results()
 
 
-def as_many_frozen_as_unfrozen(setup):
+def some_weights_frozen_and_as_many_unfrozen(setup):
     t = Training(setup, _freeze(Net()))
     t.train(0)
     _freeze(t.inner, False)
@@ -109,7 +109,7 @@ def frozen_with_a_gradient_and_stepped_twice(setup):
 
 
 def dropped_layer_after_a_step(setup):
-    """Weight decay and momentum leave alone what no rank used in this step."""
+    """Weight decay and momentum do not change weights that no rank used in a step."""
     t = Training(setup, Net())
     t.train(0)
     t.train(1, blocks=(0, 2))
@@ -144,7 +144,7 @@ def experts_that_differ_by_rank(setup):
     return t.results()
 
 
-def an_expert_that_nobody_uses_any_more(setup):
+def an_expert_that_no_rank_uses_any_more(setup):
     t = Training(setup, Net())
     for step, expert in enumerate((0, 1, 0, 0)):
         t.train(step, expert=expert)
@@ -170,7 +170,7 @@ def clamped_after_each_step(setup):
     return t.results()
 
 
-def another_tensor_set_as_data(setup):
+def weight_data_set_to_another_tensor(setup):
     t = Training(setup, Net())
     t.train(0)
     for parameter in t.inner.parameters():
@@ -218,7 +218,7 @@ def pretrained_weights_loaded_into_the_module(setup):
 
 
 def weights_assigned_by_load_state_dict(setup):
-    """Other parameters then, which another optimizer steps; the first step leaves a block out."""
+    """The module then has new parameters and a new optimizer. The first step skips a block."""
     t = Training(setup, Net())
     t.inner.load_state_dict(Net(seed=5).state_dict(), assign=True)
     t.optimizer = torch.optim.SGD(t.inner.parameters(), lr=0.1)
@@ -227,8 +227,8 @@ def weights_assigned_by_load_state_dict(setup):
     return t.results()
 
 
-def called_with_other_weights(setup):
-    """By torch.func; another module is built before."""
+def functional_call_with_other_weights(setup):
+    """Calls the module with torch.func.functional_call, after another module was built."""
     t = Training(setup, Net())
     t.train(0)
     Net()
@@ -239,8 +239,8 @@ def called_with_other_weights(setup):
     return t.results() | {"found": found}
 
 
-def called_with_weights_that_are_computed(setup):
-    """By torch.func, of the module's own: their gradients go on to those."""
+def functional_call_with_computed_weights(setup):
+    """Passes functional_call weights computed from the module's own, which get the gradients."""
     t = Training(setup, Net())
 
     def loss(step, rank):
@@ -253,7 +253,7 @@ def called_with_weights_that_are_computed(setup):
 
 
 def attributes_of_a_weight(setup):
-    """Such as say what does not decay."""
+    """For example, a mark for weights without weight decay."""
     network = Net()
     network.head.weight.does_not_decay = True
     module = Training(setup, network).inner
@@ -263,7 +263,7 @@ def attributes_of_a_weight(setup):
 
 
 class Listing(nn.Module):
-    """It has a weight a second time, where no wrapper looks."""
+    """Keeps its weight in a plain list too, where a wrapper does not find it."""
 
     def __init__(self):
         super().__init__()
@@ -275,13 +275,13 @@ class Listing(nn.Module):
         return torch.tanh(x @ self.listed[0] + self.linear.bias)
 
 
-def a_weight_that_the_module_has_in_a_list(setup):
+def a_weight_that_the_module_keeps_in_a_list(setup):
     t = Training(setup, Listing())
     t.train(0, 1)
     return t.results()
 
 
-def an_optimizer_of_before_wrapping(setup):
+def an_optimizer_built_before_wrapping(setup):
     network = Net()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     t = Training(setup, network)
@@ -292,8 +292,8 @@ def an_optimizer_of_before_wrapping(setup):
     return t.results()
 
 
-def _on_meta(setup):
-    """Sharded where it has no values, and then made; one process builds it as ever."""
+def _wrapped_on_meta(setup):
+    """Wraps a module on the meta device, then allocates it; one process builds it on the CPU."""
     with torch.device("cpu" if setup.wrapper == "none" else "meta"):
         module = Net()
     t = Training(setup, module)
@@ -302,21 +302,21 @@ def _on_meta(setup):
 
 
 def built_on_the_meta_device_and_loaded(setup):
-    t = _on_meta(setup)
+    t = _wrapped_on_meta(setup)
     t.inner.load_state_dict(Net().state_dict())
     t.train(0, 1)
     return t.results()
 
 
 def built_on_the_meta_device_and_initialised(setup):
-    t = _on_meta(setup)
+    t = _wrapped_on_meta(setup)
     for name, parameter in t.inner.named_parameters():
         nn.init.constant_(parameter, 0.01 * len(name))
     t.train(0, 1)
     return t.results()
 
 
-def own_state_dict_put_back(setup):
+def own_state_dict_loaded_back(setup):
     t = Training(setup, Net())
     t.train(0)
     before = {name: value.detach().clone() for name, value in t.inner.state_dict().items()}
@@ -326,9 +326,9 @@ def own_state_dict_put_back(setup):
     return t.results()
 
 
-def _where_a_block_ends(t, act, *, backward):
-    """Calls `act` once where the middle block ends: in the first forward, or in the last backward of
-    a step, which in one process has the batches of all ranks.
+def _when_a_block_ends(t, act, *, backward):
+    """Calls `act` once when the middle block ends: in the first forward, or in the last backward of a
+    step. In one process a step has a backward for the batch of each rank.
     """
     calls, number = [], len(t.setup.batches) if backward else 1
 
@@ -345,14 +345,14 @@ def _where_a_block_ends(t, act, *, backward):
 
 
 def _state_read(setup, **where):
-    """Whole weights are read at once: what one finds there later may be others."""
+    """Copies the values of the state dict at once, because its tensors may change later."""
     t, seen = Training(setup, Net()), {}
 
     def read():
         seen.update({f"seen {name}": whole(w) for name, w in t.inner.state_dict().items()})
 
     t.train(0)
-    _where_a_block_ends(t, read, **where)
+    _when_a_block_ends(t, read, **where)
     t.train(1)
     return t.results() | seen
 
@@ -366,9 +366,11 @@ def state_dict_read_in_a_backward(setup):
 
 
 def state_dict_kept_from_a_backward(setup):
-    """Kept, as a checkpoint that is written later: an in-place step changes it as it changes weights."""
+    """The state dict is kept, as for a checkpoint that is written later. Steps change its tensors in
+    place, as they change the weights.
+    """
     t, kept = Training(setup, Net()), {}
-    _where_a_block_ends(t, lambda: kept.update(t.inner.state_dict()), backward=True)
+    _when_a_block_ends(t, lambda: kept.update(t.inner.state_dict()), backward=True)
     t.train(0, 1)
     return t.results() | {f"kept {name}": whole(weight) for name, weight in kept.items()}
 
@@ -377,33 +379,33 @@ def _loaded(setup, loaded, **where):
     t, given = Training(setup, Net()), Net(seed=9).state_dict()
     part = {name: value for name, value in given.items() if name.startswith(loaded)}
     t.train(0)
-    _where_a_block_ends(t, lambda: t.inner.load_state_dict(part, strict=False), **where)
+    _when_a_block_ends(t, lambda: t.inner.load_state_dict(part, strict=False), **where)
     t.train(1)
     return t.results()
 
 
 def weights_loaded_in_a_forward(setup):
-    """Of the block that has just computed, whose backward does not read them all."""
+    """Loads the weights of the last block while the middle block's forward ends."""
     return _loaded(setup, "blocks.2", backward=False)
 
 
 def weights_loaded_in_a_backward(setup):
-    """Of a block whose backward has ended."""
+    """Loads the weights of a block whose backward has ended."""
     return _loaded(setup, "blocks.2", backward=True)
 
 
-def a_head_loaded_in_a_backward(setup):
+def head_weights_loaded_in_a_backward(setup):
     return _loaded(setup, "head", backward=True)
 
 
-def a_head_written_in_a_backward(setup):
+def head_weights_written_in_a_backward(setup):
     def write():
         with torch.no_grad():
             t.inner.head.weight.mul_(0.5)
 
     t = Training(setup, Net())
     t.train(0)
-    _where_a_block_ends(t, write, backward=True)
+    _when_a_block_ends(t, write, backward=True)
     t.train(1)
     return t.results()
 
@@ -427,11 +429,11 @@ def saved_and_loaded_by_torch_save(setup):
 
 
 def _saved(t):
-    """The state that rank 0 writes and all read."""
-    given = [copy.deepcopy(t.parallel.state())]
+    """Returns the state on rank 0, to all ranks."""
+    state = [copy.deepcopy(t.parallel.state())]
     if t.setup.wrapper != "none":
-        dist.broadcast_object_list(given, group=t.setup.group, group_src=0)
-    return given[0]
+        dist.broadcast_object_list(state, group=t.setup.group, group_src=0)
+    return state[0]
 
 
 def _resumed(setup, optimizer, **how):
@@ -453,7 +455,8 @@ def loaded_between_backward_and_step(setup):
     fresh = Training(setup, Net(seed=3), adamw)
     fresh.backward(2)
     gradients = {p: p.grad for p in fresh.inner.parameters()}
-    if setup.wrapper == "none":  # which is certain to load what was saved
+    # torch's loading ignores the state if there are gradients, so the oracle removes them first.
+    if setup.wrapper == "none":
         fresh.optimizer.zero_grad()
     fresh.parallel.load(state)
     for parameter, gradient in gradients.items() if setup.wrapper == "none" else ():
@@ -470,8 +473,8 @@ def resumed_with_a_layer_that_was_never_used(setup):
     return _resumed(setup, functools.partial(torch.optim.AdamW, lr=0.05), blocks=(1, 2))
 
 
-def a_state_wider_than_its_weights(setup):
-    """float32 masters of bfloat16 weights are loaded with all their digits."""
+def optimizer_state_in_a_wider_dtype_than_its_weights(setup):
+    """float32 master weights of bfloat16 weights are loaded without rounding."""
     optimizer = functools.partial(FusedAdamW, lr=0.05, master_weights=True)
     t = Training(setup, Net().bfloat16(), optimizer)
     t.train(0, loss=lambda step, rank: t.module(batch(step, rank).bfloat16()).square().mean())
@@ -486,8 +489,8 @@ def a_state_wider_than_its_weights(setup):
     return {}
 
 
-def one_state_loaded_twice(setup):
-    """Two networks that begin with one state go on apart."""
+def one_state_loaded_into_two_models(setup):
+    """Two networks loaded from the same state are trained separately."""
     adamw = functools.partial(torch.optim.AdamW, lr=0.05)
     t = Training(setup, Net(), adamw)
     t.train(0)
@@ -501,7 +504,7 @@ def one_state_loaded_twice(setup):
 
 
 def saved_before_the_first_step(setup):
-    """Saving changes nothing: the first step has no momentum yet."""
+    """Saving has no effect on training: the first step has no momentum yet."""
     t = Training(setup, Net())
     if setup.wrapper != "none":
         t.parallel.state()
@@ -509,7 +512,7 @@ def saved_before_the_first_step(setup):
     return t.results()
 
 
-def a_deep_copy_that_averages(setup):
+def a_deep_copy_as_average_of_weights(setup):
     t = Training(setup, Net())
     average = copy.deepcopy(t.module).requires_grad_(False)
     for step in range(2):
@@ -535,8 +538,8 @@ def averaged_model_of_torch(setup):
 
 
 def a_deep_copy_that_is_trained(setup):
-    """The copy is a wrapper of its own: training it leaves the original."""
-    if setup.wrapper == "zero2":  # takes no other optimizer than its own
+    """The copy is a separate wrapper: training it does not change the original."""
+    if setup.wrapper == "zero2":  # works only with its own optimizer
         return None
     t = Training(setup, Net())
     t.train(0)
@@ -612,7 +615,7 @@ def wrapped_again(setup):
     return t.results()
 
 
-def wrapped_a_second_time_for_a_while(setup):
+def wrapped_a_second_time_temporarily(setup):
     module = Net()
     t = Training(setup, module)
     t.train(0)
