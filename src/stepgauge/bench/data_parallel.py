@@ -27,7 +27,7 @@ from stepgauge.runtime.recording import CudaGraphs
 from stepgauge.runtime.world import this_world
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.record import Record, Sample
-from stepgauge.spec.throughput import throughput
+from stepgauge.spec.throughput import StepWork, throughput
 from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import batch_for, build_step
 from stepgauge.train.layout import wrapper_settings
@@ -124,15 +124,12 @@ def _time_without_communication(
 
 def record(spec: DataParallelSpec, ranks: list[DataParallelFigures]) -> Record:
     """Returns the record of all ranks' figures."""
-    rates = {}
-    if not isinstance(spec.model, UserModel):  # a user's model has no known tokens
-        tokens = spec.batch * spec.model.context_length * spec.ranks
-        rates = throughput(slowest_step(ranks), tokens=tokens)
+    work = StepWork.of(spec.model, sequences=spec.batch * spec.ranks)
     traced = [rank.traced for rank in ranks if rank.traced]
     return record_of_ranks(
         spec,
         ranks,
-        rates=rates,
+        rates=throughput(slowest_step(ranks), tokens=work.tokens),
         figures={**_communication(ranks), **_overlap(traced), **_plan(ranks[0].plan)},
         series=traced[0].tracks if traced else {},
     )

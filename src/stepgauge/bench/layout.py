@@ -152,7 +152,9 @@ def record(spec: LayoutSpec, ranks: list[LayoutFigures]) -> Record:
     result = record_of_ranks(
         spec,
         ranks,
-        rates={} if isinstance(spec.model, UserModel) else _rates(spec, slowest_step(ranks)),
+        rates=rates(
+            spec, slowest_step(ranks), sequences=spec.batch * spec.accumulation, ranks=spec.ranks
+        ),
         figures={f"{name}_ms": Sample.exact(ms, "ms") for name, ms in exposed},
         series={},
         tables=spans_table([rank.spans for rank in ranks]),
@@ -176,13 +178,6 @@ def _exposed(spec: LayoutSpec, ranks: list[LayoutFigures]) -> dict[str, float]:
         busiest = max(rank.busy_ms for rank in ranks) * spec.accumulation
         times["busiest_rank"], times["pipeline_exposed"] = busiest, last - busiest
     return times
-
-
-def _rates(spec: LayoutSpec, step_ms: list[float]) -> dict[str, Sample]:
-    """Returns tokens per second of all ranks together and FLOPs per second of one rank."""
-    model = spec.network
-    flops = spec.accumulation * model.step_flops(batch=spec.batch, sequence=model.context_length)
-    return rates(spec, step_ms, tokens=spec.tokens_per_step, flops=flops / spec.ranks)
 
 
 def _note(spec: LayoutSpec, rank: LayoutFigures) -> str:

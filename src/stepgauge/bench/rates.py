@@ -8,20 +8,16 @@ import torch
 from stepgauge.measure.environment import device_name
 from stepgauge.spec.hardware import peaks
 from stepgauge.spec.record import Sample
-from stepgauge.spec.step import StepSpec
-from stepgauge.spec.throughput import throughput
+from stepgauge.spec.throughput import StepWork, throughput
 
 
-def rates(spec: Any, step_ms: Sequence[float], *, tokens: int, flops: float) -> dict[str, Sample]:
-    """Returns tokens and FLOPs per second, and MFU if the device's peak is known."""
+def rates(
+    spec: Any, step_ms: Sequence[float], *, sequences: int, ranks: int = 1
+) -> dict[str, Sample]:
+    """Returns tokens per second of all ranks together, and each rank's FLOPs per second, with MFU if
+    the device's peak is known. `sequences` are those of the whole step.
+    """
     known = peaks(device_name(torch.device(spec.device)))
     peak = known.of(spec.precision) if known else None
-    return throughput(step_ms, tokens=tokens, flops=flops, peak=peak)
-
-
-def model_flops(spec: StepSpec) -> int:
-    """Returns the model FLOPs of the timed phases: forward only, or forward and backward."""
-    sequence = spec.network.context_length
-    if spec.phases == "forward":
-        return spec.network.forward_flops(batch=spec.batch, sequence=sequence)
-    return spec.network.step_flops(batch=spec.batch, sequence=sequence)
+    work = StepWork.of(spec.model, sequences=sequences, phases=spec.phases)
+    return throughput(step_ms, tokens=work.tokens, flops=work.flops / ranks, peak=peak)

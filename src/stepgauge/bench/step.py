@@ -7,14 +7,13 @@ import torch
 
 from stepgauge.bench.build import build, check, least_bytes
 from stepgauge.bench.checkpoint_budget import solve
-from stepgauge.bench.rates import model_flops, rates
+from stepgauge.bench.rates import rates
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
 from stepgauge.measure.timing import time_phases
 from stepgauge.runtime.progress import tell
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec
-from stepgauge.spec.user_model import UserModel
 
 
 def run(spec: StepSpec) -> Record:
@@ -56,9 +55,7 @@ def _metrics(
     spec: StepSpec, times: dict[str, list[float]], device: torch.device, compile_s: float | None
 ) -> dict[str, Sample]:
     metrics = {f"{name}_ms": Sample.of(values, "ms") for name, values in times.items()}
-    if not isinstance(spec.model, UserModel):  # a user's model has no known tokens and FLOPs
-        tokens = spec.batch * spec.network.context_length
-        metrics |= rates(spec, times["step"], tokens=tokens, flops=model_flops(spec))
+    metrics |= rates(spec, times["step"], sequences=spec.batch)
     metrics |= {
         name: Sample.exact(value, "bytes") for name, value in devices.peak_memory(device).items()
     }
