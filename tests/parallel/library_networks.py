@@ -1,5 +1,5 @@
-"""A network with the names and habits of the transformers library, without the library: lengths are
-read from what a layer is given, arguments are given by name, key heads are repeated by a count.
+"""Networks that imitate those of the transformers library without needing it: they use its names,
+read lengths from inputs, pass arguments by keyword and repeat key heads by a count.
 """
 
 import torch
@@ -83,8 +83,8 @@ class LibraryFeedForward(nn.Module):
 
 
 class CountingAttention(nn.Module):
-    """Splits what its columns give into as many heads as the whole has, as OPT's does: with some of
-    them, tokens would be mixed and no shape be wrong.
+    """Reshapes its columns' outputs into num_heads heads, as OPT does. With a rank's part of the heads
+    and the whole count, tokens would be mixed without a shape error.
     """
 
     def __init__(self):
@@ -103,7 +103,7 @@ class CountingAttention(nn.Module):
 
 
 class Conv1D(nn.Module):
-    """A linear layer whose weight is (inputs, outputs), as the library's GPT-2 has it."""
+    """A linear layer whose weight is (inputs, outputs), as in the library's GPT-2."""
 
     __module__ = "transformers.pytorch_utils"
 
@@ -168,7 +168,7 @@ class GPT2Attention(nn.Module):
 
 
 class OneKeyHead(nn.Module):
-    """GPT-2's layers, and one key head that all query heads read."""
+    """Attention with GPT-2's layers and one key head that all query heads read."""
 
     def __init__(self):
         super().__init__()
@@ -185,7 +185,7 @@ class OneKeyHead(nn.Module):
 
 
 class AdaptedLinear(nn.Module):
-    """A frozen layer and two small ones beside it, as peft's LoRA has them."""
+    """A frozen layer with two low-rank layers, like peft's LoRA."""
 
     __module__, __qualname__ = "peft.tuners.lora.layer", "Linear"
 
@@ -200,7 +200,7 @@ class AdaptedLinear(nn.Module):
 
 
 def adapt(blocks):
-    """Every linear layer of the blocks; all else is frozen."""
+    """Adds LoRA to every linear layer of the blocks and freezes everything else."""
     for name, layer in list(blocks.requires_grad_(False).named_modules()):
         if isinstance(layer, nn.Linear):
             sizes = layer.in_features, layer.out_features

@@ -1,4 +1,4 @@
-"""Tensor parallel on two and four ranks against one process, under SGD, in float64."""
+"""Tensor parallel on two and four ranks compared with one process, under SGD, in float64."""
 
 import copy
 import functools
@@ -35,7 +35,7 @@ from stepgauge.spec.plan.tensor_tables import table_of
 from stepgauge.spec.plan.transformers_tables import table_of_config
 
 PARTIAL_LOSS = PartialLoss(partial_forward, partial_backward)
-STEPS, CLIP, VOCABULARY = 2, 0.05, 11  # which neither 2 nor 4 divide
+STEPS, CLIP, VOCABULARY = 2, 0.05, 11  # the vocabulary is no multiple of 2 or 4
 SHAPE = {
     "vocab_size": VOCABULARY,
     "context_length": 8,
@@ -77,7 +77,9 @@ SPECS = {
 
 
 class UserModel(nn.Module):
-    """Query, key and value apart, a loss of its own, and layers that no rule names."""
+    """Has separate query, key and value layers, computes its own loss, and has a parameter that no
+    rule names.
+    """
 
     def __init__(self):
         super().__init__()
@@ -120,8 +122,8 @@ USER_TABLE = {
 }
 
 
-def by_sequence_too(model):
-    """The built-in table of a library's network, on a residual stream in pieces."""
+def table_by_sequence(model):
+    """Returns the built-in table of a library network, changed to a stream cut by sequence."""
     table = table_of_config(model.config.to_dict(), [name for name, _ in model.named_modules()])
     norms = ("model.norm", "model.layers.*.*_layernorm")
     return {**table, "model.layers.0": Rule("split"), **dict.fromkeys(norms, Rule("sequence"))}
@@ -135,7 +137,7 @@ def counting_model():
     return model
 
 
-# Without "split" the stream is whole, and nobody has to say so.
+# Without the rule "split" the stream is whole, so by_sequence need not be given.
 COUNTING_TABLE = {
     "layers.*.o": Rule("gather", counts=(Count("num_heads", Section(NUM_HEADS)),)),
     "layers.*.o.[qkv]": HEADS,
@@ -152,7 +154,7 @@ ONE_KEY_TABLE = {
 
 
 def build(name):
-    """A network with random values everywhere, and its table."""
+    """Returns the network with that name, with random values everywhere, and its table."""
     torch.manual_seed(1)
     if name == "user":
         model, table = UserModel(), USER_TABLE
@@ -166,7 +168,7 @@ def build(name):
         model, table = GPT2Model(VOCABULARY), None
     elif name.startswith("library"):
         model = LibraryModel(VOCABULARY)
-        table = by_sequence_too(model) if "sequence" in name else None
+        table = table_by_sequence(model) if "sequence" in name else None
     else:
         spec = SPECS[name]
         network = BertForMaskedLM if isinstance(spec, BertSpec) else TransformerLM
@@ -187,49 +189,51 @@ def batch(step):
 
 
 def train(model, clip):
-    """Losses and norms of some steps; the gradients of the last are left."""
+    """Trains some steps. Returns losses and norms; the last step's gradients stay in `.grad`."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    found = []
+    values = []
     for step in range(STEPS):
         optimizer.zero_grad()
         for micro in range(2):  # gradients add up
             loss = model(*batch(2 * step + micro)) / 2
             loss.backward()
-            found.append(loss.item())
-        found.append(clip(CLIP).item())
+            values.append(loss.item())
+        values.append(clip(CLIP).item())
         optimizer.step()
-    return torch.tensor(found, dtype=torch.float64)
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def difference(name, by_sequence=None, partial_loss=None, overlap=False, prepare=None):
-    """The largest difference from one process: of losses and norms, gradients, weights."""
+    """Returns the largest difference from one process in losses, norms, gradients and weights."""
     whole, table = build(name)
-    whole_found = train(whole, lambda norm: nn.utils.clip_grad_norm_(whole.parameters(), norm))
+    expected_values = train(whole, lambda norm: nn.utils.clip_grad_norm_(whole.parameters(), norm))
     model, _ = build(name)
-    if dist.get_rank():  # rank 0's values count
+    if dist.get_rank():  # only the values of rank 0 are used
         nn.init.zeros_(next(model.parameters()))
     parallel = parallelize_tensor(
         model, table, by_sequence=by_sequence, overlap=overlap, partial_loss=partial_loss
     )
     if prepare is not None:
         prepare(parallel.module)
-    found = train(parallel.module, parallel.clip_gradients)
-    differences = [(found - whole_found).abs().max()]
-    cut = 0
+    values = train(parallel.module, parallel.clip_gradients)
+    differences = [(values - expected_values).abs().max()]
+    num_cut = 0
     for key, parameter in parallel.module.named_parameters():
         expected = whole.get_parameter(key)
         differences.append((parameter - parallel.part(key, expected)).abs().max())
         if expected.requires_grad:
             differences.append((parameter.grad - parallel.part(key, expected.grad)).abs().max())
         differences.append((parallel.whole(key, parameter.detach()) - expected).abs().max())
-        cut += parameter.numel() < expected.numel()
-    assert cut >= 4 * 2, "few layers were cut"
+        num_cut += parameter.numel() < expected.numel()
+    assert num_cut >= 4 * 2, "few layers were cut"
     return max(each.item() for each in differences)
 
 
 def difference_of_penalties(name, by_sequence=None):
-    """Of gradients of a loss that has the gradient of the embedding's output in it."""
-    found = []
+    """Returns the largest difference in gradients of a loss with a gradient penalty, which contains
+    the gradient of the embedding's output.
+    """
+    differences = []
     whole, table = build(name)
     parallel = parallelize_tensor(copy.deepcopy(whole), table, by_sequence=by_sequence)
     for model in (whole, parallel.module):
@@ -250,11 +254,12 @@ def difference_of_penalties(name, by_sequence=None):
         expected = whole.get_parameter(key).grad
         assert (expected is None) == (parameter.grad is None)
         if expected is not None:
-            found.append((parameter.grad - parallel.part(key, expected)).abs().max().item())
-    return max(found)
+            difference = parameter.grad - parallel.part(key, expected)
+            differences.append(difference.abs().max().item())
+    return max(differences)
 
 
-def logits_differ():
+def difference_of_logits():
     model, table = build("default")
     tokens = batch(0)[0]
     expected = copy.deepcopy(model)(tokens)
@@ -262,9 +267,10 @@ def logits_differ():
     return (parallel.module(tokens) - expected).abs().max().item()
 
 
-def sums():
-    """All-reduces of a backward that sums norms' gradients together, and where hooks see each; what
-    differs there, in autograd.grad and after a backward into gradients that were there before.
+def gradient_sums():
+    """Compares a backward that sums the gradients of norms in one all-reduce with one in which each
+    parameter has a hook. Returns the additional all-reduces, the number of norms, and the largest
+    difference in what hooks see, in autograd.grad and in gradients accumulated over two backwards.
     """
     counts, seen, differences = [], {}, []
     model, table = build("default")
@@ -281,9 +287,9 @@ def sums():
         counts.append(
             sum(n for op, n in counter.get_comm_counts().items() if "all_reduce" in str(op))
         )
-        asked = torch.autograd.grad(parallel.module(*batch(0)), list(weights.values()))
+        gradients = torch.autograd.grad(parallel.module(*batch(0)), list(weights.values()))
         parallel.module(*batch(0)).backward()
-        for (name, weight), gradient in zip(weights.items(), asked, strict=True):
+        for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
             expected = whole.get_parameter(name).grad
             differences += [gradient - expected, weight.grad - 2 * expected]
             differences += [seen[name] - expected] if hooked else []
@@ -294,17 +300,18 @@ OVERLAPPED = ("tied, learned, layernorm, gelu, biases", "one key head, wide head
 
 
 def overlapped_differences():
-    """The same of collectives beside products: of networks, of compiled blocks, of frozen weights,
-    and of more turns than flags have values.
+    """Differences with overlapping collectives: of networks, with compiled blocks or frozen weights,
+    over more turns than flags have values, and with changing shapes.
     """
     least, plan.LEAST_OVERLAPPED_BYTES = plan.LEAST_OVERLAPPED_BYTES, 0
-    found = {(name, "overlapped"): difference(name, overlap=True) for name in OVERLAPPED}
-    if dist.get_world_size() == 2:  # the same for four
-        found["compiled"] = difference("default", overlap=True, prepare=compile_blocks)
-        found["frozen"] = difference_when_frozen()
-    found["many turns"], found["many shapes"] = many_turns(), of_many_shapes()
+    differences = {(name, "overlapped"): difference(name, overlap=True) for name in OVERLAPPED}
+    if dist.get_world_size() == 2:  # nothing here depends on the number of ranks
+        differences["compiled"] = difference("default", overlap=True, prepare=compile_blocks)
+        differences["frozen"] = difference_when_frozen()
+    differences["many turns"] = difference_over_many_turns()
+    differences["many shapes"] = difference_over_many_shapes()
     plan.LEAST_OVERLAPPED_BYTES = least
-    return found
+    return differences
 
 
 def compile_blocks(model):
@@ -313,16 +320,18 @@ def compile_blocks(model):
 
 
 def difference_when_frozen():
-    """Of the other gradients, where the weights of columns and rows have none."""
-    found = []
+    """Freezes the weights of columns and rows, and compares the other gradients with and without
+    overlap.
+    """
+    gradients = []
     for overlap in (False, True):
         model, table = build("default")
         for each in model.blocks[0].parameters():
             each.requires_grad_(each.ndim == 1)
         parallel = parallelize_tensor(model, table, overlap=overlap)
         parallel.module(*batch(0)).backward()
-        found.append({n: p.grad for n, p in parallel.module.named_parameters()})
-    plain, overlapped = found
+        gradients.append({n: p.grad for n, p in parallel.module.named_parameters()})
+    plain, overlapped = gradients
     assert [n for n in plain if plain[n] is None] == [n for n in plain if overlapped[n] is None]
     return max((plain[n] - overlapped[n]).abs().max().item() for n in plain if plain[n] is not None)
 
@@ -338,9 +347,9 @@ def assigned(model):
     return model
 
 
-def differences_of_other_parameters():
-    """Gradients of parameters that were frozen, or others, when the layers were cut."""
-    found = {}
+def differences_after_changes():
+    """Differences in gradients if parameters are unfrozen or replaced after the layers were cut."""
+    differences = {}
     for name in ("two key heads, qk-norm, qkv biases", "user"):
         for change in (unfrozen, assigned, copy.deepcopy):
             whole, table = build(name)
@@ -351,16 +360,16 @@ def differences_of_other_parameters():
             changed = change(parallel.module)
             whole(*batch(0)).backward()
             changed(*batch(0)).backward()
-            found[name, change.__name__] = max(
+            differences[name, change.__name__] = max(
                 (p.grad - parallel.part(n, whole.get_parameter(n).grad)).abs().max().item()
                 for n, p in changed.named_parameters()
             )
-    return found
+    return differences
 
 
 class Encoder(nn.Module):
-    """torch's own layers, which read the weights of theirs where no gradients are asked for, and an
-    embedding with a padding row.
+    """torch's own encoder, whose layers read their weights directly in inference, and an embedding
+    with a padding row.
     """
 
     def __init__(self):
@@ -385,22 +394,22 @@ def differences_of_torchs_encoder():
     whole = Encoder().double()
     parallel = parallelize_tensor(copy.deepcopy(whole), ENCODER_TABLE, by_sequence=False)
     tokens = torch.arange(VOCABULARY)[None]
-    found = {}
+    differences = {}
     for mode in (torch.inference_mode, torch.enable_grad):
         whole.train(mode is torch.enable_grad)
         parallel.module.train(mode is torch.enable_grad)
         with mode():
             pair = parallel.module(tokens), whole(tokens)
-        found["encoder", mode.__name__] = (pair[0] - pair[1]).abs().max().item()
+        differences["encoder", mode.__name__] = (pair[0] - pair[1]).abs().max().item()
     for output in pair:
         output.square().sum().backward()
     expected = parallel.part("embed.weight", whole.embed.weight.grad)
     difference = parallel.module.embed.weight.grad - expected
-    return {**found, "padding row": difference.abs().max().item()}
+    return {**differences, "padding row": difference.abs().max().item()}
 
 
-def many_turns():
-    """Of products of pieces that are others in each turn, while flags take the same values again."""
+def difference_over_many_turns():
+    """Multiplies different pieces in each turn, for more turns than flags have values."""
     group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     weight, largest = torch.eye(64, dtype=torch.float64)[: 64 // ranks], 0.0
     values, peer_memory.VALUES = peer_memory.VALUES, 8
@@ -413,39 +422,45 @@ def many_turns():
     return largest
 
 
-def of_many_shapes():
-    """Of products of pieces whose batch and length change: boxes grow, and are too large afterwards."""
+def difference_over_many_shapes():
+    """Multiplies pieces whose batch and length change, so that boxes grow and are then too large."""
     group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     generator, largest = torch.Generator().manual_seed(3), 0.0
     for batch_size, length in ((1, 1), (3, 5), (2, 1), (1, 9), (3, 3), (1, 1)):
         shape = batch_size, ranks * length, 12
         whole = torch.randn(shape, generator=generator, dtype=torch.float64)
         weight = torch.randn(7, 12, generator=generator, dtype=torch.float64, requires_grad=True)
-        own = whole.chunk(ranks, 1)[rank].clone().requires_grad_()
-        expected_in = whole.clone().requires_grad_()
-        expected = expected_in @ weight.detach().t()
+        piece = whole.chunk(ranks, 1)[rank].clone().requires_grad_()
+        x = whole.clone().requires_grad_()
+        expected = x @ weight.detach().t()
         expected.square().sum().backward()
-        y = gathered_product(own, weight, group)
+        y = gathered_product(piece, weight, group)
         y.square().sum().div(ranks).backward()
-        pairs = [(y, expected), (own.grad, expected_in.grad.chunk(ranks, 1)[rank])]
+        pairs = [(y, expected), (piece.grad, x.grad.chunk(ranks, 1)[rank])]
         pairs.append((weight.grad, 2 * expected.flatten(0, 1).t() @ whole.flatten(0, 1) / ranks))
         largest = max([largest, *((a - b).abs().max().item() for a, b in pairs)])
     return largest
 
 
-def left_to_the_library():
-    """Collectives that are not beside a product: of the head, of the first and last of the stream."""
+def collectives_without_overlap():
+    """With overlap, counts the all-gathers and reduce-scatters that are not next to a product: those
+    of the head and at the beginning of the stream.
+    """
     model, table = build("default")
     least, plan.LEAST_OVERLAPPED_BYTES = plan.LEAST_OVERLAPPED_BYTES, 0
     parallel = parallelize_tensor(model, table, overlap=True)
     with CommDebugMode() as counter:
         parallel.module(*batch(0)).backward()
     plan.LEAST_OVERLAPPED_BYTES = least
-    names = {str(operator): count for operator, count in counter.get_comm_counts().items()}
-    return [sum(n for name, n in names.items() if each in name) for each in ("gather", "scatter")]
+    counts = {str(operator): count for operator, count in counter.get_comm_counts().items()}
+    return [
+        sum(count for name, count in counts.items() if kind in name)
+        for kind in ("gather", "scatter")
+    ]
 
 
 def message_of(call):
+    """Returns the message of the error that the call raises."""
     try:
         call()
     except (ValueError, IndexError, RuntimeError) as error:
@@ -459,15 +474,15 @@ class Scaled(nn.Embedding):
 
 
 def changed(**modules):
-    """The user's model with other modules at those names."""
+    """Returns the user's model with some modules replaced."""
     model = UserModel()
     for name, module in modules.items():
         model.set_submodule(name, module)
     return model
 
 
-def of_changed_models():
-    """What is said about models of which a part would not be what it was."""
+def messages_for_changed_models():
+    """Messages for parameters in several places and for layers that a rule cannot cut."""
     tied, twice = changed(), changed()
     tied.scale = tied.out.bias = nn.Parameter(torch.ones(VOCABULARY))
     twice.layers[0].k = twice.layers[0].q
@@ -484,33 +499,29 @@ def of_changed_models():
         ),
         "dropout": changed(**{"layers.0.norm": nn.Dropout(0.1)}),
     }
-    found = {
+    messages = {
         name: message_of(lambda model=model: parallelize_tensor(model, USER_TABLE))
         for name, model in models.items()
     }
-    unsplit = {name: rule for name, rule in USER_TABLE.items() if rule.kind != "split"}
-    return (
-        found
-        | of_hooked_models()
-        | of_tables_of_the_library()
-        | {
-            "no split": message_of(lambda: parallelize_tensor(UserModel(), unsplit)),
-        }
-    )
+    without_split = {name: rule for name, rule in USER_TABLE.items() if rule.kind != "split"}
+    return {
+        **messages,
+        **messages_for_hooks(),
+        **messages_for_tables(),
+        "no split": message_of(lambda: parallelize_tensor(UserModel(), without_split)),
+    }
 
 
-def of_hooked_models():
-    """What is said about hooks that would be lost or see a part, and about layers that forward reads
-    otherwise.
-    """
-    hooked, seen, early, ours, halved = (UserModel() for _ in range(5))
-    hooked.layers[0].q.register_forward_hook(lambda *_: None)
-    seen.layers[0].q.weight.register_hook(lambda gradient: gradient)
-    early.layers[0].norm.weight.register_hook(lambda gradient: gradient)
-    ours.layers[0].q.forward = ours.layers[0].q.forward
-    nn.utils.parametrize.register_parametrization(halved.layers[0].o, "bias", nn.Identity())
-    models = {"hook": hooked, "weight's hook": seen, "early hook": early}
-    models |= {"own forward": ours, "computed": halved}
+def messages_for_hooks():
+    """Messages for hooks that would be lost or run too early, and for unusual layers."""
+    with_hook, weight_hook, norm_hook, own_forward, computed = (UserModel() for _ in range(5))
+    with_hook.layers[0].q.register_forward_hook(lambda *_: None)
+    weight_hook.layers[0].q.weight.register_hook(lambda gradient: gradient)
+    norm_hook.layers[0].norm.weight.register_hook(lambda gradient: gradient)
+    own_forward.layers[0].q.forward = own_forward.layers[0].q.forward
+    nn.utils.parametrize.register_parametrization(computed.layers[0].o, "bias", nn.Identity())
+    models = {"hook": with_hook, "weight's hook": weight_hook, "norm's hook": norm_hook}
+    models |= {"own forward": own_forward, "computed": computed}
     models["functional dropout"] = changed(**{"layers.0.norm": nn.LSTM(16, 16, 2, dropout=0.5)})
     return {
         name: message_of(lambda model=model: parallelize_tensor(model, USER_TABLE))
@@ -518,40 +529,40 @@ def of_hooked_models():
     }
 
 
-def of_tables_of_the_library():
-    """And about tables that leave out what works on a part of the residual stream."""
+def messages_for_tables():
+    """Messages for tables without rules that the network needs, and for inputs that do not fit."""
     attending = UserModel()
     attending.layers[1].norm = nn.MultiheadAttention(16, 2)
-    without = {name: rule for name, rule in USER_TABLE.items() if rule.kind != "sequence"}
-    uncounted = COUNTING_TABLE | {"layers.*.o": Rule("gather")}
-    half = {name: rule for name, rule in COUNTING_TABLE.items() if "q" not in name}
+    without_norms = {name: rule for name, rule in USER_TABLE.items() if rule.kind != "sequence"}
+    without_count = COUNTING_TABLE | {"layers.*.o": Rule("gather")}
+    without_query = {name: rule for name, rule in COUNTING_TABLE.items() if "q" not in name}
     calls = {
         "attends": (attending, USER_TABLE),
         "out_proj": (attending, {"layers.1.norm.out_proj": Rule("row")}),
-        "no rule": (UserModel(), without),
-        "uncounted": (counting_model(), uncounted),
-        "half": (counting_model(), half),
+        "no rule": (UserModel(), without_norms),
+        "no count": (counting_model(), without_count),
+        "no query": (counting_model(), without_query),
         "no config": (UserModel(), None),
     }
-    said = {
+    messages = {
         name: message_of(lambda call=call: parallelize_tensor(*call))
         for name, call in calls.items()
     }
     flat = nn.Sequential(nn.Linear(4, 4))
     parallelize_tensor(flat, {"0": Rule("column")}, by_sequence=True)
-    alone = message_of(lambda: parallelize_tensor(nn.Linear(4, 4), {"": Rule("column")}))
-    return said | {"flat": message_of(lambda: flat(torch.ones(2, 4))), "alone": alone}
+    layer = message_of(lambda: parallelize_tensor(nn.Linear(4, 4), {"": Rule("column")}))
+    return messages | {"flat": message_of(lambda: flat(torch.ones(2, 4))), "layer": layer}
 
 
 def adapt_with_magnitude():
-    """As DoRA, of which a layer of rows would need the norms of whole ones."""
+    """Adds DoRA's magnitude vector, for which a row layer would need the norms of whole rows."""
     model, _ = build("gpt2 adapted")
     model.transformer.h[0].mlp.c_fc.lora_magnitude_vector = nn.Parameter(torch.ones(24))
     parallelize_tensor(model)
 
 
-def differentiated_again(overlap=None, partial_loss=None, targets=True):
-    """What a penalty of gradients is told, of a loss or of logits: the first gradient is a constant."""
+def message_for_second_derivative(overlap=None, partial_loss=None, targets=True):
+    """Returns the message for create_graph=True, on the loss or, without targets, on the logits."""
     least, plan.LEAST_OVERLAPPED_BYTES = plan.LEAST_OVERLAPPED_BYTES, 0
     model, table = build("default")
     module = parallelize_tensor(model, table, overlap=overlap, partial_loss=partial_loss).module
@@ -561,8 +572,8 @@ def differentiated_again(overlap=None, partial_loss=None, targets=True):
     return message_of(lambda: torch.autograd.grad(value, weights, create_graph=True))
 
 
-def mistakes():
-    """What is said about tables, shapes and networks that do not fit."""
+def messages_for_mistakes():
+    """Returns the error messages for tables, shapes and networks that do not fit."""
     model, table = build("default")
     parallel = parallelize_tensor(copy.deepcopy(model), table)
     wrong = nn.Linear(2 + dist.get_rank(), 2)
@@ -584,25 +595,25 @@ def mistakes():
                 model, {"head": Rule("column", (Section(VOCABULARY, unit=VOCABULARY),))}
             )
         ),
-        "whole": message_of(
+        "overlap": message_of(
             lambda: parallelize_tensor(model, table, by_sequence=False, overlap=True)
         ),
         "token": message_of(lambda: parallel.module(beyond, targets)),
         "target": message_of(lambda: parallel.module(tokens, beyond)),
         "fused target": message_of(lambda: fused.module(tokens, torch.full_like(tokens, -1))),
         "different": message_of(lambda: parallelize_tensor(wrong, {"": Rule("column")})),
-        "loss again": differentiated_again(),
-        "fused loss again": differentiated_again(partial_loss=PARTIAL_LOSS),
-        "overlapped again": differentiated_again(overlap=True, targets=False),
+        "second derivative": message_for_second_derivative(),
+        "second derivative, fused": message_for_second_derivative(partial_loss=PARTIAL_LOSS),
+        "second derivative, overlap": message_for_second_derivative(overlap=True, targets=False),
         "magnitude": message_of(adapt_with_magnitude),
-        **of_changed_models(),
+        **messages_for_changed_models(),
     }
 
 
-def everything():
+def all_differences():
     torch.set_num_threads(1)
     is_two = dist.get_world_size() == 2
-    found = {
+    differences = {
         (name, by_sequence): difference(name, by_sequence)
         for name in (*SPECS, "user")
         for by_sequence in ((True, False) if is_two else (True,))
@@ -610,24 +621,24 @@ def everything():
     adapted = ("library adapted", "library by sequence, adapted", "gpt2 adapted")
     other = ("library", "library by sequence", "counting", "gpt2", "one key head, transposed")
     for name in (*other, *adapted):
-        found[name] = difference(name)
+        differences[name] = difference(name)
     for name in ("user", "library by sequence", "gpt2"):
-        found[name, "penalty"] = difference_of_penalties(name)
-    found["user", "penalty", "whole"] = difference_of_penalties("user", False)
-    found["no logits held"] = difference(OVERLAPPED[0], True, PARTIAL_LOSS)
-    found |= overlapped_differences()
+        differences[name, "penalty"] = difference_of_penalties(name)
+    differences["user", "penalty", "whole"] = difference_of_penalties("user", False)
+    differences["fused loss"] = difference(OVERLAPPED[0], True, PARTIAL_LOSS)
+    differences |= overlapped_differences()
     if is_two:
-        found |= differences_of_other_parameters() | {"logits": logits_differ()}
-        found |= differences_of_torchs_encoder()
-    return found
-
-
-def checks():
-    return {"left": left_to_the_library(), "mistakes": mistakes(), "sums": sums()}
+        differences |= differences_after_changes() | {"logits": difference_of_logits()}
+        differences |= differences_of_torchs_encoder()
+    return differences
 
 
 def on_two_ranks():
-    return everything(), checks()
+    return all_differences(), {
+        "without overlap": collectives_without_overlap(),
+        "messages": messages_for_mistakes(),
+        "sums": gradient_sums(),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -635,148 +646,154 @@ def two_ranks():
     return launch(on_two_ranks, ranks=2)
 
 
-def test_training_on_two_ranks_equals_that_of_one_process(two_ranks):
-    for found, _ in two_ranks:
-        assert {case: most for case, most in found.items() if most >= 1e-10} == {}
+def test_training_on_two_ranks_equals_one_process(two_ranks):
+    for differences, _ in two_ranks:
+        assert {case: value for case, value in differences.items() if value >= 1e-10} == {}
 
 
-def test_training_on_four_ranks_equals_that_of_one_process():
-    for found in launch(everything, ranks=4):
-        assert {case: most for case, most in found.items() if most >= 1e-10} == {}
+def test_training_on_four_ranks_equals_one_process():
+    for differences in launch(all_differences, ranks=4):
+        assert {case: value for case, value in differences.items() if value >= 1e-10} == {}
 
 
-def test_collectives_are_summed_together_and_left_to_the_library(two_ranks):
-    for _, found in two_ranks:
-        assert found["left"] == [2, 1]
-        more, norms, largest = found["sums"]
-        assert more == norms - 1 == 4 and largest < 1e-10
+def test_gradients_of_norms_share_an_all_reduce_and_only_collectives_next_to_products_overlap(
+    two_ranks,
+):
+    for _, results in two_ranks:
+        assert results["without overlap"] == [2, 1]
+        additional, norms, largest = results["sums"]
+        assert additional == norms - 1 == 4 and largest < 1e-10
 
 
 @pytest.mark.gpu
-def test_overlapped_under_autocast_sends_what_plain_sends_on_gpus():
-    """Autocast on a GPU, unlike a CPU's, makes every sum fp32 that is not told its type."""
+def test_overlap_under_autocast_keeps_bf16_on_gpus():
+    """Autocast on a GPU, unlike on a CPU, makes a sum fp32 unless the sum is given a dtype."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs; this machine has {torch.cuda.device_count()}")
-    for type_of_a_row, difference in launch(under_autocast, "cuda", ranks=2, device="cuda"):
-        assert type_of_a_row == torch.bfloat16
+    for row_dtype, difference in launch(under_autocast, "cuda", ranks=2, device="cuda"):
+        assert row_dtype == torch.bfloat16
         assert difference < 0.02
 
 
 def under_autocast(device):
-    """The type of what a row gives, and the gradients' difference from plain, of the largest one."""
+    """Returns the dtype of a row's output, and the largest difference that overlap makes to gradients,
+    relative to the largest gradient.
+    """
     plan.LEAST_OVERLAPPED_BYTES = 0
-    gradients, types = [], set()
+    gradients, dtypes = [], set()
     for overlap in (False, True):
         model, table = build("default")
         parallel = parallelize_tensor(model.to(device).float(), table, overlap=overlap)
         for block in parallel.module.blocks:
-            block.feed_forward.register_forward_hook(lambda *seen: types.add(seen[-1].dtype))
+            block.feed_forward.register_forward_hook(lambda *call: dtypes.add(call[-1].dtype))
         with torch.autocast(device, torch.bfloat16):
             loss = parallel.module(*(each.to(device) for each in batch(0)))
         loss.backward()
         gradients.append(torch.cat([p.grad.flatten() for p in parallel.module.parameters()]))
-    (kind,) = types
+    (dtype,) = dtypes
     plain, overlapped = gradients
-    return kind, ((overlapped - plain).abs().max() / plain.abs().max()).item()
+    return dtype, ((overlapped - plain).abs().max() / plain.abs().max()).item()
 
 
-def test_mistakes_are_said(two_ranks):
-    for _, found in two_ranks:
-        said = found["mistakes"]
-        assert said["odd sequence"].startswith("the sequence has 5 tokens, which 2 ranks")
-        assert said["no module"] == "'nobody' matches no module"
-        assert said["no linear"] == (
+def test_error_messages(two_ranks):
+    for _, results in two_ranks:
+        messages = results["messages"]
+        assert messages["odd sequence"].startswith("the sequence has 5 tokens, which 2 ranks")
+        assert messages["no module"] == "'nobody' matches no module"
+        assert messages["no linear"] == (
             "norm is a RMSNorm; the rule column cuts nn.Linear and transformers' Conv1D"
         )
-        assert said["of another library"].startswith("0 is a other.layers.Linear; the rule column")
-        assert said["heads"].startswith("head.weight: 1 units of 11 rows cannot be cut into")
-        assert said["whole"] == (
-            "overlap is True and by_sequence False; only pieces are overlapped"
+        assert messages["of another library"].startswith(
+            "0 is a other.layers.Linear; the rule column"
         )
-        assert said["token"] == "a token is not in the vocabulary of 11 words: 11"
-        assert said["target"] == "a target is not in the vocabulary of 11 words: 11"
-        assert said["fused target"] == "a target is not in the vocabulary of 11 words: -1"
-        assert "the ranks' models differ: parameter or buffer weight" in said["different"]
+        assert messages["heads"].startswith("head.weight: 1 units of 11 rows cannot be cut into")
+        assert messages["overlap"] == "overlap is True, which needs by_sequence=True"
+        assert messages["token"] == "a token is not in the vocabulary of 11 words: 11"
+        assert messages["target"] == "a target is not in the vocabulary of 11 words: 11"
+        assert messages["fused target"] == "a target is not in the vocabulary of 11 words: -1"
+        assert "the ranks' models differ: parameter or buffer weight" in messages["different"]
         again = "has no second derivative (create_graph=True)"
-        assert said["loss again"] == f"the loss that is cut over the vocabulary {again}"
-        assert said["fused loss again"] == f"the loss that is cut over the vocabulary {again}"
-        assert said["magnitude"] == (
+        assert messages["second derivative"] == f"the vocabulary-parallel loss {again}"
+        assert messages["second derivative, fused"] == f"the vocabulary-parallel loss {again}"
+        assert messages["magnitude"] == (
             "transformer.h.0.mlp.c_fc is peft's LoRA with lora_magnitude_vector, whose outputs cannot "
             "be cut; choose plain LoRA, or leave the layer whole"
         )
-        assert said["overlapped again"] == f"a layer that overlaps {again}"
-        part = "give its module a rule that cuts it alike, or a parameter of its own"
-        assert said["tied"] == f"scale is the parameter out.bias, which is cut; {part}"
-        assert said["twice"] == (
+        assert messages["second derivative, overlap"] == f"a layer that overlaps {again}"
+        part = "give its module a rule that cuts it in the same way, or a separate parameter"
+        assert messages["tied"] == f"scale is the parameter out.bias, which is cut; {part}"
+        assert messages["twice"] == (
             f"layers.0.k.weight is the parameter layers.0.q.weight, which is cut; {part}"
         )
-        assert said["cut twice"] == (
+        assert messages["cut twice"] == (
             f"layers.1.o.weight is the parameter embed.weight, which is cut; {part}"
         )
-        assert said["scaled"] == (
-            "embed is a Scaled with a forward of its own; the rule embedding cuts nn.Embedding"
+        assert messages["scaled"] == (
+            "embed is a Scaled that overrides forward; the rule embedding cuts nn.Embedding"
         )
-        assert said["sparse"] == "embed has sparse, which an embedding that is cut does not do"
-        assert said["weight norm"] == "out has no parameter weight of its own to cut"
-        assert said["dropout"] == (
-            "layers.0.norm has dropout of 0.1, which would drop other values on each rank; set its p "
-            "to 0"
+        assert messages["sparse"] == "embed has sparse, which a cut embedding does not support"
+        assert messages["weight norm"] == "out has no parameter named weight to cut"
+        assert messages["dropout"] == (
+            "layers.0.norm has dropout of 0.1, which would drop different values on each rank; set its "
+            "p to 0"
         )
-        assert said["hook"] == (
+        assert messages["hook"] == (
             "layers.0.q has forward_hooks, which would be lost; register hooks after the layers are "
             "cut: they then see this rank's part"
         )
-        assert said["weight's hook"].startswith(
+        assert messages["weight's hook"].startswith(
             "layers.0.q.weight has a hook, which would be lost;"
         )
-        assert said["early hook"] == (
-            "layers.0.norm.weight has a hook, which would see the gradient of a part; register hooks "
-            "after the layers are cut"
+        assert messages["norm's hook"] == (
+            "layers.0.norm.weight has a hook, which would see the gradient before it is summed over "
+            "ranks; register hooks after the layers are cut"
         )
-        assert said["own forward"] == (
-            "layers.0.q is a Linear with a forward of its own; the rule column cuts nn.Linear and "
+        assert messages["own forward"] == (
+            "layers.0.q is a Linear that overrides forward; the rule column cuts nn.Linear and "
             "transformers' Conv1D"
         )
-        assert said["computed"] == (
+        assert messages["computed"] == (
             "layers.0.o has a parameter that is computed from others; the rule row cuts nn.Linear "
             "and transformers' Conv1D"
         )
-        assert said["functional dropout"] == (
-            "layers.0.norm has dropout of 0.5, which would drop other values on each rank; set its "
+        assert messages["functional dropout"] == (
+            "layers.0.norm has dropout of 0.5, which would drop different values on each rank; set its "
             "dropout to 0"
         )
-        assert said["attends"] == (
-            "layers.1.norm is a MultiheadAttention, which would see its rank's piece of the sequence "
-            "alone; choose by_sequence=False"
+        assert messages["attends"] == (
+            "layers.1.norm is a MultiheadAttention, which would only see its rank's piece of the "
+            "sequence; choose by_sequence=False"
         )
-        assert said["out_proj"] == (
-            "layers.1.norm.out_proj is read by its nn.MultiheadAttention, which does not call it; "
-            "leave it whole"
+        assert messages["out_proj"] == (
+            "layers.1.norm.out_proj is in an nn.MultiheadAttention, which reads its weight instead of "
+            "calling it; leave it whole"
         )
-        part = "has no rule: the gradients of its weights would be those of one part alone; give it one of"
-        assert said["no rule"] == (
-            f"layers.0.norm works on a piece of the sequence and {part} sequence, heads, whole"
+        no_rule = (
+            "has no rule: each rank would only compute a part of its gradients; give it one of "
+            "sequence, heads, whole"
         )
-        assert said["half"] == (
-            f"layers.0.o.q is in layers.0.o, which gathers for its columns, and {part} sequence, heads, "
-            "whole"
+        assert (
+            messages["no rule"] == f"layers.0.norm works on a piece of the sequence and {no_rule}"
         )
-        assert said["uncounted"] == (
-            "layers.0.o reads its num_heads, 4, and each rank has only a part of them; give it a rule "
+        assert messages["no query"] == (
+            f"layers.0.o.q is in layers.0.o, which has the rule gather, and {no_rule}"
+        )
+        assert messages["no count"] == (
+            "layers.0.o reads its num_heads, 4, but each rank has only a part of them; give it a rule "
             "with counts=(Count('num_heads', Section(4)),)"
         )
-        assert said["no config"] == (
+        assert messages["no config"] == (
             "a UserModel has no config of the transformers library to make a table from; give a "
             "table of names and rules"
         )
-        assert said["flat"] == (
-            "the residual stream is cut along dim 1 of batch, sequence and width, and a layer is "
-            "given (2, 4); choose by_sequence=False"
+        assert messages["flat"] == (
+            "the residual stream is cut along dim 1 of batch, sequence and width, but a layer gets an "
+            "input of shape (2, 4); choose by_sequence=False"
         )
-        assert (
-            said["alone"] == "the rule column replaces a layer of a module, and was given it alone"
+        assert messages["layer"] == (
+            "the rule column replaces a layer inside a module, but the layer was passed itself"
         )
-        assert said["no split"] == (
-            "by_sequence is True, and the table cuts the embedding embed and splits nothing; give "
+        assert messages["no split"] == (
+            "by_sequence is True, and the table cuts the embedding embed but has no rule split; give "
             "the first module of the residual stream the rule split, or choose by_sequence=False"
         )

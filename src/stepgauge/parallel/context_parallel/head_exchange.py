@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepgauge.parallel.context_parallel.split_sequences import SplitSequences
-from stepgauge.parallel.tensor_parallel.residual_stream import arrived, begin_all_to_all
+from stepgauge.parallel.tensor_parallel.residual_stream import launch_all_to_all, wait_for
 from stepgauge.spec.plan.context import contiguous_positions, num_head_groups
 
 
@@ -106,8 +106,8 @@ class _Arrive(torch.autograd.Function):
 
 def _launch(x_N: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     x_N = x_N.contiguous()
-    return x_N if group is None else begin_all_to_all(x_N, group)
+    return x_N if group is None else launch_all_to_all(x_N, group)
 
 
 def _await(y_N: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    return y_N if group is None else arrived(y_N)
+    return y_N if group is None else wait_for(y_N)

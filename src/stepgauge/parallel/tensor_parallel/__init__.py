@@ -1,8 +1,9 @@
-"""Each rank has a part of every layer, by a table of names and rules (spec/plan/tensor).
+"""Tensor parallel: each rank has a part of every layer, by a table of names and rules
+(spec/plan/tensor.py).
 
-The parts, in the order in which to read them: `tensor_parallel`, `rules`, `adapters`, `layer_types`,
-`cuts`, `layers`, `residual_stream`, `gradient_sums`; `overlapped` with `exchange`;
-`vocabulary_loss`; `by_torch`.
+Reading order: `tensor_parallel` (cuts a module), `layers` and `residual_stream` (the path of an
+activation), `rules`, `adapters`, `layer_types`, `cuts`, `gradient_sums`; `overlapped` with `exchange`;
+`vocabulary_loss`; `by_torch` (torch's own tensor parallel, to compare with).
 """
 
 from stepgauge.parallel.tensor_parallel.tensor_parallel import TensorParallel, parallelize_tensor

@@ -1,4 +1,6 @@
-"""Rules of layers to which peft's LoRA adds two small ones (Hu et al. 2021): W x + s B(A x)."""
+"""Rules for layers with a LoRA of peft (Hu et al. 2021): y = W x + s B(A x), where A and B are
+low-rank layers.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,37 +16,39 @@ ADAPTABLE = ("column", "row")
 def rules_of_adapted(
     name: str, layer: Any, rule: Rule, *, by_sequence: bool, is_gathered: bool
 ) -> Iterator[tuple[str, Rule]]:
-    """The rules of the parts of such a layer, in the place of its own.
+    """Yields rules for W, A and B, which replace the rule of the adapted layer.
 
-    Of a column each rank has all of x and some of the output: A is whole, and its gradients are
-    parts; B is cut as W is. Of a row each rank has some of x and all of the output: A is cut as W
-    is, what it gives is summed, and B is whole.
+    Column: each rank has all of x and some outputs. A is whole, and its gradients are summed over
+    ranks; B is cut like W. Row: each rank has some of x and all outputs. A is cut like W and its
+    outputs are summed over ranks; B is whole.
 
-    is_gathered  a module around the layer gathers x already
+    is_gathered  a module around the layer already gathers x
 
-    Raises ValueError for what peft computes otherwise, such as DoRA.
+    Raises ValueError for variants that compute something else, such as DoRA.
     """
-    _require_plain(name, layer)
-    is_column = rule.kind == "column"
-    after = Rule("sequence" if by_sequence else "whole")
-    if is_column and not is_gathered:
-        yield name, Rule("gather")
+    _require_plain_lora(name, layer)
+    if rule.kind == "column":
+        if not is_gathered:
+            yield name, Rule("gather")
+        rule_a, rule_b = Rule("heads"), rule
+    else:
+        rule_a, rule_b = rule, Rule("sequence" if by_sequence else "whole")
     yield f"{name}.base_layer", rule
     for adapter in layer.lora_A:
-        yield f"{name}.lora_A.{adapter}", Rule("heads") if is_column else rule
-        yield f"{name}.lora_B.{adapter}", rule if is_column else after
+        yield f"{name}.lora_A.{adapter}", rule_a
+        yield f"{name}.lora_B.{adapter}", rule_b
 
 
 def is_adapted(layer: nn.Module) -> bool:
     return base_of(layer, (ADAPTED,)) is not None
 
 
-def _require_plain(name: str, layer: Any) -> None:
-    variants = {type(each).__name__ for each in getattr(layer, "lora_variant", {}).values()}
+def _require_plain_lora(name: str, layer: Any) -> None:
+    variants = {type(variant).__name__ for variant in getattr(layer, "lora_variant", {}).values()}
     known = ("base_layer.", "lora_A.", "lora_B.")
-    others = {key for key, _ in layer.named_parameters() if not key.startswith(known)}
-    if more := sorted(variants or others):
+    other_parameters = {key for key, _ in layer.named_parameters() if not key.startswith(known)}
+    if unsupported := sorted(variants or other_parameters):
         raise ValueError(
-            f"{name} is {ADAPTED.name} with {more[0]}, whose outputs cannot be cut; choose plain LoRA, "
-            f"or leave the layer whole"
+            f"{name} is {ADAPTED.name} with {unsupported[0]}, whose outputs cannot be cut; choose "
+            f"plain LoRA, or leave the layer whole"
         )

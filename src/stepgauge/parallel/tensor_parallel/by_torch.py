@@ -1,4 +1,4 @@
-"""torch's own tensor parallel by the same tables, to compare with: parallelize_module with column
+"""torch's own tensor parallel from the same tables, to compare with: parallelize_module with column
 and row parallel layers, SequenceParallel norms and loss_parallel.
 """
 
@@ -27,13 +27,13 @@ STREAM = Shard(1)  # the residual stream, cut by sequence
 
 
 def parallelize_by_torch(module: nn.Module, table: Table, mesh: DeviceMesh) -> None:
-    """Cuts the module's layers in place, as the table says; its parameters are DTensors then, of
-    rank 0's values. All ranks of the mesh must call it.
+    """Cuts the module's layers in place, as the table says. Parameters become DTensors with the values
+    of rank 0. All ranks of the mesh must call it.
 
-    A fused column's sections are cut each: its rows are put in the order of ranks first. A head's
-    parent gives its loss without whole logits.
+    The rows of a fused layer are reordered first, so that each rank gets its part of every section.
+    The parent of a head computes its loss without whole logits.
 
-    Raises ValueError for sections that the ranks do not divide.
+    Raises ValueError for sections that are not a multiple of the ranks.
     """
     rules = list(matched(table, [name for name, _ in module.named_modules()]))
     for name, rule in rules:
@@ -46,7 +46,7 @@ def parallelize_by_torch(module: nn.Module, table: Table, mesh: DeviceMesh) -> N
             _use_loss_parallel(module.get_submodule(name.rpartition(".")[0]), name)
 
 
-# The embedding gives a piece of the stream, so that nobody has to split it.
+# The embedding returns a piece of the stream, so no module needs the rule split.
 STYLES: Mapping[str, ParallelStyle] = {
     "column": ColwiseParallel(input_layouts=STREAM),
     "row": RowwiseParallel(output_layouts=STREAM),
@@ -58,16 +58,16 @@ STYLES: Mapping[str, ParallelStyle] = {
 
 @torch.no_grad()
 def _order_by_rank(layer: Any, rule: Rule, mesh: DeviceMesh) -> None:
-    """Rows of a fused layer, so that equal parts are each rank's part of every section."""
+    """Reorders the rows of a fused layer so that N equal parts are the ranks' parts."""
     ranks = mesh.size()
     for section in rule.sections:
         if section.copies(ranks) > 1:
             raise ValueError(
-                f"{section.rows} rows are on several of {ranks} ranks; torch cuts them"
+                f"{section.rows} rows are shared by several of {ranks} ranks; torch would cut them"
             )
     for parameter in layer.parameters(recurse=False):
         cut = rule.cut_of("weight", parameter.shape)
-        assert cut is not None, "sections are rows"
+        assert cut is not None, "a rule with sections cuts the weight"
         rows = []
         for rank in range(ranks):
             rows += [parameter[part] for part in cut.parts(len(parameter), rank, ranks)]
@@ -76,8 +76,8 @@ def _order_by_rank(layer: Any, rule: Rule, mesh: DeviceMesh) -> None:
 
 
 def _use_loss_parallel(parent: Any, head: str) -> None:
-    """The mean loss of logits that each rank has some of. torch's operators for it are there in
-    forward, and in backward from the loss to the logits, and nowhere else.
+    """Replaces the parent's loss by the mean loss of logits that are cut over ranks. torch's operators
+    for it are enabled in forward, and in backward from the loss to the logits only.
     """
     layer = parent.get_submodule(head.rpartition(".")[2])
 

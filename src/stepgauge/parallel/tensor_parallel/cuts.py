@@ -1,4 +1,4 @@
-"""Parameters that tensor parallel cuts: which, and each rank's part in the place of the whole."""
+"""Replaces parameters that tensor parallel cuts by each rank's part."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ from stepgauge.spec.plan.tensor import Cut
 
 @dataclasses.dataclass(frozen=True)
 class CutParameter:
-    """How a parameter is cut that has `size` rows (of a cut along dim 1, columns) as a whole."""
+    """How a parameter is cut. `size` is the length of the whole parameter along the cut dim."""
 
     cut: Cut
     size: int
@@ -25,34 +25,40 @@ class CutParameter:
         return self.cut.dim
 
     @property
-    def places(self) -> list[slice]:
-        """The rank's part of the whole, one slice a section."""
+    def slices(self) -> list[slice]:
+        """The rank's slices of the whole parameter, one per section."""
         return self.cut.parts(self.size, self.rank, self.ranks)
 
     @property
     def copies(self) -> list[int]:
-        """Of each section, the ranks that have the same rows."""
+        """The number of ranks that have the same rows, for each section."""
         return [section.copies(self.ranks) for section in self.cut.sections] or [1]
 
     def part(self, whole: Tensor) -> Tensor:
-        pieces = [whole.narrow(self.dim, s.start, s.stop - s.start) for s in self.places]
+        """Returns the rank's part of a tensor with the shape of the whole parameter."""
+        pieces = [whole.narrow(self.dim, s.start, s.stop - s.start) for s in self.slices]
         return torch.cat(pieces, self.dim)
 
     def pieces(self, part: Tensor) -> Iterator[tuple[slice, int, Tensor]]:
-        """Of each section: its place in the whole, the ranks that have it, and the rank's values."""
-        lengths = [place.stop - place.start for place in self.places]
-        return zip(self.places, self.copies, part.split(lengths, self.dim), strict=True)
+        """Splits the rank's part into sections. Yields for each its slice of the whole parameter, the
+        number of ranks that have it, and its values.
+        """
+        lengths = [s.stop - s.start for s in self.slices]
+        return zip(self.slices, self.copies, part.split(lengths, self.dim), strict=True)
 
 
-Cuts = Mapping[str, CutParameter]  # by the parameter's name
+Cuts = Mapping[str, CutParameter]  # by name of the parameter
 
 
 def cut_parameters(module: nn.Module, rules: Rules, rank: int, ranks: int) -> Cuts:
-    """Puts the rank's part in the place of each parameter that is cut. What is one parameter stays
-    one. Raises ValueError for what cannot be cut, and for a parameter that is also elsewhere.
+    """Replaces each parameter that is cut by the rank's part. A parameter that occurs in several
+    places stays one parameter.
+
+    Raises ValueError for a parameter that cannot be cut, and for one that is cut differently, or not
+    cut, in another place.
     """
     cuts: dict[str, CutParameter] = {}
-    parts: dict[Tensor, tuple[str, nn.Parameter]] = {}  # with the first name of the whole
+    parts: dict[Tensor, tuple[str, nn.Parameter]] = {}  # whole -> its first name, and the part
     for layer, rule in rules:
         owner = module.get_submodule(layer)
         for key, whole in list(owner.named_parameters(recurse=False)):
@@ -62,14 +68,14 @@ def cut_parameters(module: nn.Module, rules: Rules, rank: int, ranks: int) -> Cu
             name = f"{layer}.{key}".lstrip(".")
             cuts[name] = CutParameter(cut, whole.shape[cut.dim], rank, ranks)
             first, _ = parts.setdefault(whole, (name, _part_of(name, whole, cuts[name])))
-            if cuts[name].places != cuts[first].places or cut.dim != cuts[first].dim:
-                raise _cut_elsewhere(name, first)
+            if cuts[name].slices != cuts[first].slices or cut.dim != cuts[first].dim:
+                raise _cut_differently(name, first)
     for name, whole in list(module.named_parameters(remove_duplicate=False)):
         if whole not in parts:
             continue
         first, part = parts[whole]
         if name not in cuts:
-            raise _cut_elsewhere(name, first)
+            raise _cut_differently(name, first)
         path, _, key = name.rpartition(".")
         setattr(module.get_submodule(path), key, part)
     return cuts
@@ -83,8 +89,8 @@ def _part_of(name: str, whole: Tensor, cut: CutParameter) -> nn.Parameter:
     return nn.Parameter(part, requires_grad=whole.requires_grad)
 
 
-def _cut_elsewhere(name: str, first: str) -> ValueError:
+def _cut_differently(name: str, first: str) -> ValueError:
     return ValueError(
-        f"{name} is the parameter {first}, which is cut; give its module a rule that cuts it alike, "
-        f"or a parameter of its own"
+        f"{name} is the parameter {first}, which is cut; give its module a rule that cuts it in the "
+        f"same way, or a separate parameter"
     )

@@ -1,27 +1,29 @@
-"""Pieces of activations between ranks of one machine, by copies that run beside products.
+"""Exchanges pieces of activations between ranks of one machine, by copies that overlap with products.
 
-Two kinds of boxes lie in memory that peers reach (peer_memory.py): an inbox x_BTD, into whose rows
-every other rank copies its piece, and an outbox of a piece x_BQD for each other rank, from which
-that rank copies it out. Copy engines move the bytes, and no multiprocessor waits.
+Each rank has two kinds of boxes in memory that its peers can reach (peer_memory.py). An inbox x_BTD
+has rows for every rank: each other rank copies its piece into its rows. An outbox x_BTD has a piece
+x_BQD for every other rank, which that rank copies out. Copy engines move the bytes, and no
+multiprocessor waits.
 
-Why nothing is read too early. A sender sets a flag after its copy, on the same stream; it sets that
-of an outbox when the product that wrote it is done. The reader's stream waits for the flag.
+Why nothing is read too early. A sender sets a flag after its copy, on the same stream. The flag of an
+outbox is set when the product that writes it is done. The reader's stream waits for the flag.
 
-Why nothing is overwritten too early, without a word from the reader. Each kind of box is used in
-turns that all ranks count alike, turn k has box k mod 2, and in every turn each rank hears from
-each other. Before a rank's box of turn k is written, this rank has heard from that one in turn
-k - 1. That message was sent after the other rank's stream had finished turn k - 2, the last that
-read this box: every stream begins after what the calling stream has done, which waits for all of
-them at the end of a turn (`order`, `sides`). The same holds for flags, so each box has its
-own: a flag that is still waited for is not set again.
+Why nothing is overwritten too early, although readers send no acknowledgement. The two boxes of a
+kind are used alternately: turn k uses box k mod 2, and all ranks count turns alike. In every turn
+each rank gets a message from each other. Before this rank writes another rank's box in turn k, it has
+received that rank's message of turn k - 1. That rank sent it after its streams had finished turn
+k - 2, the last turn that read this box, because every stream starts a turn after the calling stream,
+which waits for all of them at the end of a turn (`order`, `turn_on`). The same holds for the flags,
+so each box has its own: a flag that a rank still waits for is not set again.
 
-Why nobody waits for ever. A rank hands its streams everything that it sends in a turn before the
-first wait for what it receives in it, so that even streams that the driver serves one behind the
-other (or a CPU, where the host does each at once) get to the sending.
+Why there is no deadlock. A rank launches everything that it sends in a turn before its first wait for
+something that it receives in that turn. So the sends run even if the driver serves the streams one
+after the other, and on a CPU, where the host does each operation at once.
 
-What is sent must stay in memory until the copy is done, and what is received must not be memory
-that is still in use: both hold because the calling stream waits for the others at the end, and they
-for it at the beginning. That is also all that a compiler knows which reuses memory by itself.
+Memory that is sent must not be reused before the copy is done, and memory that is received into must
+not be in use any more. Both hold because the other streams wait for the calling stream at the
+beginning, and the calling stream waits for them at the end. A compiler that reuses memory therefore
+needs to know nothing else.
 
 Legend: B batch, T sequence, D width, N ranks, Q = T/N.
 """
@@ -39,19 +41,22 @@ from torch import Tensor
 from stepgauge.parallel.communication.peer_memory import ALIGNMENT, PeerMemory, peer_memory
 from stepgauge.spec.units import round_up
 
-BOXES = 2  # of each kind: one is read while the next is written
+BOXES = 2  # per kind: one is read while the next is written
 _INBOX, _OUTBOX = 0, 1
-_SIDES = ("send", "tell", "receive")
+_STREAMS = ("send", "tell", "receive")
 
 
 class Exchange:
-    """The boxes of a group, of so many bytes each. All ranks must make it, and use it, alike."""
+    """The boxes, flags and streams of a group. All ranks must create it, and use it, in the same way.
+
+    receivers  the other ranks, in the order in which this rank sends to them
+    senders    the other ranks, in the order in which they send to this rank, one at a time
+    handles    stream name -> CUDA stream handle; empty on a CPU
+    """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, box_bytes: int):
         self.rank, self.ranks = group.rank(), group.size()
         self.device, self.box_bytes = device, box_bytes
-        # The other ranks in the order in which this one sends to them: each receives from one at a
-        # time, in the reverse order.
         self.receivers = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
         self.senders = self.receivers[::-1]
         flags = 2 * BOXES * self.ranks
@@ -60,78 +65,85 @@ class Exchange:
         self._views: dict[Any, tuple[Tensor, tuple[Tensor, ...]]] = {}
         self._streams: dict[str, Any] = {}
         if device.type == "cuda":
-            self._streams = {name: torch.cuda.Stream(device) for name in _SIDES}
-            self._events = {name: torch.cuda.Event() for name in ("", *_SIDES)}
+            self._streams = {name: torch.cuda.Stream(device) for name in _STREAMS}
+            self._events = {name: torch.cuda.Event() for name in ("", *_STREAMS)}
             self._ready = torch.cuda.Event()
             self._current = torch.cuda.current_stream(device)
-        self.handles = {name: each.cuda_stream for name, each in self._streams.items()}
+        self.handles = {name: stream.cuda_stream for name, stream in self._streams.items()}
 
     def turn(self, kind: int) -> tuple[int, int]:
-        """The number of the next turn of a kind of boxes, and its box."""
+        """Starts the next turn of a kind of boxes. Returns its number and its box."""
         self._turns[kind] += 1
         return self._turns[kind], BOXES * kind + self._turns[kind] % BOXES
 
     def view(self, box: int, shape: tuple[int, ...], dtype: torch.dtype, dim: int) -> Any:
-        """This rank's box as a tensor, and its N parts along a dim."""
+        """Returns this rank's box as a tensor, and its N parts along `dim`."""
         key = box, shape, dtype
         if key not in self._views:
             nbytes = math.prod(shape) * dtype.itemsize
-            with torch.inference_mode(False):  # they are used in training too
+            with torch.inference_mode(False):  # the views are kept and also used in training
                 whole = self.memory.box(self.rank, box)[:nbytes].view(dtype).view(shape)
                 self._views[key] = whole, whole.chunk(self.ranks, dim)
         return self._views[key]
 
-    def tell(self, rank: int, box: int, turn: int, side: str) -> None:
-        self.memory.tell(rank, box * self.ranks + self.rank, turn, self.handles.get(side))
+    def tell(self, rank: int, box: int, turn: int, stream: str) -> None:
+        """Sets this rank's flag for a box on another rank, after the stream's work so far."""
+        self.memory.tell(rank, box * self.ranks + self.rank, turn, self.handles.get(stream))
 
-    def wait(self, rank: int, box: int, turn: int, side: str = "") -> None:
-        self.memory.wait(box * self.ranks + rank, turn, self.handles.get(side))
+    def wait(self, rank: int, box: int, turn: int, stream: str = "") -> None:
+        """Makes a stream ("": the calling one) wait until `rank` has set its flag for a box."""
+        self.memory.wait(box * self.ranks + rank, turn, self.handles.get(stream))
 
     @contextlib.contextmanager
-    def sides(self, *names: str) -> Iterator[None]:
-        """Around a turn that uses these streams: at its end the calling one waits for them."""
+    def turn_on(self, *names: str) -> Iterator[None]:
+        """Encloses a turn that uses these streams. At its end the calling stream waits for them."""
         if not self._streams:
             yield
             return
         current = torch.cuda.current_stream(self.device)
         if current != self._current:
-            current.wait_stream(self._current)  # which called in the last turn
+            current.wait_stream(self._current)  # the calling stream of the last turn
             self._current = current
         yield
         for name in names:
             self.order(name, "")
 
     def order(self, before: str, after: str) -> None:
-        """A stream waits for what another has been given; "" is the calling one."""
+        """Makes stream `after` wait for the work launched so far on stream `before`. "" stands for
+        the calling stream.
+        """
         if self._streams:
             event = self._events[before]
             event.record(self._streams.get(before, self._current))
             self._streams.get(after, self._current).wait_event(event)
 
-    def mark(self) -> None:
-        """Where `send` may begin: the host first launches the product that runs meanwhile."""
+    def mark_ready(self) -> None:
+        """Records the point on the calling stream at which sending may begin. The host launches the
+        product that overlaps with it before it calls `begin_sending`.
+        """
         if self._streams:
             self._ready.record(self._current)
 
     def begin_sending(self) -> None:
+        """Makes the stream "send" wait for the point that `mark_ready` recorded."""
         if self._streams:
             self._streams["send"].wait_event(self._ready)
 
 
 class Inbox:
-    """One turn: x_BTD of which this rank has x_BQD."""
+    """One turn of an inbox: gathers x_BTD, of which this rank has x_BQD."""
 
     def __init__(self, exchange: Exchange, x_BQD: Tensor):
         self._exchange, self._piece = exchange, x_BQD.contiguous()
-        exchange.mark()
+        exchange.mark_ready()
         self._turn, self._box = exchange.turn(_INBOX)
         batch, length, width = x_BQD.shape
         shape = (batch, exchange.ranks * length, width)
         self._whole, self._rows = exchange.view(self._box, shape, x_BQD.dtype, 1)
 
     def send(self, *, to_own: bool) -> None:
-        """This rank's piece, as it was when this was made, to all others; and to its own box where
-        `whole` is wanted.
+        """Sends this rank's piece, as it was when the inbox was created, to all other ranks. With
+        `to_own` also into this rank's own box, which `whole` needs.
         """
         exchange = self._exchange
         exchange.begin_sending()
@@ -142,7 +154,7 @@ class Inbox:
             self._copy(exchange.rank)
 
     def _copy(self, rank: int) -> None:
-        """A sequence at a time, whose rows are contiguous in the box."""
+        """Copies one sequence at a time, since its rows are contiguous in the box."""
         exchange, memory = self._exchange, self._exchange.memory
         batch, nbytes = self._piece.shape[0], self._piece.nbytes // self._piece.shape[0]
         target, source = memory.address(rank, self._box), self._piece.data_ptr()
@@ -151,24 +163,26 @@ class Inbox:
             stream = exchange.handles.get("send")
             memory.copy(target + place, source + number * nbytes, nbytes, stream)
 
-    def arrived(self, rank: int) -> Tensor:
-        """Another rank's piece, for which the calling stream waits."""
+    def piece(self, rank: int) -> Tensor:
+        """Returns another rank's piece. The calling stream waits for it."""
         self._exchange.wait(rank, self._box, self._turn)
         rows_BQD: Tensor = self._rows[rank]
         return rows_BQD
 
     def whole(self) -> Tensor:
-        """All pieces, sent with `to_own`, for which the calling stream waits."""
+        """Returns all pieces, sent with `to_own`. The calling stream waits for them."""
         for rank in self._exchange.senders:
-            self.arrived(rank)
+            self.piece(rank)
         self._exchange.order("send", "")
         whole_BTD: Tensor = self._whole
         return whole_BTD
 
 
 class Outbox:
-    """One turn: what this rank has for all, x_BTD, of which each takes its rows; and in `parts_NBQD`
-    what all have for this one.
+    """One turn of an outbox: scatters x_BTD, of which every rank takes its rows.
+
+    whole       x_BTD, to be written by this rank
+    parts_NBQD  what this rank receives: its rows of every rank's x_BTD
     """
 
     def __init__(self, exchange: Exchange, shape_BTD: tuple[int, int, int], like: Tensor):
@@ -178,11 +192,11 @@ class Outbox:
         self.whole, self._rows = exchange.view(self._box, shape_BTD, like.dtype, 1)
         ranks = exchange.ranks
         self.parts_NBQD = like.new_empty((ranks, batch, length // ranks, width))
-        exchange.order("", "receive")  # from here on the memory of `parts_NBQD` is free to write
+        exchange.order("", "receive")  # the memory of `parts_NBQD` may be in use until here
 
     def piece(self, rank: int) -> Tensor:
-        """Where the product for a rank is to be written, if products are made piece by piece; this
-        rank's own goes straight into `parts_NBQD`.
+        """Returns where to write the rows for a rank, if they are computed rank by rank. This rank's
+        own rows go directly into `parts_NBQD`.
         """
         if rank == self._exchange.rank:
             return self.parts_NBQD[rank]
@@ -190,24 +204,24 @@ class Outbox:
         return piece_BQD
 
     def tell(self, *ranks: int) -> None:
-        """That the pieces are there once the calling stream has done what it was given."""
+        """Tells the ranks that their rows are there, after the calling stream's work so far."""
         self._exchange.order("", "tell")
         for rank in ranks:
             self._exchange.tell(rank, self._box, self._turn, "tell")
 
     def receive(self) -> None:
-        """Copies out what the others have for this rank, once they have said so."""
+        """Copies out this rank's rows of the other ranks' outboxes, once they are there."""
         for rank in self._exchange.senders:
             self._exchange.wait(rank, self._box, self._turn, "receive")
             self._copy(rank)
 
     def receive_own(self) -> None:
-        """Copies out of `whole`, once the calling stream has written it."""
+        """Copies this rank's own rows out of `whole`, after the calling stream's work so far."""
         self._exchange.order("", "receive")
         self._copy(self._exchange.rank)
 
     def _copy(self, rank: int) -> None:
-        """A sequence at a time, whose rows are contiguous in the box."""
+        """Copies one sequence at a time, since its rows are contiguous in the box."""
         exchange, memory, part_BQD = self._exchange, self._exchange.memory, self.parts_NBQD[rank]
         batch, nbytes = part_BQD.shape[0], part_BQD.nbytes // part_BQD.shape[0]
         source, target = memory.address(rank, self._box), part_BQD.data_ptr()
@@ -222,7 +236,7 @@ _exchanges: weakref.WeakKeyDictionary[dist.ProcessGroup, Exchange] = weakref.Wea
 
 
 def register(group: dist.ProcessGroup) -> None:
-    """Lets `exchange_of` find the group by its name, which is all that a compiled graph holds."""
+    """Lets `exchange_of` find the group by its name, because a compiled graph only has the name."""
     _groups[group.group_name] = group
 
 
@@ -231,14 +245,14 @@ def num_ranks(group_name: str) -> int:
 
 
 def exchange_of(group_name: str, device: torch.device, nbytes: int) -> Exchange:
-    """The group's boxes, of at least so many bytes. Where they are too small all ranks make larger
-    ones; the old ones are freed once nobody uses them.
+    """Returns the group's exchange, with boxes of at least `nbytes`. If they are too small, all ranks
+    create larger ones; the old ones are freed once nothing refers to them.
     """
     group = _groups[group_name]
     exchange = _exchanges.get(group)
     if exchange is None or exchange.box_bytes < nbytes or exchange.device != device:
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # and all ranks wait for each other in the constructor
+            torch.cuda.synchronize(device)  # the constructor also waits for all ranks
         with torch.inference_mode(False):
             exchange = Exchange(group, device, round_up(nbytes, ALIGNMENT))
         _exchanges[group] = exchange

@@ -1,4 +1,7 @@
-"""Gradients of which each rank of a tensor axis finds a part: which, and the hooks that sum them."""
+"""Sums gradients over the ranks of a tensor axis, where each rank computes only a summand: for whole
+parameters that see one piece of the sequence or some of the heads, and for rows that several ranks
+have.
+"""
 
 import dataclasses
 import functools
@@ -21,9 +24,10 @@ from stepgauge.spec.plan.tensor import KINDS, Section
 
 @dataclasses.dataclass(frozen=True)
 class GradientSum:
-    """A gradient of which each rank has found a part, or of a cut some rows of it.
+    """Sums a parameter's gradient over ranks.
 
-    cut  of a parameter with rows that several ranks have; None: all ranks have all of it
+    cut  for a cut parameter, only the sections that several ranks have are summed; None: every rank
+         has the whole parameter
     """
 
     stream: ResidualStream
@@ -31,56 +35,56 @@ class GradientSum:
 
     def __call__(self, gradient: Tensor) -> Tensor:
         if self.cut is None:
-            return self.stream.reduced(gradient)
-        found = []
+            return self.stream.reduce(gradient)
+        sections = []
         pieces = self.cut.pieces(gradient)
         for section, (_, copies, piece) in zip(self.cut.cut.sections, pieces, strict=True):
-            if copies > 1:
-                piece = self._summed(piece, section)
-            found.append(piece)
-        return torch.cat(found, self.cut.dim)
+            sections.append(self._sum_section(piece, section) if copies > 1 else piece)
+        return torch.cat(sections, self.cut.dim)
 
-    def _summed(self, piece: Tensor, section: Section) -> Tensor:
-        """Zeros where other ranks have other heads: one collective of the whole group."""
-        assert self.cut is not None, "a section is one of a cut"
+    def _sum_section(self, piece: Tensor, section: Section) -> Tensor:
+        """Sums a section over the ranks that have the same rows. All ranks take part in one
+        collective on the whole section, with zeros in the rows that they do not have.
+        """
+        assert self.cut is not None, "only cut parameters have sections"
         shape = list(piece.shape)
         shape[self.cut.dim] = section.rows
         whole = piece.new_zeros(shape)
         part = section.part(self.stream.rank, self.stream.ranks)
-        own = self.cut.dim, part.start, part.stop - part.start
-        whole.narrow(*own).copy_(piece)
-        return self.stream.reduced(whole).narrow(*own)
+        rows = self.cut.dim, part.start, part.stop - part.start
+        whole.narrow(*rows).copy_(piece)
+        return self.stream.reduce(whole).narrow(*rows)
 
 
 def gradient_sums(
     module: nn.Module, rules: Rules, cuts: Cuts, stream: ResidualStream
 ) -> dict[str, GradientSum]:
-    """By name: of whole parameters of which each rank sees some tokens or heads, and of rows that
-    several ranks have.
-    """
+    """Returns, by parameter name, how the gradients that need it are summed."""
     summed = set()
     for name, rule in rules:
         kind = KINDS[rule.kind]
         if kind.sums and (stream.by_sequence or rule.kind == "heads"):
-            own = module.get_submodule(name).named_parameters()
-            summed |= {parameter for key, parameter in own if key not in kind.cuts}
+            parameters = module.get_submodule(name).named_parameters()
+            summed |= {parameter for key, parameter in parameters if key not in kind.cuts}
     sums = {}
     for name, parameter in module.named_parameters():
         cut = cuts.get(name)
-        is_summed = parameter in summed if cut is None else max(cut.copies) > 1
-        if parameter.is_floating_point() and is_summed:
+        needs_sum = parameter in summed if cut is None else max(cut.copies) > 1
+        if parameter.is_floating_point() and needs_sum:
             sums[name] = GradientSum(stream, cut)
     return sums
 
 
-class Hooking:
-    """Hooks that sum gradients, of the parameters that a module has when it is called: a deep copy
-    and `load_state_dict(assign=True)` leave others in their place. Before forward; all ranks alike.
+class SumHooks:
+    """Registers the hooks that sum gradients, before each forward in which parameters are new.
+
+    A deep copy and `load_state_dict(assign=True)` replace parameters, and the new ones have no
+    hooks. All ranks must do the same.
     """
 
     def __init__(self, module: nn.Module, sums: Mapping[str, GradientSum], stream: ResidualStream):
         self._sums, self._stream = sums, stream
-        self._looked = (0, 0)  # at which module, after how many registrations
+        self._checked = (0, 0)  # id of the module, and the number of registrations then
         self._hooked: dict[str, weakref.ref[nn.Parameter]] = {}
         self._handles = [module.register_forward_pre_hook(self)]
         self(module)
@@ -89,46 +93,47 @@ class Hooking:
         return {**self.__dict__, "_handles": []}
 
     def remove(self) -> None:
-        """Takes the hooks away, of the module and of its parameters."""
+        """Removes the hooks of the module and of its parameters."""
         for handle in self._handles:
             handle.remove()
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
-        if torch.compiler.is_compiling() or self._looked == (id(module), registrations()):
+        if torch.compiler.is_compiling() or self._checked == (id(module), registrations()):
             return
-        together = []
-        for name, each in self._sums.items():
+        whole_parameters = []
+        for name, gradient_sum in self._sums.items():
             parameter = module.get_parameter(name)
             if name in self._hooked and self._hooked[name]() is parameter:
                 continue
             self._hooked[name] = weakref.ref(parameter)
-            if each.cut is None:
-                together.append(parameter)
+            if gradient_sum.cut is None:
+                whole_parameters.append(parameter)
                 continue
             with requiring_grad(parameter):
-                self._handles.append(parameter.register_hook(each))
-        self._handles += SumsTogether(together, self._stream).handles
-        self._looked = id(module), registrations()
+                self._handles.append(parameter.register_hook(gradient_sum))
+        self._handles += CombinedSum(whole_parameters, self._stream).handles
+        self._checked = id(module), registrations()
 
 
-class SumsTogether:
-    """Sums the gradients of parameters that every rank has in one all-reduce a backward: one a
-    gradient stops the computation each time, 33 us of a block's 10 ms on two H200.
+class CombinedSum:
+    """Sums the gradients of whole parameters in one all-reduce at the end of each backward. An
+    all-reduce per gradient would stop the computation each time: 33 us of a block's 10 ms on two
+    H200.
 
-    A gradient that others would see before backward ends is summed at once: another hook of its
-    parameter (a data axis has such), autograd.grad, a graph of the gradients.
+    A gradient is summed at once if something else reads it before backward ends: another hook of
+    the parameter (such as a data axis has), autograd.grad, or a graph of the gradients.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], stream: ResidualStream):
         self._stream = stream
-        # By the parameter's number: its gradient and what `.grad` was, or None where `.grad` is
-        # the gradient.
+        # Number of a parameter -> its gradient in this backward and its `.grad` before; None if it
+        # had no `.grad`, which then becomes this gradient.
         self._waiting: dict[int, tuple[Tensor, Tensor] | None] = {}
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self.handles: list[RemovableHandle] = []
         for number, parameter in enumerate(parameters):
             with requiring_grad(parameter):
-                hook = functools.partial(self._arrive, number)
+                hook = functools.partial(self._on_gradient, number)
                 self.handles.append(parameter.register_hook(hook))
 
     def _parameter(self, number: int) -> nn.Parameter:
@@ -136,49 +141,51 @@ class SumsTogether:
         assert parameter is not None, "its hook was called"
         return parameter
 
-    def _arrive(self, number: int, gradient: Tensor) -> Tensor:
+    def _on_gradient(self, number: int, gradient: Tensor) -> Tensor:
         parameter = self._parameter(number)
-        if _is_seen_by_others(parameter, gradient):
-            return self._stream.reduced(gradient)
+        if _is_read_during_backward(parameter, gradient):
+            return self._stream.reduce(gradient)
         if not self._waiting:
-            at_end_of_backward(self._sum, gradient.device)
+            at_end_of_backward(self._sum_waiting, gradient.device)
         if number not in self._waiting:
             before = parameter.grad
             self._waiting[number] = None if before is None else (gradient, before.clone())
-        elif (entry := self._waiting[number]) is not None:  # of a checkpoint's own backward
+        elif (entry := self._waiting[number]) is not None:  # a nested backward (checkpoint)
             self._waiting[number] = entry[0] + gradient, entry[1]
         return gradient
 
     @torch.no_grad()
-    def _sum(self, failed: bool) -> None:
-        """Of a backward that raised, what had arrived: `.grad` means the same then."""
+    def _sum_waiting(self, failed: bool) -> None:
+        """Called when backward ends. If it raised, the gradients computed so far are summed, so that
+        `.grad` has the same meaning as otherwise.
+        """
         waiting, self._waiting = self._waiting, {}
-        parts = {}
-        for number in sorted(waiting):  # alike on all ranks
-            entry, own = waiting[number], self._parameter(number).grad
-            assert own is not None, "no hook but this one saw it"
-            parts[number] = own if entry is None else entry[0]
-        for number, whole in self._summed(parts):
+        summands = {}
+        for number in sorted(waiting):  # the same order on all ranks
+            entry, gradient = waiting[number], self._parameter(number).grad
+            assert gradient is not None, "backward has accumulated it"
+            summands[number] = gradient if entry is None else entry[0]
+        for number, total in self._sum_over_ranks(summands):
             parameter, entry = self._parameter(number), waiting[number]
             if entry is None:
-                parameter.grad = whole
+                parameter.grad = total
             elif parameter.grad is not None:
-                torch.add(entry[1], whole, out=parameter.grad)
+                torch.add(entry[1], total, out=parameter.grad)
 
-    def _summed(self, parts: dict[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Each of the parts as the sum over ranks: one message a type."""
-        by_type: dict[torch.dtype, list[int]] = {}
-        for number, part in parts.items():
-            by_type.setdefault(part.dtype, []).append(number)
-        for numbers in by_type.values():
-            flat = torch.cat([parts[number].flatten() for number in numbers])
-            sizes = [parts[number].numel() for number in numbers]
-            summed = self._stream.reduced(flat).split(sizes)
-            for number, piece in zip(numbers, summed, strict=True):
-                yield number, piece.view(parts[number].shape)
+    def _sum_over_ranks(self, summands: dict[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Yields the sum of each tensor over ranks. Sends one message per dtype."""
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for number, summand in summands.items():
+            by_dtype.setdefault(summand.dtype, []).append(number)
+        for numbers in by_dtype.values():
+            flat = torch.cat([summands[number].flatten() for number in numbers])
+            sizes = [summands[number].numel() for number in numbers]
+            totals = self._stream.reduce(flat).split(sizes)
+            for number, total in zip(numbers, totals, strict=True):
+                yield number, total.view(summands[number].shape)
 
 
-def _is_seen_by_others(parameter: nn.Parameter, gradient: Tensor) -> bool:
+def _is_read_during_backward(parameter: nn.Parameter, gradient: Tensor) -> bool:
     if num_hooks(parameter) > 1 or torch.is_grad_enabled() or gradient.is_sparse:
         return True
     return not accumulates_into(parameter)

@@ -1,4 +1,6 @@
-"""The types of layers that rules cut, and how each stores its weight: a type is a row here."""
+"""The classes of layers that rules can cut, and how they store their weights. To support another
+class, add it here.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,9 +11,11 @@ from torch import nn
 
 @dataclasses.dataclass(frozen=True)
 class LayerType:
-    """A class by its full name, since its library need not be installed.
+    """A class, given by its full name because its library need not be installed.
 
-    is_transposed  its weight is (inputs, outputs), where that of nn.Linear is (outputs, inputs)
+    path           module and qualified name
+    name           name in error messages
+    is_transposed  the weight is (inputs, outputs); that of nn.Linear is (outputs, inputs)
     """
 
     path: str
@@ -24,22 +28,22 @@ LINEAR = (
     LayerType("transformers.pytorch_utils.Conv1D", "transformers' Conv1D", is_transposed=True),
 )
 EMBEDDING = (LayerType("torch.nn.modules.sparse.Embedding", "nn.Embedding"),)
-# It has the layer that it adapts, and its small ones, as modules of its own.
+# Contains the adapted layer and the two low-rank layers as submodules.
 ADAPTED = LayerType("peft.tuners.lora.layer.Linear", "peft's LoRA")
 
-# By the kinds of spec.plan.tensor that cut.
+# kind of rule (spec/plan/tensor.py) -> the classes that it can cut
 CUT_TYPES: Mapping[str, tuple[LayerType, ...]] = MappingProxyType(
     {"column": LINEAR, "row": LINEAR, "head": LINEAR[:1], "embedding": EMBEDDING}
 )
 
 
 def base_of(layer: nn.Module, types: tuple[LayerType, ...]) -> type[nn.Module] | None:
-    """The first class that the layer is of, or is derived from, that is of these types."""
+    """Returns the class among these types that the layer is an instance of; None if there is none."""
     paths = {each.path for each in types}
     classes = type(layer).__mro__
     return next((cls for cls in classes if f"{cls.__module__}.{cls.__qualname__}" in paths), None)
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """Whether its weight is (inputs, outputs)."""
+    """True if the layer's weight is (inputs, outputs)."""
     return base_of(layer, tuple(each for each in LINEAR if each.is_transposed)) is not None

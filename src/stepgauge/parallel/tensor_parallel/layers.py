@@ -1,7 +1,6 @@
-"""The layers of a tensor parallel network: each rank has a part of the weight.
+"""The layers of a tensor-parallel network. Each rank has a part of the weight.
 
-Legend: B batch, T sequence, D model width, F features of all ranks, V vocabulary, N tokens of the
-batch.
+Legend: B batch, T sequence, D model width, F features of a rank, V rows of the vocabulary on a rank.
 """
 
 from typing import Any
@@ -21,23 +20,25 @@ from stepgauge.parallel.tensor_parallel.vocabulary_loss import (
 
 
 class _CutLinear(nn.Module):
-    """The parameters of a linear layer as they are stored: a state has the shapes of the layer's."""
+    """Holds the parameters of a linear layer in their stored shape, so that a state dict keeps it."""
 
     def __init__(self, layer: Any, stream: ResidualStream):
         super().__init__()
         self.weight, self.bias = layer.weight, layer.bias
         self.stream, self.is_transposed = stream, is_transposed(layer)
 
-    def rows_by_outputs(self) -> Tensor:
-        """weight_FD, whichever way it is stored."""
+    @property
+    def weight_by_outputs(self) -> Tensor:
+        """The weight as (outputs, inputs), whichever way it is stored."""
         return self.weight.t() if self.is_transposed else self.weight
 
 
 class ColumnParallelLinear(_CutLinear):
-    """Some rows of a linear layer: all of the input in, some of the features out.
+    """A linear layer with some rows of the weight on each rank: takes the whole input, returns some
+    of the features.
 
-    sections  rows that this rank has of each of the layers that are fused here
-    gathers   False: its input is gathered already, for several columns at once
+    sections  rows of this rank in each section of the weight, for layers that are fused into one
+    gathers   False: the module around it has gathered the input, once for several layers
     """
 
     def __init__(self, layer: Any, stream: ResidualStream, sections: tuple[int, ...]):
@@ -47,22 +48,26 @@ class ColumnParallelLinear(_CutLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.gathers:
-            return F.linear(x, self.rows_by_outputs(), self.bias)
-        return self.stream.entering(as_computed(x), self.rows_by_outputs(), self.bias)
+            return F.linear(x, self.weight_by_outputs, self.bias)
+        return self.stream.column_linear(to_compute_dtype(x), self.weight_by_outputs, self.bias)
 
 
 class RowParallelLinear(_CutLinear):
-    """Some columns of a linear layer: some of the features in, all of the output out, summed over
-    ranks. The bias is added once, after the sum.
+    """A linear layer with some columns of the weight on each rank: takes some of the features,
+    returns the whole output, summed over ranks. The bias is added once, after the sum.
     """
 
     def forward(self, x_BTF: Tensor) -> Tensor:
-        y = self.stream.leaving(as_computed(x_BTF), self.rows_by_outputs())
+        y = self.stream.row_linear(to_compute_dtype(x_BTF), self.weight_by_outputs)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """Some rows of an embedding; the output is whole on every rank."""
+    """An embedding with some rows on each rank; the output is whole on every rank.
+
+    first_row    token of this rank's first row
+    padding_row  this rank's row that gets no gradient, if it has it
+    """
 
     def __init__(
         self, layer: nn.Embedding, stream: ResidualStream, first_row: int, vocab_size: int
@@ -70,7 +75,7 @@ class VocabularyParallelEmbedding(nn.Module):
         super().__init__()
         self.weight, self.stream = layer.weight, stream
         self.first_row, self.vocab_size = first_row, vocab_size
-        self.padding_row: int | None = None  # of this rank's rows, the one without a gradient
+        self.padding_row: int | None = None
         if layer.padding_idx is not None and 0 <= layer.padding_idx - first_row < len(self.weight):
             self.padding_row = layer.padding_idx - first_row
 
@@ -85,8 +90,8 @@ class VocabularyParallelEmbedding(nn.Module):
 
 
 class VocabularyParallelHead(nn.Module):
-    """Some rows of the output matrix. Called, it gives the logits of the whole vocabulary; `loss`
-    never holds them, and with a `partial_loss` not those of its rows either.
+    """The output matrix, with some rows on each rank. forward returns the logits of the whole
+    vocabulary. `loss` only needs those of this rank's rows, and with `partial_loss` not even these.
     """
 
     def __init__(self, layer: nn.Linear, stream: ResidualStream, first_row: int, vocab_size: int):
@@ -96,30 +101,30 @@ class VocabularyParallelHead(nn.Module):
         self.partial_loss: PartialLoss | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = F.linear(self.stream.enter(as_computed(x)), self.weight, self.bias)
-        last = self.vocab_size - self.first_row - self.weight.shape[0]
-        return self.stream.sum(F.pad(logits, (self.first_row, last)))
+        x_BTD = self.stream.gather_input(to_compute_dtype(x))
+        logits_BTV = F.linear(x_BTD, self.weight, self.bias)
+        rows_after = self.vocab_size - self.first_row - self.weight.shape[0]
+        return self.stream.sum(F.pad(logits_BTV, (self.first_row, rows_after)))
 
     def loss(
         self, x: Tensor, weight_VD: Tensor, targets_BT: Tensor, bias_V: Tensor | None = None
     ) -> Tensor:
-        """Mean cross-entropy; the weight is this layer's, given as any loss of a model gets it. A
-        bias needs the logits of this rank's rows.
+        """Returns the mean cross-entropy. weight_VD is this layer's weight, passed because the loss
+        function of a model takes it. With a bias the logits of this rank's rows are held.
         """
-        whole = self.stream.enter(as_computed(x))
+        x_BTD = self.stream.gather_input(to_compute_dtype(x))
         if self.partial_loss is not None and bias_V is None:
             return fused_vocabulary_parallel_cross_entropy(
-                whole,
-                as_computed(weight_VD),
+                x_BTD,
+                to_compute_dtype(weight_VD),
                 targets_BT,
                 first_row=self.first_row,
                 vocab_size=self.vocab_size,
                 stream=self.stream,
                 partial_loss=self.partial_loss,
             )
-        logits = F.linear(whole, weight_VD, bias_V)
         return vocabulary_parallel_cross_entropy(
-            logits,
+            F.linear(x_BTD, weight_VD, bias_V),
             targets_BT,
             first_row=self.first_row,
             vocab_size=self.vocab_size,
@@ -127,8 +132,8 @@ class VocabularyParallelHead(nn.Module):
         )
 
 
-def as_computed(x: Tensor) -> Tensor:
-    """x in the type that a linear layer would cast it to, so that it travels in that type."""
+def to_compute_dtype(x: Tensor) -> Tensor:
+    """Casts x to the dtype in which autocast runs a linear layer, so that it is sent in that dtype."""
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(device))

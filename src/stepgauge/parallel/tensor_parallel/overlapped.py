@@ -1,14 +1,16 @@
-"""Linear layers of a residual stream that is cut by sequence, whose all-gathers and reduce-scatters
-run beside the product before or after them.
+"""Linear layers that overlap their collective with their product, for a residual stream cut by
+sequence.
 
-- An all-gather before a product: the product of the rank's own rows begins at once, while its piece
-  travels to the others; then those of the rows that arrive.
-- A reduce-scatter after a product: the rows of other ranks come first and travel while the rest is
-  computed. What arrives is summed once, in one pass that a compiler fuses into what follows.
-- Their mirrors in backward; the gradient of the weight covers a reduce-scatter, before which the
-  product need not be cut. The input of a column is gathered again there rather than kept.
+- Column, an all-gather before the product: the product of the rank's own rows starts at once, while
+  its piece is sent to the others. The products of the other pieces follow as they arrive.
+- Row, a reduce-scatter after the product: the rows for other ranks are computed first, and are sent
+  while the rest is computed. The received parts are summed in one pass at the end, which a compiler
+  fuses into the next operation.
+- Backward mirrors this. The product of the weight gradient overlaps with a reduce-scatter, so that
+  the product before it need not be cut. A column's input is gathered again instead of kept.
 
-`exchange` moves the pieces. Operators of their own, since a compiler must not look into them.
+`exchange` moves the pieces. The four functions are operators, because a compiler must not look
+inside.
 
 Legend: B batch, T sequence, D width of the stream, F features of this rank, N ranks, Q = T/N.
 """
@@ -31,12 +33,14 @@ from stepgauge.parallel.tensor_parallel.exchange import (
 
 
 def gathered_product(x_BQD: Tensor, weight_FD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """y_BTF = x_BTD weightᵀ, of the x_BQD of all ranks. `exchange.register` must know the group."""
+    """Returns y_BTF = x_BTD weightᵀ, where x_BTD is gathered from the x_BQD of all ranks. The group
+    must be known to `exchange.register`.
+    """
     return _Column.apply(x_BQD, weight_FD, group.group_name)
 
 
 def scattered_product(x_BTF: Tensor, weight_DF: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """y_BQD, this rank's piece of the sum over ranks of x_BTF weightᵀ."""
+    """Returns y_BQD, this rank's piece of the sum over ranks of x_BTF weightᵀ."""
     return _Row.apply(x_BTF, weight_DF, group.group_name)
 
 
@@ -79,17 +83,17 @@ class _Row(torch.autograd.Function):
 
 
 def _sum(parts_NBQD: Tensor) -> Tensor:
-    """In the parts' own type: autocast would make a sum fp32, and so the residual stream and what
-    is sent of its gradient.
+    """Sums over ranks in the parts' dtype. Autocast would otherwise make the sum fp32, and with it the
+    residual stream and the gradients that are sent.
     """
     return parts_NBQD.sum(0, dtype=parts_NBQD.dtype)
 
 
 def _column_forward(x_BQD: Tensor, weight_FD: Tensor, group: str) -> Tensor:
-    """y_BTF."""
+    """Returns y_BTF."""
     exchange = _exchange_for(x_BQD, group, x_BQD.shape[2], ranks=num_ranks(group))
     y_BTF = _fake_column_forward(x_BQD, weight_FD, group)
-    with exchange.sides("send"):
+    with exchange.turn_on("send"):
         inbox = Inbox(exchange, x_BQD)
         _multiply_gathered(exchange, inbox, x_BQD, weight_FD.t(), y_BTF, to_own=False)
     return y_BTF
@@ -98,15 +102,17 @@ def _column_forward(x_BQD: Tensor, weight_FD: Tensor, group: str) -> Tensor:
 def _column_backward(
     gradient_BTF: Tensor, x_BQD: Tensor, weight_FD: Tensor, wants_weight: bool, group: str
 ) -> tuple[Tensor, Tensor]:
-    """The parts that all ranks have of x's gradient, and the gradient of the weight if wanted."""
+    """Returns all ranks' summands of this rank's piece of x's gradient, and the gradient of the weight
+    (empty unless wanted).
+    """
     exchange = _exchange_for(x_BQD, group, x_BQD.shape[2], ranks=num_ranks(group))
     weight_gradient = weight_FD.new_empty(weight_FD.shape if wants_weight else 0)
-    with exchange.sides("send", "tell", "receive"):
+    with exchange.turn_on("send", "tell", "receive"):
         if not wants_weight:
             outbox = _multiply_scattered(exchange, gradient_BTF, weight_FD)
             return outbox.parts_NBQD, weight_gradient
         inbox = Inbox(exchange, x_BQD)
-        # In one piece: the gradient of the weight is there to cover what is sent.
+        # One product for all ranks: the transfer overlaps with the product of the weight gradient.
         outbox = Outbox(exchange, _shape(gradient_BTF, weight_FD), x_BQD)
         torch.mm(gradient_BTF.flatten(0, 1), weight_FD, out=outbox.whole.flatten(0, 1))
         inbox.send(to_own=True)
@@ -118,9 +124,9 @@ def _column_backward(
 
 
 def _row_forward(x_BTF: Tensor, weight_DF: Tensor, group: str) -> Tensor:
-    """The parts y_NBQD of this rank's piece, one of each rank."""
+    """Returns y_NBQD, all ranks' summands of this rank's piece."""
     exchange = _exchange_for(x_BTF, group, weight_DF.shape[0])
-    with exchange.sides("tell", "receive"):
+    with exchange.turn_on("tell", "receive"):
         outbox = _multiply_scattered(exchange, x_BTF, weight_DF.t())
     return outbox.parts_NBQD
 
@@ -128,12 +134,12 @@ def _row_forward(x_BTF: Tensor, weight_DF: Tensor, group: str) -> Tensor:
 def _row_backward(
     gradient_BQD: Tensor, x_BTF: Tensor, weight_DF: Tensor, wants_weight: bool, group: str
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x and, if wanted, of the weight."""
+    """Returns the gradients of x and of the weight (empty unless wanted)."""
     exchange = _exchange_for(x_BTF, group, weight_DF.shape[0])
     x_gradient, weight_gradient = _fake_row_backward(
         gradient_BQD, x_BTF, weight_DF, wants_weight, group
     )
-    with exchange.sides("send"):
+    with exchange.turn_on("send"):
         inbox = Inbox(exchange, gradient_BQD)
         _multiply_gathered(
             exchange, inbox, gradient_BQD, weight_DF, x_gradient, to_own=wants_weight
@@ -151,8 +157,8 @@ def _fake_column_forward(x_BQD: Tensor, weight_FD: Tensor, group: str) -> Tensor
 def _fake_column_backward(
     gradient_BTF: Tensor, x_BQD: Tensor, weight_FD: Tensor, wants_weight: bool, group: str
 ) -> tuple[Tensor, Tensor]:
-    parts = x_BQD.new_empty((num_ranks(group), *x_BQD.shape))
-    return parts, weight_FD.new_empty(weight_FD.shape if wants_weight else 0)
+    parts_NBQD = x_BQD.new_empty((num_ranks(group), *x_BQD.shape))
+    return parts_NBQD, weight_FD.new_empty(weight_FD.shape if wants_weight else 0)
 
 
 def _fake_row_forward(x_BTF: Tensor, weight_DF: Tensor, group: str) -> Tensor:
@@ -201,15 +207,17 @@ def _multiply_gathered(
     *,
     to_own: bool,
 ) -> None:
-    """out = gathered matrix: the own rows first, then the others' as they arrive."""
+    """Writes x_BTD matrix to out_BTF: this rank's rows first, then the others' as they arrive."""
     _multiply(own_BQD, matrix, out=rows_of(out_BTF, exchange.rank, exchange.ranks))
     inbox.send(to_own=to_own)
     for rank in exchange.senders:
-        _multiply(inbox.arrived(rank), matrix, out=rows_of(out_BTF, rank, exchange.ranks))
+        _multiply(inbox.piece(rank), matrix, out=rows_of(out_BTF, rank, exchange.ranks))
 
 
 def _multiply_scattered(exchange: Exchange, x_BTF: Tensor, matrix: Tensor) -> Outbox:
-    """x matrix: the others' rows first, each told as soon as it is there, then the own ones."""
+    """Computes x matrix: first the rows for the other ranks, telling each when its rows are there,
+    then this rank's own rows.
+    """
     outbox = Outbox(exchange, _shape(x_BTF, matrix), x_BTF)
     for rank in (*exchange.receivers, exchange.rank):
         _multiply(rows_of(x_BTF, rank, exchange.ranks), matrix, out=outbox.piece(rank))
@@ -220,23 +228,23 @@ def _multiply_scattered(exchange: Exchange, x_BTF: Tensor, matrix: Tensor) -> Ou
 
 
 def rows_of(x_BTD: Tensor, rank: int, ranks: int) -> Tensor:
-    """The piece x_BQD of a rank."""
+    """Returns the piece x_BQD of a rank."""
     length = x_BTD.shape[1] // ranks
     return x_BTD.narrow(1, rank * length, length)
 
 
 def _multiply(rows_BQK: Tensor, matrix_KM: Tensor, *, out: Tensor) -> None:
-    """A batched product: it reads and writes rows of every sequence where they are."""
+    """Computes a batched product, which reads and writes the rows of every sequence in place."""
     torch.bmm(rows_BQK, matrix_KM.expand(len(rows_BQK), -1, -1), out=out)
 
 
 def _multiply_rows(left_BTK: Tensor, right_BTM: Tensor, *, out: Tensor) -> None:
-    """out_KM, the sum over all tokens."""
+    """Computes out_KM = leftᵀ right, a sum over all tokens."""
     torch.mm(left_BTK.flatten(0, 1).t(), right_BTM.flatten(0, 1), out=out)
 
 
 def _shape(x_BTK: Tensor, matrix_KM: Tensor) -> tuple[int, int, int]:
-    """Of the product."""
+    """Returns the shape of the product."""
     return x_BTK.shape[0], x_BTK.shape[1], matrix_KM.shape[1]
 
 
@@ -246,5 +254,7 @@ def _parts(x_BTF: Tensor, ranks: int, width: int) -> tuple[int, ...]:
 
 
 def _exchange_for(x: Tensor, group: str, width: int, *, ranks: int = 1) -> Exchange:
-    """With room for x_BTD of that width, of which x has all rows, or one of so many pieces."""
+    """Returns an exchange with room for x_BTD of that width, where x has all rows or, with `ranks`,
+    the rows of one of so many ranks.
+    """
     return exchange_of(group, x.device, x.shape[0] * x.shape[1] * ranks * width * x.dtype.itemsize)

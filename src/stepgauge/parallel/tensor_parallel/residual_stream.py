@@ -1,7 +1,24 @@
-"""Collectives around the residual stream of a tensor parallel network, as autograd and
-torch.compile see them.
+"""The collectives around the residual stream of a tensor-parallel network.
 
-Legend: B batch, T sequence, D model width, N ranks, Q = T/N.
+The path of an activation through a block, with the stream cut by sequence (by_sequence=True):
+
+    x_BQD  each rank's piece of the sequence; norms and residual additions work on it
+      all-gather            gather_input, or column_linear with the layer
+    x_BTD  all tokens
+      column layer          each rank has some rows of the weight
+    h_BTF  each rank's features (its heads), on which attention or the activation function works
+      row layer             each rank has some columns of the weight
+    y_BTD  each rank's summand of the output
+      reduce-scatter        reduce_output, or row_linear with the layer
+    y_BQD  each rank's piece of the sum
+
+Backward mirrors this: the gradient of an all-gather is a reduce-scatter and vice versa. With a whole
+stream (by_sequence=False) every rank has x_BTD. Forward then needs no gather and all-reduces y_BTD;
+backward all-reduces the gradient of x_BTD, since each rank only knows the share of its features.
+
+All collectives are followed by autograd and kept in the graph by torch.compile.
+
+Legend: B batch, T sequence, D model width, F features of a rank, N ranks, Q = T/N.
 """
 
 import dataclasses
@@ -15,20 +32,20 @@ from torch import Tensor
 from stepgauge.parallel.tensor_parallel.overlapped import gathered_product, scattered_product
 from stepgauge.spec.plan.tensor import overlaps
 
-# The operators behind torch.distributed._functional_collectives: the compiler keeps them in its
-# graph, where collectives that write into their argument break it.
+# The operators behind torch.distributed._functional_collectives. The compiler keeps them in its
+# graph; collectives that write into their argument would break the graph.
 _ops = torch.ops._c10d_functional
 
 
 @dataclasses.dataclass(eq=False)
 class ResidualStream:
-    """What ranks exchange where a module begins or ends to be cut.
+    """The collectives of one tensor-parallel group.
 
-    by_sequence   each rank has a piece x_BQD of the stream, rather than all of x_BTD
-    overlap       collectives that are large enough run beside the product next to them: a stream in
-                  pieces, of a group that `exchange.register` knows
-    communicates  False leaves the collectives out, to time the rest; results are then of the right
-                  shape and wrong
+    by_sequence   each rank has a piece x_BQD of the stream; otherwise it has all of x_BTD
+    overlap       large collectives run at the same time as the product next to them; needs
+                  by_sequence and a group known to `exchange.register`
+    communicates  False leaves out the collectives, to time everything else. Results then have the
+                  right shape and wrong values
     """
 
     group: dist.ProcessGroup
@@ -37,7 +54,7 @@ class ResidualStream:
     communicates: bool = True
 
     def __deepcopy__(self, _: Any) -> "ResidualStream":
-        return dataclasses.replace(self)  # a copy talks to the same ranks
+        return dataclasses.replace(self)  # the copy keeps the process group
 
     @property
     def ranks(self) -> int:
@@ -47,9 +64,14 @@ class ResidualStream:
     def rank(self) -> int:
         return self.group.rank()
 
-    def enter(self, x: Tensor) -> Tensor:
-        """x_BTD, of which each rank goes on to compute a part: gathered, if it is in pieces.
-        Backward sums what the ranks say about it.
+    @property
+    def active_group(self) -> dist.ProcessGroup | None:
+        """The group; None if communication is left out."""
+        return self.group if self.communicates else None
+
+    def gather_input(self, x: Tensor) -> Tensor:
+        """Returns x_BTD, as the input of layers of which each rank computes a part. Backward sums
+        the gradients of all ranks.
         """
         if self.by_sequence:
             _require_sequence(x)
@@ -57,60 +79,58 @@ class ResidualStream:
             return x.repeat(1, self.ranks, 1) if self.by_sequence else x
         return (_Gather if self.by_sequence else _SumOfGradients).apply(x, self.group)
 
-    def leave(self, y_BTD: Tensor) -> Tensor:
-        """The sum over ranks, of which each takes its piece if the stream is in pieces."""
+    def reduce_output(self, y_BTD: Tensor) -> Tensor:
+        """Sums the ranks' summands. Returns the rank's piece y_BQD if the stream is by sequence."""
         if not self.by_sequence:
             return self.sum(y_BTD)
-        self._check(y_BTD)
+        self._require_divisible(y_BTD)
         if not self.communicates:
             return piece_of(y_BTD, self.group)
         return _ReduceScatter.apply(y_BTD, self.group)
 
-    def entering(self, x: Tensor, weight_FD: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The linear layer of what `enter` gives: some of its features on each rank."""
+    def column_linear(self, x: Tensor, weight_FD: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Returns h_BTF: `gather_input`, then a linear layer with some of its rows on each rank."""
         if not self._overlaps(x, self.ranks):
-            return F.linear(self.enter(x), weight_FD, bias)
-        y_BTF = gathered_product(x, weight_FD.to(x.dtype), self.group)
-        return y_BTF if bias is None else y_BTF + bias.to(x.dtype)
+            return F.linear(self.gather_input(x), weight_FD, bias)
+        h_BTF = gathered_product(x, weight_FD.to(x.dtype), self.group)
+        return h_BTF if bias is None else h_BTF + bias.to(x.dtype)
 
-    def leaving(self, x_BTF: Tensor, weight_DF: Tensor) -> Tensor:
-        """What `leave` gives of a linear layer that has some of its inputs on each rank."""
+    def row_linear(self, x_BTF: Tensor, weight_DF: Tensor) -> Tensor:
+        """A linear layer with some of its columns on each rank, then `reduce_output`."""
         if not self._overlaps(x_BTF, 1, width=weight_DF.shape[0]):
-            return self.leave(F.linear(x_BTF, weight_DF))
-        self._check(x_BTF)
+            return self.reduce_output(F.linear(x_BTF, weight_DF))
+        self._require_divisible(x_BTF)
         return scattered_product(x_BTF, weight_DF.to(x_BTF.dtype), self.group)
 
     def _overlaps(self, x: Tensor, pieces: int, width: int = 0) -> bool:
+        """True if the collective next to a product should overlap it. The stream has `pieces` times
+        the tokens of x, and `width` features (0: those of x).
+        """
         if not (self.overlap and self.by_sequence and self.communicates):
             return False
         nbytes = x.shape[0] * x.shape[1] * pieces * (width or x.shape[2]) * x.dtype.itemsize
         return overlaps(nbytes, self.ranks)
 
     def split(self, x_BTD: Tensor) -> Tensor:
-        """The rank's piece of what every rank has whole."""
+        """Returns the rank's piece of a tensor that every rank has whole."""
         if not self.by_sequence:
             return x_BTD
-        self._check(x_BTD)
+        self._require_divisible(x_BTD)
         if not self.communicates:
             return piece_of(x_BTD, self.group)
         return _Split.apply(x_BTD, self.group)
 
     def sum(self, y: Tensor) -> Tensor:
-        """The sum over ranks, on each. The gradient is the same on each, and goes on as it is."""
+        """Returns the sum over ranks, on every rank. Every rank has the same gradient of the sum, so
+        backward passes it on unchanged.
+        """
         return _Sum.apply(y, self.group) if self.communicates else y
 
-    def reduced(self, x: Tensor, operation: str = "sum") -> Tensor:
-        """The sum (or what `operation` says) over ranks. Autograd follows a sum alone."""
-        if operation == "sum" and torch.is_grad_enabled():
-            return self.sum(x)
-        return over_ranks(x, self.heard, operation)
+    def reduce(self, x: Tensor) -> Tensor:
+        """Returns the sum over ranks. Autograd follows it only where gradients are enabled."""
+        return self.sum(x) if torch.is_grad_enabled() else over_ranks(x, self.active_group)
 
-    @property
-    def heard(self) -> dist.ProcessGroup | None:
-        """The group, or None where nothing is communicated."""
-        return self.group if self.communicates else None
-
-    def _check(self, x_BTD: Tensor) -> None:
+    def _require_divisible(self, x_BTD: Tensor) -> None:
         _require_sequence(x_BTD)
         if x_BTD.shape[1] % self.ranks:
             raise ValueError(
@@ -122,46 +142,48 @@ class ResidualStream:
 def _require_sequence(x: Tensor) -> None:
     if x.ndim != 3:
         raise ValueError(
-            f"the residual stream is cut along dim 1 of batch, sequence and width, and a layer is "
-            f"given {tuple(x.shape)}; choose by_sequence=False"
+            f"the residual stream is cut along dim 1 of batch, sequence and width, but a layer gets "
+            f"an input of shape {tuple(x.shape)}; choose by_sequence=False"
         )
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, operation: str = "sum") -> Tensor:
-    """The sum (or what `operation` says) over ranks, as a new tensor."""
+    """Returns the sum (or another `operation`) over ranks as a new tensor."""
     return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), operation, group.group_name))
 
 
 def over_ranks(x: Tensor, group: dist.ProcessGroup | None, operation: str = "sum") -> Tensor:
-    """`all_reduce`, or x as it is without a group."""
+    """Like `all_reduce`, but returns x itself without a group."""
     return x if group is None else all_reduce(x, group, operation)
 
 
 def all_gather(x_BQD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """x_BTD of all ranks' pieces."""
+    """Returns x_BTD, the pieces of all ranks."""
     pieces_QBD = x_BQD.transpose(0, 1).contiguous()
     gathered = _ops.all_gather_into_tensor(pieces_QBD, group.size(), group.group_name)
     return _ops.wait_tensor(gathered).transpose(0, 1)
 
 
 def reduce_scatter(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The rank's piece x_BQD of the sum over ranks."""
+    """Returns x_BQD, the rank's piece of the sum over ranks."""
     whole_TBD = x_BTD.transpose(0, 1).contiguous()
     piece = _ops.reduce_scatter_tensor(whole_TBD, "sum", group.size(), group.group_name)
     return _ops.wait_tensor(piece).transpose(0, 1)
 
 
-def begin_all_to_all(x_N: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """y_N with x[n] of this rank as y[rank] of rank n, to be read after `arrived`."""
+def launch_all_to_all(x_N: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Starts to send x[n] to rank n. Returns y, where y[n] comes from rank n; read it only after
+    `wait_for`.
+    """
     rows = [1] * group.size()
-    sent: Tensor = _ops.all_to_all_single(x_N, rows, rows, group.group_name)
-    return sent
+    y_N: Tensor = _ops.all_to_all_single(x_N, rows, rows, group.group_name)
+    return y_N
 
 
-def arrived(y: Tensor) -> Tensor:
-    """y, once the current stream has waited for the collective that gives it."""
-    found: Tensor = _ops.wait_tensor(y)
-    return found
+def wait_for(y: Tensor) -> Tensor:
+    """Returns y, once the current stream has waited for the collective that writes it."""
+    waited: Tensor = _ops.wait_tensor(y)
+    return waited
 
 
 def piece_of(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -170,17 +192,19 @@ def piece_of(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Function(torch.autograd.Function):
-    """Its backward is another one's forward, so that a backward is differentiated again rightly."""
+    """Base of the collectives below. The backward of each is the forward of another, which makes
+    second derivatives correct.
+    """
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.group = inputs[1]
 
 
-def _mirrored(
+def _backward(
     function: type[_Function], gradient: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, None]:
-    """What `function` gives of the gradient, which autograd follows where it is asked to."""
+    """Applies `function` to the gradient, through autograd if gradients are enabled in backward."""
     if torch.is_grad_enabled():
         return function.apply(gradient, group), None
     return function.forward(gradient, group), None
@@ -193,7 +217,7 @@ class _Gather(_Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _mirrored(_ReduceScatter, gradient, ctx.group)
+        return _backward(_ReduceScatter, gradient, ctx.group)
 
 
 class _ReduceScatter(_Function):
@@ -203,7 +227,7 @@ class _ReduceScatter(_Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _mirrored(_Gather, gradient, ctx.group)
+        return _backward(_Gather, gradient, ctx.group)
 
 
 class _Split(_Function):
@@ -213,11 +237,11 @@ class _Split(_Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _mirrored(_Join, gradient, ctx.group)
+        return _backward(_Join, gradient, ctx.group)
 
 
 class _Join(_Function):
-    """All ranks' pieces, of which every rank has the whole gradient."""
+    """Joins the ranks' pieces. Unlike that of _Gather, the gradient is the same on every rank."""
 
     @staticmethod
     def forward(x_BQD: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -225,7 +249,7 @@ class _Join(_Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _mirrored(_Split, gradient, ctx.group)
+        return _backward(_Split, gradient, ctx.group)
 
 
 class _Sum(_Function):
@@ -237,14 +261,16 @@ class _Sum(_Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         if not torch.is_grad_enabled():
             return gradient, None
-        return _mirrored(_SumOfGradients, gradient, ctx.group)
+        return _backward(_SumOfGradients, gradient, ctx.group)
 
 
 class _SumOfGradients(_Function):
+    """Returns its input; backward sums the gradients of all ranks."""
+
     @staticmethod
     def forward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _mirrored(_Sum, gradient, ctx.group)
+        return _backward(_Sum, gradient, ctx.group)

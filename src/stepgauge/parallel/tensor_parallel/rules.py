@@ -1,9 +1,9 @@
-"""The rules of a tensor parallel table by the names of a module's parts. What would not be computed
-as in one process is refused here.
+"""Matches the rules of a tensor parallel table with the modules of a network, and refuses networks
+whose results would differ from those of one process.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -24,8 +24,8 @@ DROPOUTS = (
     nn.AlphaDropout,
     nn.FeatureAlphaDropout,
 )
-# Each token's output depends on other tokens.
-MIXERS = (
+# Modules in which each token's output depends on other tokens.
+TOKEN_MIXERS = (
     nn.MultiheadAttention,
     nn.RNNBase,
     nn.BatchNorm1d,
@@ -35,37 +35,41 @@ MIXERS = (
 
 
 def rules_of(module: nn.Module, table: Table, *, by_sequence: bool) -> Rules:
-    """The rules of the table by the names of the module's parts. Raises ValueError for what would
-    not be computed as in one process.
+    """Returns the rules by the names of the module's submodules. Raises ValueError if the results
+    would differ from those of one process.
     """
-    told = list(matched(table, [name for name, _ in module.named_modules()]))
-    for name, rule in told:
+    table_rules = list(matched(table, [name for name, _ in module.named_modules()]))
+    for name, rule in table_rules:
         if rule.kind == "column":
-            _require_counted(module, name, told)
-    rules = list(_of_parts(module, told, by_sequence))
+            _require_counts(module, name, table_rules)
+    rules = list(_with_adapters(module, table_rules, by_sequence))
     for name, rule in rules:
         _require_layer(module, name, rule)
         if KINDS[rule.kind].sums and (by_sequence or rule.kind == "heads"):
             _require_no_earlier_hooks(name, module.get_submodule(name))
-    for name, each in module.named_modules():
-        _require_no_dropout(name, each)
+    for name, part in module.named_modules():
+        _require_no_dropout(name, part)
     kinds = {rule.kind: name for name, rule in rules}
     if by_sequence and "embedding" in kinds and "split" not in kinds:
         raise ValueError(
-            f"by_sequence is True, and the table cuts the embedding {kinds['embedding']} and splits "
-            f"nothing; give the first module of the residual stream the rule split, or choose "
+            f"by_sequence is True, and the table cuts the embedding {kinds['embedding']} but has no "
+            f"rule split; give the first module of the residual stream the rule split, or choose "
             f"by_sequence=False"
         )
-    _require_told(module, rules, by_sequence)
+    if by_sequence:
+        _require_rules_on_pieces(module, rules)
+    _require_rules_after_gather(module, rules)
     return rules
 
 
-def _of_parts(module: nn.Module, rules: Rules, by_sequence: bool) -> Iterator[tuple[str, Rule]]:
-    """The rules, of layers that are adapted those of their parts."""
+def _with_adapters(
+    module: nn.Module, rules: Rules, by_sequence: bool
+) -> Iterator[tuple[str, Rule]]:
+    """Yields the rules; the rule of a layer with LoRA is replaced by rules for its parts."""
     for name, rule in rules:
         layer = module.get_submodule(name)
         if rule.kind in ADAPTABLE and is_adapted(layer):
-            is_gathered = _is_in(name, rules, ("gather",))
+            is_gathered = _is_covered(name, rules, ("gather",))
             yield from rules_of_adapted(
                 name, layer, rule, by_sequence=by_sequence, is_gathered=is_gathered
             )
@@ -74,56 +78,57 @@ def _of_parts(module: nn.Module, rules: Rules, by_sequence: bool) -> Iterator[tu
 
 
 def _require_layer(module: nn.Module, name: str, rule: Rule) -> None:
-    """Raises ValueError for a layer that is not the one that the rule cuts."""
+    """Raises ValueError if the rule cannot cut this layer."""
     types = CUT_TYPES.get(rule.kind)
     if types is None:
         return
     if not name:
         raise ValueError(
-            f"the rule {rule.kind} replaces a layer of a module, and was given it alone"
+            f"the rule {rule.kind} replaces a layer inside a module, but the layer was passed itself"
         )
     layer: Any = module.get_submodule(name)
     cuts = f"the rule {rule.kind} cuts {' and '.join(each.name for each in types)}"
     base: Any = base_of(layer, types)
     if base is None:
-        own = type(layer).__name__
-        if any(each.name.endswith(own) for each in types):  # of another library, by the same name
-            own = f"{type(layer).__module__}.{own}"
-        raise ValueError(f"{name} is a {own}; {cuts}")
+        class_name = type(layer).__name__
+        if any(each.name.endswith(class_name) for each in types):  # the same name elsewhere
+            class_name = f"{type(layer).__module__}.{class_name}"
+        raise ValueError(f"{name} is a {class_name}; {cuts}")
     if type(layer).forward is not base.forward or "forward" in vars(layer):
-        raise ValueError(f"{name} is a {type(layer).__name__} with a forward of its own; {cuts}")
+        raise ValueError(f"{name} is a {type(layer).__name__} that overrides forward; {cuts}")
     if "weight" not in dict(layer.named_parameters(recurse=False)):
-        raise ValueError(f"{name} has no parameter weight of its own to cut")
+        raise ValueError(f"{name} has no parameter named weight to cut")
     if parametrize.is_parametrized(layer):
         raise ValueError(f"{name} has a parameter that is computed from others; {cuts}")
     for option in ("scale_grad_by_freq", "sparse"):
         if getattr(layer, option, False):
-            raise ValueError(f"{name} has {option}, which an embedding that is cut does not do")
+            raise ValueError(f"{name} has {option}, which a cut embedding does not support")
     if isinstance(module.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
         raise ValueError(
-            f"{name} is read by its nn.MultiheadAttention, which does not call it; leave it whole"
+            f"{name} is in an nn.MultiheadAttention, which reads its weight instead of calling it; "
+            f"leave it whole"
         )
     _require_no_hooks(name, layer)
 
 
-def _require_counted(module: nn.Module, name: str, rules: Rules) -> None:
-    """Raises ValueError where the module around a column reads how many heads there are, of which a
-    rank has some: splitting what its columns give into as many would mix tokens.
+def _require_counts(module: nn.Module, name: str, rules: Rules) -> None:
+    """Raises ValueError if the module around a column reads the number of all heads and no rule sets
+    it to a rank's number. Splitting a rank's features into all heads would mix tokens.
     """
-    sections = [s for each, rule in rules if each == name for s in rule.sections]
+    sections = [s for other, rule in rules if other == name for s in rule.sections]
     heads = {section.rows // section.unit for section in sections}
     parent = name.rpartition(".")[0]
-    told = {count.attribute for each, rule in rules if each == parent for count in rule.counts}
-    for key, value in _read_counts(module.get_submodule(parent)):
-        if key not in told and (value in heads or not heads):
+    counted = {count.attribute for other, rule in rules if other == parent for count in rule.counts}
+    for key, value in _head_counts(module.get_submodule(parent)):
+        if key not in counted and (value in heads or not heads):
             raise ValueError(
-                f"{parent} reads its {key}, {value}, and each rank has only a part of them; give it "
+                f"{parent} reads its {key}, {value}, but each rank has only a part of them; give it "
                 f"a rule with counts=(Count({key!r}, Section({value})),)"
             )
 
 
-def _read_counts(part: nn.Module) -> Iterator[tuple[str, int]]:
-    """Attributes that count heads and are read by the module's forward."""
+def _head_counts(part: nn.Module) -> Iterator[tuple[str, int]]:
+    """Yields the attributes that the module's forward reads and that look like numbers of heads."""
     forward = inspect.unwrap(type(part).forward)
     for key in dict.fromkeys(_names_in(getattr(forward, "__code__", None))):
         value = getattr(part, key, None)
@@ -132,7 +137,7 @@ def _read_counts(part: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def _names_in(code: CodeType | None) -> Iterator[str]:
-    """That the code reads, and what is defined in it, such as a comprehension."""
+    """Yields the names that the code reads, including code defined inside, such as comprehensions."""
     yield from code.co_names if code else ()
     for constant in code.co_consts if code else ():
         if isinstance(constant, CodeType):
@@ -140,10 +145,10 @@ def _names_in(code: CodeType | None) -> Iterator[str]:
 
 
 def _require_no_hooks(name: str, layer: nn.Module) -> None:
-    """The layer is replaced, and its parameters too."""
-    if kept := hooks_of_module(layer):
+    """Raises ValueError if the layer or its parameters have hooks, because both are replaced."""
+    if hooks := hooks_of_module(layer):
         raise ValueError(
-            f"{name} has {kept[0].strip('_')}, which would be lost; register hooks after the layers "
+            f"{name} has {hooks[0].strip('_')}, which would be lost; register hooks after the layers "
             f"are cut: they then see this rank's part"
         )
     for key, parameter in layer.named_parameters(recurse=False):
@@ -155,27 +160,29 @@ def _require_no_hooks(name: str, layer: nn.Module) -> None:
 
 
 def _require_no_earlier_hooks(name: str, part: nn.Module) -> None:
-    """Which would see a gradient before it is summed over ranks."""
+    """Raises ValueError if a parameter has a hook, which would run before the gradient is summed."""
     for key, parameter in part.named_parameters():
         if tensor_hooks(parameter):
             raise ValueError(
-                f"{name}.{key} has a hook, which would see the gradient of a part; register hooks "
-                f"after the layers are cut"
+                f"{name}.{key} has a hook, which would see the gradient before it is summed over "
+                f"ranks; register hooks after the layers are cut"
             )
 
 
 def _require_no_dropout(name: str, part: nn.Module) -> None:
-    """Nor where it is a number that a forward of somebody's own reads."""
-    dropped = {"p": part.p} if isinstance(part, DROPOUTS) else _named_dropouts(part)
-    for key, share in dropped.items():
-        if share:
+    """Raises ValueError for a dropout layer, and for an attribute that looks like the probability of
+    a functional dropout.
+    """
+    probabilities = {"p": part.p} if isinstance(part, DROPOUTS) else _dropout_attributes(part)
+    for key, probability in probabilities.items():
+        if probability:
             raise ValueError(
-                f"{name or 'the module'} has dropout of {share}, which would drop other values on "
-                f"each rank; set its {key} to 0"
+                f"{name or 'the module'} has dropout of {probability}, which would drop different "
+                f"values on each rank; set its {key} to 0"
             )
 
 
-def _named_dropouts(part: nn.Module) -> dict[str, float]:
+def _dropout_attributes(part: nn.Module) -> dict[str, float]:
     return {
         key: value
         for key, value in vars(part).items()
@@ -183,48 +190,51 @@ def _named_dropouts(part: nn.Module) -> dict[str, float]:
     }
 
 
-def _require_told(module: nn.Module, rules: Rules, by_sequence: bool) -> None:
-    """Raises ValueError for a module that works on a part of the residual stream and has no rule: the
-    gradients of its weights would be those of this part alone.
+# Rules that say what a whole parameter works on, and so how its gradient is summed.
+WHOLE_KINDS = ("sequence", "heads", "whole")
+
+
+def _require_rules_on_pieces(module: nn.Module, rules: Rules) -> None:
+    """Raises ValueError for modules that work on a piece of the sequence and have no rule, and for
+    those that mix tokens.
     """
-    named = dict(module.named_modules())
-    kinds = ("sequence", "heads", "whole")
-    if by_sequence:
-        split = [name for name, rule in rules if rule.kind == "split"]
-        names = list(named)[list(named).index(split[0]) if split else 0 :]
-        does = "works on a piece of the sequence"
-        for name in names:
-            if isinstance(named[name], MIXERS) and not _is_in(name, rules, ("whole",)):
-                raise ValueError(
-                    f"{name or 'the module'} is a {type(named[name]).__name__}, which would see its "
-                    f"rank's piece of the sequence alone; choose by_sequence=False"
-                )
-        _require_rules({name: named[name] for name in names}, rules, kinds, does)
+    names = [name for name, _ in module.named_modules()]
+    splits = [name for name, rule in rules if rule.kind == "split"]
+    on_pieces = names[names.index(splits[0]) if splits else 0 :]
+    for name in on_pieces:
+        part = module.get_submodule(name)
+        if isinstance(part, TOKEN_MIXERS) and not _is_covered(name, rules, ("whole",)):
+            raise ValueError(
+                f"{name or 'the module'} is a {type(part).__name__}, which would only see its rank's "
+                f"piece of the sequence; choose by_sequence=False"
+            )
+    _require_rules(module, on_pieces, rules, "works on a piece of the sequence")
+
+
+def _require_rules_after_gather(module: nn.Module, rules: Rules) -> None:
+    """Raises ValueError for modules without a rule inside a module with the rule gather."""
     for parent, rule in rules:
         if rule.kind == "gather":
-            inside = {name: part for name, part in named.items() if _is_below(name, parent)}
-            does = f"is in {parent}, which gathers for its columns,"
-            _require_rules(inside, rules, kinds, does)
+            inside = [name for name, _ in module.named_modules() if _is_inside(name, parent)]
+            _require_rules(module, inside, rules, f"is in {parent}, which has the rule gather,")
 
 
-def _require_rules(
-    parts: Mapping[str, nn.Module], rules: Rules, kinds: Sequence[str], does: str
-) -> None:
-    told = {name for name, rule in rules if rule.kind in CUT_TYPES}
-    for name, part in parts.items():
-        own = any(True for _ in part.parameters(recurse=False))
-        if own and name not in told and not _is_in(name, rules, kinds):
+def _require_rules(module: nn.Module, names: Iterable[str], rules: Rules, reason: str) -> None:
+    cut = {name for name, rule in rules if rule.kind in CUT_TYPES}
+    for name in names:
+        has_parameters = any(True for _ in module.get_submodule(name).parameters(recurse=False))
+        if has_parameters and name not in cut and not _is_covered(name, rules, WHOLE_KINDS):
             raise ValueError(
-                f"{name or 'the module'} {does} and has no rule: the gradients of its weights "
-                f"would be those of one part alone; give it one of {', '.join(kinds)}"
+                f"{name or 'the module'} {reason} and has no rule: each rank would only compute a "
+                f"part of its gradients; give it one of {', '.join(WHOLE_KINDS)}"
             )
 
 
-def _is_in(name: str, rules: Rules, kinds: Sequence[str]) -> bool:
-    """Whether the module or one that it is in has a rule of these kinds."""
-    return any(rule.kind in kinds and _is_below(name, parent) for parent, rule in rules)
+def _is_covered(name: str, rules: Rules, kinds: Sequence[str]) -> bool:
+    """True if the module, or one that contains it, has a rule of these kinds."""
+    return any(rule.kind in kinds and _is_inside(name, parent) for parent, rule in rules)
 
 
-def _is_below(name: str, parent: str) -> bool:
-    """Whether the module is the other one, or in it."""
+def _is_inside(name: str, parent: str) -> bool:
+    """True if the module is the parent itself or inside it."""
     return not parent or f"{name}.".startswith(f"{parent}.")

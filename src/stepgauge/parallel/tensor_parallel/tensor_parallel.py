@@ -1,12 +1,12 @@
-"""Tensor parallel: the layers of any module cut over ranks, by a table of names and rules
-(spec.plan.tensor).
+"""Tensor parallel: cuts the layers of any module over ranks, by a table of names and rules
+(spec/plan/tensor.py).
 
     parallel = parallelize_tensor(model, table, group=group)
     parallel.module(tokens, targets).backward()
 
-Every rank sees the same batch, has its part of each weight, and gets the same loss. Gradients are
-whole when backward returns: `.grad` of a part is the part of the gradient, `.grad` of a weight that
-every rank has is the gradient.
+Every rank gets the same batch, has its part of each weight, and computes the same loss. When
+backward returns, `.grad` of a cut weight is this rank's part of the gradient, and `.grad` of a
+whole weight is the whole gradient.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ from stepgauge.parallel.communication.peer_memory import on_one_machine
 from stepgauge.parallel.replicas import prepare_replicas
 from stepgauge.parallel.tensor_parallel.cuts import Cuts, cut_parameters
 from stepgauge.parallel.tensor_parallel.exchange import register
-from stepgauge.parallel.tensor_parallel.gradient_sums import GradientSum, Hooking, gradient_sums
+from stepgauge.parallel.tensor_parallel.gradient_sums import GradientSum, SumHooks, gradient_sums
 from stepgauge.parallel.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabularyParallelEmbedding,
     VocabularyParallelHead,
-    as_computed,
+    to_compute_dtype,
 )
 from stepgauge.parallel.tensor_parallel.residual_stream import ResidualStream
 from stepgauge.parallel.tensor_parallel.rules import Rules, rules_of
@@ -39,40 +39,42 @@ from stepgauge.spec.plan.transformers_tables import table_of_config
 
 @dataclasses.dataclass(frozen=True)
 class TensorParallel:
-    """A module whose layers are cut, and how.
+    """A module whose layers are cut over ranks.
 
-    cuts  the parameters that are, by name
-    sums  how the gradients are summed over ranks of which each finds a part, by name. Hooks of the
-          parameters do it
-    hooking  gives the hooks to parameters that forward finds in their place. Whoever puts
-          parameters there that need other hooks removes it before
+    cuts     how parameters are cut, by name
+    sums     how gradients are summed over ranks, by name, for those of which each rank computes
+             only a summand
+    hooking  registers the hooks that compute these sums; must be removed before the parameters are
+             replaced by others that need different hooks
     """
 
     module: nn.Module
     stream: ResidualStream
     cuts: Cuts
     sums: Mapping[str, GradientSum]
-    hooking: Hooking
+    hooking: SumHooks
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a parameter, or of what belongs to one, that is given whole."""
+        """Returns this rank's part of a whole parameter, or of a tensor with its shape."""
         return self.cuts[name].part(whole) if name in self.cuts else whole
 
     def whole(self, name: str, part: Tensor) -> Tensor:
-        """The inverse, of the parts of all ranks. All ranks must call it."""
+        """Returns the whole tensor from the parts of all ranks. All ranks must call it."""
         if name not in self.cuts:
             return part
         cut = self.cuts[name]
         shape = list(part.shape)
         shape[cut.dim] = cut.size
         whole = part.new_zeros(shape)
-        for place, copies, piece in cut.pieces(part):
-            whole.narrow(cut.dim, place.start, place.stop - place.start).add_(piece / copies)
+        for rows, copies, piece in cut.pieces(part):
+            whole.narrow(cut.dim, rows.start, rows.stop - rows.start).add_(piece / copies)
         dist.all_reduce(whole, group=self.stream.group)
         return whole
 
     def whole_sizes(self) -> Iterator[tuple[nn.Parameter, int]]:
-        """Each parameter with the elements of the whole: the same on all ranks, whatever its cut."""
+        """Yields each parameter with the number of elements of the whole one, which is the same on
+        all ranks.
+        """
         for name, parameter in self.module.named_parameters():
             elements = parameter.numel()
             if name in self.cuts:
@@ -81,7 +83,7 @@ class TensorParallel:
             yield parameter, elements
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scales all gradients so that their norm as a whole is at most this; gives the norm."""
+        """Clips the norm of the whole network's gradients. Returns the norm before."""
         gradients = {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
         counted = [piece for each in gradients.items() for piece in self.counted(*each)]
         device = next(self.module.parameters()).device
@@ -89,19 +91,19 @@ class TensorParallel:
         return clip_whole_norm(gradients.values(), counted, max_norm, group=group, device=device)
 
     def counted(self, name: str, part: Tensor, *, first_row: int = 0) -> list[tuple[int, Tensor]]:
-        """The pieces of a part, each with how many ranks have it. Of a part that is sharded further
-        along dim 0, the shard that begins at `first_row`.
+        """Splits a part into pieces, each with the number of ranks that have it. If the part is
+        sharded further along dim 0, `part` is the shard that begins at row `first_row` of it.
         """
         if name not in self.cuts:
             return [(self.stream.ranks, part)]
         cut = self.cuts[name]
-        found, begin = [], 0 if cut.dim else -first_row
-        for place, copies in zip(cut.places, cut.copies, strict=True):
-            end = begin + place.stop - place.start
+        pieces, begin = [], 0 if cut.dim else -first_row
+        for rows, copies in zip(cut.slices, cut.copies, strict=True):
+            end = begin + rows.stop - rows.start
             start, stop = (min(max(0, edge), part.shape[cut.dim]) for edge in (begin, end))
-            found.append((copies, part.narrow(cut.dim, start, stop - start)))
+            pieces.append((copies, part.narrow(cut.dim, start, stop - start)))
             begin = end
-        return found
+        return pieces
 
 
 def parallelize_tensor(
@@ -115,23 +117,24 @@ def parallelize_tensor(
 ) -> TensorParallel:
     """Cuts the module's layers in place, as the table says. All ranks of the group must call it.
 
-    The module is whole on each rank, with any values: rank 0's are taken. A layer of rule "head"
-    whose parent has a function `compute_loss(hidden, weight, targets, ...)` gives the parent one
-    that never holds the logits of the whole vocabulary. Layers and parameters are new: optimizers
-    and hooks come afterwards.
+    Every rank passes the whole module; the values of rank 0 are used. If a layer with the rule
+    "head" has a parent with a method `compute_loss(hidden, weight, targets, ...)`, the method is
+    replaced by one that never holds the logits of the whole vocabulary. Layers and parameters are
+    replaced, so create optimizers and register hooks afterwards.
 
-    table        None: by the config of a network of the transformers library
-    by_sequence  norms and the residual stream have a piece of the sequence each, dim 1 of what the
-                 first block takes; None: where a rule is split or sequence
-    overlap      large collectives run beside products; None: by sequence, between GPUs of a machine
-    partial_loss linear + cross-entropy over some of the vocabulary, such as kernels'
-                 linear_cross_entropy.partial: the head then holds no logits for its loss
+    table        None: built from the config of a network of the transformers library
+    by_sequence  norms and the residual stream have one piece of the sequence per rank, along dim 1
+                 of the first block's input. None: True if the table has a rule split or sequence
+    overlap      large collectives run at the same time as products. None: True if by_sequence,
+                 between GPUs of one machine
+    partial_loss a linear layer and cross-entropy over a part of the vocabulary, such as
+                 kernels.linear_cross_entropy.partial: the head then holds no logits for its loss
 
-    Raises ValueError for a table that does not fit the module and for what would be computed
-    otherwise than in one process; DifferentModelsError where ranks have different networks.
+    Raises ValueError if the table does not fit the module, or if the results would differ from one
+    process; DifferentModelsError if ranks have different networks.
     """
     group = group or dist.group.WORLD
-    assert group is not None, "tensor parallel runs in a process group"
+    assert group is not None, "tensor parallel needs a process group"
     table = table_by_config(module) if table is None else table
     by_sequence = is_by_sequence(table) if by_sequence is None else by_sequence
     prepare_replicas(module, group)
@@ -141,7 +144,7 @@ def parallelize_tensor(
     _apply(module, rules, stream, cuts)
     _prepare_parts(module, partial_loss)
     sums = gradient_sums(module, rules, cuts, stream)
-    return TensorParallel(module, stream, cuts, sums, Hooking(module, sums, stream))
+    return TensorParallel(module, stream, cuts, sums, SumHooks(module, sums, stream))
 
 
 def _apply(module: nn.Module, rules: Rules, stream: ResidualStream, cuts: Cuts) -> None:
@@ -150,13 +153,15 @@ def _apply(module: nn.Module, rules: Rules, stream: ResidualStream, cuts: Cuts) 
     for name, rule in rules:
         part = module.get_submodule(name)
         if rule.kind == "gather":
-            _leave_gathered(part)
+            for layer in part.modules():
+                if isinstance(layer, ColumnParallelLinear):
+                    layer.gathers = False
         for count in rule.counts:
             setattr(part, count.attribute, count.value(stream.ranks))
 
 
 def table_by_config(module: nn.Module) -> Table:
-    """Of a network of the transformers library. Raises ValueError for another."""
+    """Returns the table of a network of the transformers library. Raises ValueError for another."""
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "to_dict"):
         raise ValueError(
@@ -173,16 +178,16 @@ def _stream(
         is_on_gpus = all(each.is_cuda for each in module.parameters())
         overlap = by_sequence and is_on_gpus and on_one_machine(group)
     if overlap and not by_sequence:
-        raise ValueError("overlap is True and by_sequence False; only pieces are overlapped")
+        raise ValueError("overlap is True, which needs by_sequence=True")
     if overlap and not on_one_machine(group):
-        raise ValueError("overlap is True; it needs the ranks of the tensor axis on one machine")
+        raise ValueError("overlap is True, which needs the ranks of the tensor axis on one machine")
     if overlap:
         register(group)
     return ResidualStream(group, by_sequence, overlap)
 
 
 def _column(module: nn.Module, name: str, stream: ResidualStream, cuts: Cuts) -> None:
-    sections = tuple(place.stop - place.start for place in cuts[f"{name}.weight"].places)
+    sections = tuple(rows.stop - rows.start for rows in cuts[f"{name}.weight"].slices)
     _replace(module, name, ColumnParallelLinear(_get(module, name), stream, sections))
 
 
@@ -192,13 +197,13 @@ def _row(module: nn.Module, name: str, stream: ResidualStream, cuts: Cuts) -> No
 
 def _embedding(module: nn.Module, name: str, stream: ResidualStream, cuts: Cuts) -> None:
     cut = cuts[f"{name}.weight"]
-    part = VocabularyParallelEmbedding(_get(module, name), stream, cut.places[0].start, cut.size)
+    part = VocabularyParallelEmbedding(_get(module, name), stream, cut.slices[0].start, cut.size)
     _replace(module, name, part)
 
 
 def _head(module: nn.Module, name: str, stream: ResidualStream, cuts: Cuts) -> None:
     cut = cuts[f"{name}.weight"]
-    head = VocabularyParallelHead(_get(module, name), stream, cut.places[0].start, cut.size)
+    head = VocabularyParallelHead(_get(module, name), stream, cut.slices[0].start, cut.size)
     _replace(module, name, head)
     parent = module.get_submodule(name.rpartition(".")[0])
     if hasattr(parent, "compute_loss"):
@@ -210,23 +215,26 @@ def _split(module: nn.Module, name: str, stream: ResidualStream, cuts: Cuts) -> 
 
 
 def _gather(module: nn.Module, name: str, stream: ResidualStream, cuts: Cuts) -> None:
-    change_first_argument(module.get_submodule(name), lambda x: stream.enter(as_computed(x)))
+    def gather(x: Tensor) -> Tensor:
+        return stream.gather_input(to_compute_dtype(x))
+
+    change_first_argument(module.get_submodule(name), gather)
 
 
 def change_first_argument(part: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Before each forward, whether it is given by position or by name."""
+    """Applies `change` to the first argument of each forward, whether positional or by keyword."""
     first = next(iter(inspect.signature(part.forward).parameters))
 
-    def pre_hook(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if given:
-            return (change(given[0]), *given[1:]), named
-        return given, {**named, first: change(named[first])}
+    def pre_hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, first: change(kwargs[first])}
 
     part.register_forward_pre_hook(pre_hook, with_kwargs=True)
 
 
-def _leave(module: nn.Module, name: str, stream: ResidualStream, cuts: Cuts) -> None:
-    """Nothing but its gradients differs from one process."""
+def _unchanged(module: nn.Module, name: str, stream: ResidualStream, cuts: Cuts) -> None:
+    """The module itself does not change; its gradients may be summed over ranks."""
 
 
 Apply = Callable[[nn.Module, str, ResidualStream, Cuts], None]
@@ -237,9 +245,9 @@ APPLY: Mapping[str, Apply] = {
     "head": _head,
     "split": _split,
     "gather": _gather,
-    "sequence": _leave,
-    "whole": _leave,
-    "heads": _leave,
+    "sequence": _unchanged,
+    "whole": _unchanged,
+    "heads": _unchanged,
 }
 
 
@@ -252,17 +260,11 @@ def _replace(module: nn.Module, name: str, part: nn.Module) -> None:
     module.set_submodule(name, part)
 
 
-def _leave_gathered(module: nn.Module) -> None:
-    """What the module has gathered its columns take as it is."""
-    for part in module.modules():
-        if isinstance(part, ColumnParallelLinear):
-            part.gathers = False
-
-
 def _prepare_parts(module: nn.Module, partial_loss: PartialLoss | None) -> None:
     for part in module.modules():
         if isinstance(part, VocabularyParallelHead):
             part.partial_loss = partial_loss
         if isinstance(part, nn.TransformerEncoderLayer):
-            # In inference it reads the weights of its layers, but for modules with hooks.
+            # In inference it would read the weights of its layers instead of calling them, unless
+            # it has a hook.
             part.register_forward_pre_hook(lambda *_: None)

@@ -1,6 +1,6 @@
-"""Cross-entropy of logits of which each rank has those of some words.
+"""Cross-entropy with the vocabulary cut over ranks.
 
-Legend: N tokens, D model width, V words of this rank.
+Legend: N tokens, D model width, V rows of the vocabulary on this rank.
 """
 
 import dataclasses
@@ -13,17 +13,20 @@ from torch import Tensor
 from stepgauge.parallel.autograd.first_derivatives import without_second_derivative
 from stepgauge.parallel.tensor_parallel.residual_stream import ResidualStream, over_ranks
 
-IGNORED = -100  # the target of a token that does not count, as in F.cross_entropy
+IGNORED = -100  # target of a token that does not count, as in F.cross_entropy
 
 
 @dataclasses.dataclass(frozen=True)
 class PartialLoss:
-    """Linear + cross-entropy over some of the vocabulary, of which a whole can be put together.
+    """A fused linear layer and cross-entropy over a part of the vocabulary. The results of all parts
+    can be combined into the loss over the whole vocabulary.
 
-    forward   (hidden_ND, weight_VD, rows_N) -> the log-sum-exp of the part's logits, and the
-              target's logit; rows_N is the target's row of the weight, -1 where it has none
+    forward   (hidden_ND, weight_VD, rows_N) -> lse_N, target_N: the log-sum-exp of the part's
+              logits, and the logit of the target. rows_N is the target's row in the weight, -1 if
+              the part does not have it
     backward  (hidden_ND, weight_VD, rows_N, lse_N, target_N, factor_N) -> the gradients of hidden
-              and weight of sum factor (lse - target), with the lse of the whole vocabulary
+              and weight for the loss Σ factor · (lse - target), where lse is that of the whole
+              vocabulary
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -41,18 +44,23 @@ def fused_vocabulary_parallel_cross_entropy(
     stream: ResidualStream,
     partial_loss: PartialLoss,
 ) -> Tensor:
-    """As vocabulary_parallel_cross_entropy of hidden weight^T, with no logits held: two numbers a
-    token travel and are remembered. The gradient of hidden is this rank's share.
+    """Returns vocabulary_parallel_cross_entropy of the logits hidden weightᵀ, without holding them:
+    ranks exchange and save two numbers per token. The gradient of hidden is this rank's summand.
     """
     require_in_vocabulary(targets, vocab_size, noun="target", ignored=IGNORED)
     loss: Tensor = _FusedCrossEntropy.apply(
-        hidden.flatten(0, -2), weight_VD, targets.flatten(), first_row, stream.heard, partial_loss
+        hidden.flatten(0, -2),
+        weight_VD,
+        targets.flatten(),
+        first_row,
+        stream.active_group,
+        partial_loss,
     )
     return loss
 
 
 class _FusedCrossEntropy(torch.autograd.Function):
-    """loss = mean(lse - l[target]), with exp(lse) the sum of exp(lse) over ranks."""
+    """loss = mean(lse - l[target]), where exp(lse) is the sum over ranks of exp(lse of the rank)."""
 
     @staticmethod
     def forward(
@@ -64,23 +72,23 @@ class _FusedCrossEntropy(torch.autograd.Function):
         group: Any,
         partial_loss: PartialLoss,
     ) -> Tensor:
-        rows_N, is_here_N = _rows_here(targets_N, first_row, len(weight_VD))
-        rows_N = rows_N.where(is_here_N, -1)
-        own_lse_N, own_target_N = partial_loss.forward(hidden_ND, weight_VD, rows_N)
-        highest_N = over_ranks(own_lse_N, group, "max")
+        rows_N, is_local_N = _local_rows(targets_N, first_row, len(weight_VD))
+        rows_N = rows_N.where(is_local_N, -1)
+        local_lse_N, local_target_N = partial_loss.forward(hidden_ND, weight_VD, rows_N)
+        max_N = over_ranks(local_lse_N, group, "max")
         sum_N, target_N = over_ranks(
-            torch.stack(((own_lse_N - highest_N).exp(), own_target_N)), group
+            torch.stack(((local_lse_N - max_N).exp(), local_target_N)), group
         )
-        lse_N = highest_N + sum_N.log()
+        lse_N = max_N + sum_N.log()
         counts_N = (targets_N != IGNORED).to(lse_N.dtype)
-        # of no tokens the mean is NaN and its gradient nothing, as torch's own
+        # if no token counts, the loss is NaN and the gradient zero, as in F.cross_entropy
         weights_N = counts_N / counts_N.sum().clamp(min=1)
-        ctx.save_for_backward(hidden_ND, weight_VD, rows_N, lse_N, own_target_N, weights_N)
+        ctx.save_for_backward(hidden_ND, weight_VD, rows_N, lse_N, local_target_N, weights_N)
         ctx.partial_loss = partial_loss
         return ((lse_N - target_N) * counts_N).sum() / counts_N.sum()
 
     @staticmethod
-    @without_second_derivative("the loss that is cut over the vocabulary")
+    @without_second_derivative("the vocabulary-parallel loss")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         *saved, weights_N = ctx.saved_tensors
         return *ctx.partial_loss.backward(*saved, gradient * weights_N), *(None,) * 4
@@ -89,8 +97,10 @@ class _FusedCrossEntropy(torch.autograd.Function):
 def require_in_vocabulary(
     words: Tensor, vocab_size: int, *, noun: str, ignored: int | None = None
 ) -> None:
-    """Raises IndexError for words that no rank has. On a GPU, which nobody waits for, and under
-    torch.compile a later call raises what torch._assert_async does.
+    """Raises IndexError for words outside the vocabulary.
+
+    On a GPU and under torch.compile the check is asynchronous, to avoid a synchronization: a later
+    call then raises the error of torch._assert_async.
     """
     is_word = (words >= 0) & (words < vocab_size)
     if ignored is not None:
@@ -102,8 +112,8 @@ def require_in_vocabulary(
         raise IndexError(f"{message}: {words[~is_word][0]}")
 
 
-def _rows_here(targets_N: Tensor, first_row: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """The targets as rows of this rank, and which of them it has."""
+def _local_rows(targets_N: Tensor, first_row: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Returns the targets as rows of this rank's weight, and a mask of those that it has."""
     rows_N = targets_N - first_row
     return rows_N, (targets_N != IGNORED) & (rows_N >= 0) & (rows_N < num_rows)
 
@@ -111,20 +121,19 @@ def _rows_here(targets_N: Tensor, first_row: int, num_rows: int) -> tuple[Tensor
 def vocabulary_parallel_cross_entropy(
     logits: Tensor, targets: Tensor, *, first_row: int, vocab_size: int, stream: ResidualStream
 ) -> Tensor:
-    """Mean cross-entropy in nats of logits (..., some of V), of which this rank has those from
-    first_row on, against targets (...). Tokens whose target is -100 do not count.
+    """Returns the mean cross-entropy in nats. `logits` (..., V) are those of this rank's rows of the
+    vocabulary, which start at first_row; `targets` (...) are words. Targets of -100 do not count.
     """
     require_in_vocabulary(targets, vocab_size, noun="target", ignored=IGNORED)
     loss: Tensor = _CrossEntropy.apply(
-        logits.flatten(0, -2), targets.flatten(), first_row, stream.heard
+        logits.flatten(0, -2), targets.flatten(), first_row, stream.active_group
     )
     return loss
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """loss = mean(log Σ exp(l - m) + m - l[target]), with m, the sum and l[target] over all ranks.
-
-    Saves the probabilities of this rank's part of the vocabulary.
+    """loss = mean(log Σ exp(l - m) + m - l[target]), where the maximum m, the sum and l[target] are
+    over all ranks. Saves the probabilities of this rank's part of the vocabulary.
     """
 
     @staticmethod
@@ -132,26 +141,26 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits_NV: Tensor, targets_N: Tensor, first_row: int, group: Any
     ) -> Tensor:
         wide = logits_NV.double() if logits_NV.dtype == torch.float64 else logits_NV.float()
-        highest_N = over_ranks(wide.amax(-1), group, "max")
-        rows_N, is_here_N = _rows_here(targets_N, first_row, logits_NV.shape[1])
-        rows_N = rows_N.masked_fill(~is_here_N, 0)
-        shifted_NV = wide - highest_N[:, None]
-        target_N = shifted_NV.gather(1, rows_N[:, None])[:, 0] * is_here_N
+        max_N = over_ranks(wide.amax(-1), group, "max")
+        rows_N, is_local_N = _local_rows(targets_N, first_row, logits_NV.shape[1])
+        rows_N = rows_N.masked_fill(~is_local_N, 0)
+        shifted_NV = wide - max_N[:, None]
+        target_N = shifted_NV.gather(1, rows_N[:, None])[:, 0] * is_local_N
         exp_NV = shifted_NV.exp()
         sum_N, target_N = over_ranks(torch.stack((exp_NV.sum(-1), target_N)), group)
         counts_N = (targets_N != IGNORED).to(wide.dtype)
-        # of no tokens the mean is NaN and its gradient nothing, as torch's own
+        # if no token counts, the loss is NaN and the gradient zero, as in F.cross_entropy
         weights_N = counts_N / counts_N.sum().clamp(min=1)
         probabilities_NV = (exp_NV / sum_N[:, None]).to(logits_NV.dtype)
-        ctx.save_for_backward(probabilities_NV, rows_N, is_here_N, weights_N)
+        ctx.save_for_backward(probabilities_NV, rows_N, is_local_N, weights_N)
         return ((sum_N.log() - target_N) * counts_N).sum() / counts_N.sum()
 
     @staticmethod
-    @without_second_derivative("the loss that is cut over the vocabulary")
+    @without_second_derivative("the vocabulary-parallel loss")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        probabilities_NV, rows_N, is_here_N, weights_N = ctx.saved_tensors
+        probabilities_NV, rows_N, is_local_N, weights_N = ctx.saved_tensors
         logits_grad = probabilities_NV.clone()
-        hit = is_here_N[:, None].to(logits_grad.dtype)
+        hit = is_local_N[:, None].to(logits_grad.dtype)
         logits_grad.scatter_add_(1, rows_N[:, None], -hit)
         factor_N = (gradient * weights_N).to(logits_grad.dtype)
         return logits_grad.mul_(factor_N[:, None]), None, None, None
