@@ -124,7 +124,7 @@ def test_the_command_under_torchrun(tmp_path, alone):
             {"ranks": 4, "data_parallel": "flat"},
             "batch is 6, which dp4 does not divide; choose a multiple",
         ),
-        ({"ranks": 2}, "ranks is 2; --data-parallel or --layout says how they train"),
+        ({"ranks": 2}, "ranks is 2, which needs --layout or --data-parallel"),
         (
             {"ranks": 2, "data_parallel": "zero3", "compile": "reduce-overhead"},
             "CUDA graphs need weights at fixed addresses; zero3 unshards and frees them",
@@ -139,15 +139,15 @@ def test_the_command_under_torchrun(tmp_path, alone):
         ),
         (
             {"data_parallel": "zero3", "reduce_dtype": "bf16"},
-            "reduce_dtype is 'bf16', which zero3 has no use for",
+            "reduce_dtype is 'bf16', which has no effect with zero3",
         ),
         (
             {"data_parallel": "torch-ddp", "reduce_dtype": "bf16"},
             "which torch-ddp supports only on GPUs",
         ),
-        ({"layout": "tp2", "data_parallel": "zero1"}, "the layout names the wrapper"),
-        ({"layout": "tp2", "ranks": 4}, "ranks is 4; layout 'tp2' is for 2"),
-        ({"layout": "dp2 torch-zero1"}, "torch-zero1 has no checkpoint that other ranks"),
+        ({"layout": "tp2", "data_parallel": "zero1"}, "the layout includes the wrapper"),
+        ({"layout": "tp2", "ranks": 4}, "ranks is 4; layout 'tp2' has 2"),
+        ({"layout": "dp2 torch-zero1"}, "checkpoints of torch-zero1 cannot be loaded on other"),
         ({"layout": "pp8 1f1b m2"}, "1f1b on 8 ranks has 8 stages; the network has 4 blocks"),
     ],
 )

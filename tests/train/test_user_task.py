@@ -103,7 +103,7 @@ def test_an_optimizer_of_the_file_keeps_its_rate_as_the_highest_and_is_named(fil
         ("single", {"corpus": "text"}, "corpus is 'text'; a user's model brings its own batches"),
         ("single", {"checkpointing": "blocks"}, "a user's model chooses its own"),
         ("tuple_held_out", {}, "returned held_out tuple; it must be a list of batches"),
-        ("single", {"data_parallel": "zero1"}, "which one rank has no use for: give --ranks"),
+        ("single", {"data_parallel": "zero1"}, "which has no effect on one rank: give --ranks"),
     ],
 )
 def test_what_cannot_be_is_said(file, factory, changes, said):

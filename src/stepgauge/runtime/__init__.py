@@ -1,1 +1,1 @@
-"""Processes, ranks, groups, failures: one way to run on 1 to N ranks. And C++ built where it runs."""
+"""Processes, ranks, groups and failures: runs a function on 1 to N ranks. Also builds C++ code."""

@@ -1,1 +1,1 @@
-"""What is asked and what came out. Standard library only: no torch, no third-party package."""
+"""Specs, plans, records and the run store. Standard library only: no torch, no other package."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from stepgauge.spec.train import OF_OPTIMIZER, TrainSpec
+from stepgauge.spec.train import OPTIMIZER_FIELDS, TrainSpec
 from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import decay_groups
 from stepgauge.train.rank_share import SINGLE_PROCESS, RankShare
@@ -64,7 +64,7 @@ def micro_batches(
 
 
 def _require_no_settings(spec: TrainSpec) -> None:
-    for name in OF_OPTIMIZER:
+    for name in OPTIMIZER_FIELDS:
         if getattr(spec, name) != getattr(TrainSpec, name):
             raise ValueError(
                 f"{name} is {getattr(spec, name)!r}; the user's model brings an optimizer, which "
