@@ -1,4 +1,4 @@
-"""A user's step as the terms of its operators, traced on tensors without memory."""
+"""Traces a step on fake tensors as the terms of its operators, for predictions without formulas."""
 
 import collections
 import dataclasses
@@ -17,15 +17,15 @@ from stepgauge.bench.stage_step import Stage, StageStep, axes_of, build_stage_st
 from stepgauge.bench.storage_tracking import predict as predict_memory
 from stepgauge.cost.operations.terms import TRAFFIC, Term
 from stepgauge.cost.pipeline.cuts import stages_of
-from stepgauge.cost.traced.asked import TracedSpec, cut_of, require_traceable
 from stepgauge.cost.traced.network import Run, TracedNetwork
-from stepgauge.measure.fusion import Moved, fused, fused_units
+from stepgauge.cost.traced.asked import TracedSpec, cut_of, require_traceable
+from stepgauge.measure.fusion import TracedTerm, fuse, fuse_units
 from stepgauge.measure.memory.fake_device import fake_device
 from stepgauge.measure.memory.missing_rules import NotPredictableError
 from stepgauge.measure.memory.recurrent import layers_that_raise
 from stepgauge.measure.memory.storage_tracker import ACTIVATIONS, TEMPORARIES
 from stepgauge.measure.operators import OperatorTrace, record_step
-from stepgauge.measure.weight_gradients import marked
+from stepgauge.measure.weight_gradients import mark_weight_gradients
 from stepgauge.parallel.fsdp.sharded_unit import repeated_blocks
 from stepgauge.runtime.load_file import user_line
 from stepgauge.runtime.workers import run_isolated
@@ -41,17 +41,21 @@ from stepgauge.spec.user_model import UserModel
 from stepgauge.train.step import TrainingStep
 
 Built = tuple[TrainingStep, Sequence[Any]]
-STEPS = 2  # the optimizer makes its state in the first
-BLOCKS = (1, 3)  # of the narrow network that tells how many operators a block launches
-CAST_BYTES = 2 + 4  # of a value between bf16 and fp32
-# cuDNN runs each in one call, within which no operator is seen.
+STEPS = 2  # the optimizer creates its state in the first step
+BLOCKS = (1, 3)  # blocks of the reference networks; their difference is that of two blocks
+CAST_BYTES = 2 + 4  # bytes of a value cast between bf16 and fp32
+# cuDNN runs each of these in one call, so their operators cannot be traced.
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell")
 
 
 @dataclasses.dataclass(frozen=True)
-class Counted:
-    """A traced step: its runs of terms by phase, the elements of its parameters and of its units, and
-    the bytes of what lies between it and other stages.
+class TracedStep:
+    """A traced step.
+
+    runs           runs of terms by phase
+    parameters     elements of each trainable parameter
+    units          elements of each block that ZeRO 3 unshards as one
+    between_bytes  bytes received from or sent to another pipeline stage, whichever are more
     """
 
     runs: dict[str, list[Run]]
@@ -59,50 +63,56 @@ class Counted:
     units: dict[str, int]
     between_bytes: int
 
-    def launched(self) -> dict[str, int]:
-        """By phase, what grows with a network; of the optimizer its tensors, many a launch."""
-        found = {
+    def launches(self) -> dict[str, int]:
+        """Returns the operators of each phase. For the optimizer it returns the number of parameters,
+        because one launch updates many.
+        """
+        operators = {
             name: sum(term.count > 0 for run in runs for term in run.terms)
             for name, runs in self.runs.items()
         }
-        return {**found, "optimizer": len(self.parameters)}
+        return {**operators, "optimizer": len(self.parameters)}
 
 
 def traced_apart(spec: TracedSpec, architecture: str) -> list[TracedNetwork]:
-    """As `traced` in a process of its own, which leaves no memory on a GPU; once for all layouts of
-    a step that cut the network alike.
+    """Like `traced`, but in another process, which leaves no memory on a GPU. Layouts that shard the
+    network alike are traced once.
     """
-    return _of_layout(spec, functools.partial(_in_a_process, architecture))
+    return _trace_layout(spec, functools.partial(_trace_in_process, architecture))
 
 
 def traced(spec: TracedSpec, architecture: str) -> list[TracedNetwork]:
-    """What a rank computes of each stage of the spec's pipeline, or of the only one there is, as it
-    would run on a device of the architecture: cpu, sm80 or sm90. Raises ValueError for a step that
-    is not predicted, or does what cannot be traced.
+    """Traces a rank's work in each stage of the spec's pipeline, or in the only stage.
+
+    architecture  of the device: cpu, sm80 or sm90
+
+    Raises ValueError if the step cannot be predicted or traced.
     """
-    return _of_layout(spec, functools.partial(_traced, architecture))
+    return _trace_layout(spec, functools.partial(_trace, architecture))
 
 
-def _of_layout(
+def _trace_layout(
     spec: TracedSpec, trace: Callable[[Stage, bool], TracedNetwork]
 ) -> list[TracedNetwork]:
-    """ZeRO 3 gathers weights in the type that is computed in; what a rank updates is in theirs."""
+    """Traces all stages. ZeRO 3 computes with weights in the compute dtype, but updates the weights
+    in their own dtype.
+    """
     require_traceable(spec)
-    found = []
+    networks = []
     for stage in _stages(spec):
-        own = trace(stage, False)
+        network = trace(stage, False)
         if spec.parsed_layout.gathers_weights and stage.work.precision == "bf16":
-            own = dataclasses.replace(trace(stage, True), update=own.update)
-        found.append(own)
-    return found
+            network = dataclasses.replace(trace(stage, True), update=network.update)
+        networks.append(network)
+    return networks
 
 
 def _stages(spec: TracedSpec) -> list[Stage]:
-    """Of the spec's pipeline: without one a stage that is all of the network."""
+    """Returns the stages of the spec's pipeline. Without a pipeline there is one stage."""
     work, layout = work_of(spec), cut_of(spec)
     if isinstance(spec, PipelineSpec):
         return [Stage(work, layout, parts) for parts in stages_of(spec)]
-    if layout.pipeline > 1:  # of a user's model
+    if layout.pipeline > 1:  # only for a user's model
         return [Stage(work, layout, number=n) for n in range(schedule_of(layout).num_stages)]
     if isinstance(spec, LayoutSpec) and spec.parsed_layout.pipeline > 1:
         layers = spec.network.num_layers
@@ -110,34 +120,39 @@ def _stages(spec: TracedSpec) -> list[Stage]:
     return [Stage(work, layout)]
 
 
-def _traced(architecture: str, stage: Stage, gathered: bool) -> TracedNetwork:
-    """`gathered`: with weights as ZeRO 3 gathers them under autocast."""
+def _trace(architecture: str, stage: Stage, gathered: bool) -> TracedNetwork:
+    """Traces a stage.
+
+    gathered  with weights in bf16, as ZeRO 3 unshards them under autocast
+    """
     weights = torch.bfloat16 if gathered else None
     work = stage.work
     try:
-        found = _counted(stage, architecture, weights, by_unit=gathered)
-        is_tracked = architecture != "cpu" and work.compile == "off"
-        tracked = _tracked(stage, architecture, weights) if is_tracked else {}
+        step = _trace_step(stage, architecture, weights, by_unit=gathered)
+        has_memory = architecture != "cpu" and work.compile == "off"
+        memory = _memory_of(stage, architecture, weights) if has_memory else {}
     except ValueError:
         raise
-    except Exception as error:  # of the user's own code: the step may run for all that
-        raise ValueError(f"the step cannot be traced: {_why(error, work)}") from error
-    blocks = {} if architecture == "cpu" else _in_blocks(found, stage, architecture)
-    update = [term for run in found.runs.get("optimizer", ()) for term in run.terms]
+    except Exception as error:  # from the user's code, which may still run on a real device
+        raise ValueError(f"the step cannot be traced: {_reason(error, work)}") from error
+    blocks = {} if architecture == "cpu" else _num_blocks(step, stage, architecture)
+    update = [term for run in step.runs.get("optimizer", ()) for term in run.terms]
     return TracedNetwork(
-        forward=found.runs["forward"],
-        backward=found.runs.get("backward", ()),
-        update=_as_one(update),
-        parameters=found.parameters,
-        units=found.units,
-        between_bytes=found.between_bytes,
+        forward=step.runs["forward"],
+        backward=step.runs.get("backward", ()),
+        update=_update_term(update),
+        parameters=step.parameters,
+        units=step.units,
+        between_bytes=step.between_bytes,
         blocks=blocks,
-        **tracked,
+        **memory,
     )
 
 
-def _why(error: Exception, spec: WorkSpec) -> str:
-    """Its first line; of another error than ours with its type, and the line of the user's file."""
+def _reason(error: Exception, spec: WorkSpec) -> str:
+    """Returns the error's first line, preceded by its type and the line of the user's file unless it
+    is a NotPredictableError.
+    """
     first, *_ = str(error).splitlines() or [""]
     if isinstance(error, NotPredictableError):
         return first
@@ -146,33 +161,40 @@ def _why(error: Exception, spec: WorkSpec) -> str:
     return ": ".join(filter(None, (where, type(error).__name__, first)))
 
 
-def _in_a_process(architecture: str, stage: Stage, gathered: bool) -> TracedNetwork:
-    found = _told_by_a_process(architecture, stage, gathered)
-    if isinstance(found, str):
-        raise ValueError(found)
-    return found
+def _trace_in_process(architecture: str, stage: Stage, gathered: bool) -> TracedNetwork:
+    result = _cached_trace(architecture, stage, gathered)
+    if isinstance(result, str):
+        raise ValueError(result)
+    return result
 
 
 @functools.cache
-def _told_by_a_process(architecture: str, stage: Stage, gathered: bool) -> TracedNetwork | str:
-    return run_isolated(_traced_or_why, architecture, stage, gathered)
+def _cached_trace(architecture: str, stage: Stage, gathered: bool) -> TracedNetwork | str:
+    """Traces the stage in another process. Returns the message of a ValueError, so that failures are
+    cached too.
+    """
+    return run_isolated(_trace_or_message, architecture, stage, gathered)
 
 
-def _traced_or_why(architecture: str, stage: Stage, gathered: bool) -> TracedNetwork | str:
+def _trace_or_message(architecture: str, stage: Stage, gathered: bool) -> TracedNetwork | str:
     try:
-        return _traced(architecture, stage, gathered)
+        return _trace(architecture, stage, gathered)
     except ValueError as error:
         return str(error)
 
 
-def _counted(
+def _trace_step(
     stage: Stage,
     architecture: str,
     weights: torch.dtype | None = None,
     *,
     by_unit: bool = False,
-) -> Counted:
-    """`by_unit`: units are compiled apart, for their weights come before each."""
+) -> TracedStep:
+    """Runs the stage's step on fake tensors and records its operators.
+
+    weights  dtype to which the weights are cast
+    by_unit  units are compiled separately, because ZeRO 3 unshards their weights before each
+    """
     untimed = ValueError("the model runs a recurrent layer, which no calibration has a time for")
     work = stage.work
     with (
@@ -181,7 +203,7 @@ def _counted(
         layers_that_raise(untimed, () if architecture == "cpu" else RECURRENT),
     ):
         eager = dataclasses.replace(work, device=str(device), compile="off")
-        step, batch = _built(dataclasses.replace(stage, work=eager), device, groups, weights)
+        step, batch = _build(dataclasses.replace(stage, work=eager), device, groups, weights)
         units = _units(step.module)
         trace = OperatorTrace(
             fp32="tf32" if work.precision == "tf32" else "fp32", axes=axes_of(groups)
@@ -192,126 +214,126 @@ def _counted(
         sizes = [p.numel() for p in step.module.parameters() if p.requires_grad]
         elements = {name: sum(p.numel() for p in unit.parameters()) for name, unit in units.items()}
     gradients = [trace.input_gradients[name] for name in units if name in trace.input_gradients]
-    if stage.is_in_pipeline and gradients:  # of the first; an embedding's tokens have none
-        trace.moved["backward"] = marked(trace.moved["backward"], gradients[0])
+    if (
+        stage.is_in_pipeline and gradients
+    ):  # the first block's input; an embedding's has no gradient
+        trace.traced["backward"] = mark_weight_gradients(trace.traced["backward"], gradients[0])
     between = step.boundary_bytes if isinstance(step, StageStep) else 0
-    return Counted(_runs(trace.moved, work.compile, by_unit=by_unit), sizes, elements, between)
+    runs = _runs(trace.traced, work.compile, by_unit=by_unit)
+    return TracedStep(runs, sizes, elements, between)
 
 
 def _runs(
-    phases: Mapping[str, Sequence[Moved]], compile: str, *, by_unit: bool
+    phases: Mapping[str, Sequence[TracedTerm]], compile: str, *, by_unit: bool
 ) -> dict[str, list[Run]]:
-    """As the mode of compiling leaves them."""
+    """Returns the runs of terms of each phase, fused as the compile mode does."""
     if compile == "off":
-        return {name: list(_eager_runs(moved)) for name, moved in phases.items()}
+        return {name: list(_eager_runs(traced)) for name, traced in phases.items()}
     if compile == "blocks" or by_unit:
-        units = fused_units(phases, outside=compile != "blocks")
+        units = fuse_units(phases, outside=compile != "blocks")
         return {name: [Run(*run) for run in runs] for name, runs in units.items()}
-    return {name: [Run("", terms)] for name, terms in fused(phases).items()}
+    return {name: [Run("", terms)] for name, terms in fuse(phases).items()}
 
 
 def _units(module: nn.Module) -> dict[str, nn.Module]:
-    """Blocks with weights that no other has, as ZeRO 3 gathers them (parallel/fsdp/fsdp.py)."""
+    """Returns the blocks that ZeRO 3 unshards as one (parallel/fsdp/fsdp.py): those that share no
+    weight with another block.
+    """
     names = {part: name for name, part in module.named_modules()}
     blocks = [block for block in dict.fromkeys(repeated_blocks(module)) if block is not module]
     num_users = collections.Counter(p for block in blocks for p in block.parameters())
-    found = {}
+    units = {}
     for block in blocks:
         weights = list(block.parameters())
         if weights and all(num_users[weight] == 1 for weight in weights):
-            found[names[block]] = block
-    return found
+            units[names[block]] = block
+    return units
 
 
-def _eager_runs(moved: Sequence[Moved]) -> Iterator[Run]:
-    for unit, each in itertools.groupby(moved, lambda each: each.unit):
-        yield Run(unit, [moved.term for moved in each])
+def _eager_runs(traced: Sequence[TracedTerm]) -> Iterator[Run]:
+    for unit, run in itertools.groupby(traced, lambda each: each.unit):
+        yield Run(unit, [each.term for each in run])
 
 
-def _as_one(terms: list[Term]) -> Term:
-    """The optimizer's operators: torch's fused one as it was calibrated, else its bytes. Raises
-    ValueError for one that computes more.
+def _update_term(terms: list[Term]) -> Term:
+    """Returns the optimizer's operators as one term: torch's fused one as calibrated, others by their
+    bytes. Raises ValueError for an optimizer that runs more than elementwise operators.
     """
     for term in terms:
         if not term.operation.startswith(("optimizer", TRAFFIC, "cast")):
             raise ValueError(
-                f"the optimizer runs {term.name}; of a user's optimizer what it reads and writes "
-                "is predicted"
+                f"the optimizer runs {term.name}; a user's optimizer is predicted only if it runs "
+                "nothing but elementwise operators"
             )
     fused = [term for term in terms if term.operation.startswith("optimizer")]
     if fused:
         numel = sum(term.sizes[0] for term in fused)
         nbytes = sum(term.nbytes for term in fused)
         return Term("optimizer", fused[0].operation, (numel,), nbytes=nbytes)
-    moved = 0.0
+    nbytes = 0.0
     for term in terms:
-        moved += term.sizes[0] if term.operation == TRAFFIC else term.sizes[0] * CAST_BYTES
-    return Term("optimizer", TRAFFIC, (moved,))
+        nbytes += term.sizes[0] if term.operation == TRAFFIC else term.sizes[0] * CAST_BYTES
+    return Term("optimizer", TRAFFIC, (nbytes,))
 
 
-def _in_blocks(found: Counted, stage: Stage, architecture: str) -> dict[str, float]:
-    """Launches of each phase over those of a block of the calibrated network, cut alike."""
+def _num_blocks(step: TracedStep, stage: Stage, architecture: str) -> dict[str, float]:
+    """Returns the launches of each phase as a multiple of those of one block of the calibrated
+    network, sharded in the same way.
+    """
     spec, ranks = stage.work, stage.layout.tensor * stage.layout.context
 
-    def launched(blocks: int) -> Mapping[str, int]:
-        narrow = WorkSpec(
-            model=_narrow(blocks, ranks),
-            batch=1,
-            precision=spec.precision,
-            phases=spec.phases,
-            compile=spec.compile,
-            optimizer=spec.optimizer,
-        )
-        return _counted(Stage(narrow, stage.layout), architecture).launched()
+    def launches(blocks: int) -> Mapping[str, int]:
+        # The network of calibrate/host.py, as large for each of the ranks that share it.
+        model = ModelSpec(
+            d_model=64 * ranks, d_ff=128 * ranks, num_layers=blocks, num_heads=ranks,
+            context_length=16 * ranks, vocab_size=256 * ranks,
+        )  # fmt: skip
+        work = WorkSpec(
+            model=model, batch=1, precision=spec.precision, phases=spec.phases,
+            compile=spec.compile, optimizer=spec.optimizer,
+        )  # fmt: skip
+        return _trace_step(Stage(work, stage.layout), architecture).launches()
 
     few, many = BLOCKS
-    of_few, of_many = launched(few), launched(many)
-    in_blocks = {}
-    for phase, count in found.launched().items():
-        more = of_many.get(phase, 0) - of_few.get(phase, 0)
-        if more > 0:
-            in_blocks[phase] = count * (many - few) / more
-    return in_blocks
+    with_few, with_many = launches(few), launches(many)
+    num_blocks = {}
+    for phase, count in step.launches().items():
+        added = with_many.get(phase, 0) - with_few.get(phase, 0)
+        if added > 0:
+            num_blocks[phase] = count * (many - few) / added
+    return num_blocks
 
 
-def _narrow(layers: int, ranks: int) -> ModelSpec:
-    """The network of calibrate/host.py, with as much for each of the ranks that share it."""
-    return ModelSpec(
-        d_model=64 * ranks, d_ff=128 * ranks, num_layers=layers, num_heads=ranks,
-        context_length=16 * ranks, vocab_size=256 * ranks,
-    )  # fmt: skip
-
-
-def _tracked(stage: Stage, architecture: str, weights: torch.dtype | None) -> dict[str, Any]:
-    """What a TracedNetwork has of memory; nothing of forward alone, whose memory is not tracked.
-    That of forward and backward is a step's before its optimizer has made a state.
+def _memory_of(stage: Stage, architecture: str, weights: torch.dtype | None) -> dict[str, Any]:
+    """Returns the memory fields of a TracedNetwork; none for a forward without backward, whose memory
+    is not tracked. If the optimizer is not part of the phases, its state is left out.
     """
     if stage.work.phases == "forward":
         return {}
     inputs: list[Any] = []
-    asked = MemorySpec(**{**vars(stage.work), "predict": architecture, "phases": "step"})
+    spec = MemorySpec(**{**vars(stage.work), "predict": architecture, "phases": "step"})
     with other_ranks(stage.layout) as groups:
 
         def make(spec: WorkSpec, device: torch.device, **_: Any) -> Built:
-            built = _built(dataclasses.replace(stage, work=spec), device, groups, weights)
+            built = _build(dataclasses.replace(stage, work=spec), device, groups, weights)
             inputs[:] = built[1]
             return built
 
-        step = predict_memory(asked, make=make).step
-    hidden = [x for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()]
-    given = sum(x.nbytes for x in hidden) if stage.is_in_pipeline else 0
+        step = predict_memory(spec, make=make).step
+    received = [x for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    received_bytes = sum(x.nbytes for x in received) if stage.is_in_pipeline else 0
     left_out = () if stage.work.phases == "step" else (STATE,)
     return {
         "moments": [
             {name: size for name, size in moment.held.items() if name not in left_out}
             for moment in step.thinned()
         ],
-        "kept_bytes": given + sum(step.bytes_of[a] for a in step.saved_for_backward()),
-        "most_bytes": given + step.most_of(ACTIVATIONS, TEMPORARIES),
+        "kept_bytes": received_bytes + sum(step.bytes_of[a] for a in step.saved_for_backward()),
+        "most_bytes": received_bytes + step.most_of(ACTIVATIONS, TEMPORARIES),
     }
 
 
-def _built(
+def _build(
     stage: Stage, device: torch.device, groups: Mapping[str, Any], weights: torch.dtype | None
 ) -> Built:
     if stage.is_whole:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stepgauge.bench.build import LEARNING_RATE
-from stepgauge.measure.sent_operators import Axis
+from stepgauge.measure.collective_operators import Axis
 from stepgauge.models.parts import build_optimizer
 from stepgauge.parallel.layout import context_group, mesh_of
 from stepgauge.parallel.pipeline.stage import as_tuple

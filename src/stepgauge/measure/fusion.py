@@ -1,6 +1,6 @@
-"""What torch.compile makes of traced operators, near enough to price them: what passes over memory
-between two products becomes one pass, which reads what was made before it and writes what is read
-after it. inductor fuses less across reductions, and keeps less for backward.
+"""Approximates how torch.compile fuses traced operators: all passes over memory between two products
+become one pass, which reads what was computed before it and writes what is read after it. Inductor
+itself fuses less across reductions, and keeps less for backward.
 """
 
 import dataclasses
@@ -11,8 +11,12 @@ from stepgauge.cost.operations.terms import TRAFFIC, Term
 
 
 @dataclasses.dataclass(frozen=True)
-class Moved:
-    """A term with the bytes that it reads and writes, by storage, and the block that runs it."""
+class TracedTerm:
+    """A term with the bytes that it reads and writes.
+
+    reads, writes  bytes by storage
+    unit           name of the block that runs it; "" outside of blocks
+    """
 
     term: Term
     reads: Mapping[int, int] = dataclasses.field(default_factory=dict)
@@ -21,71 +25,79 @@ class Moved:
 
     @property
     def is_pass(self) -> bool:
+        """True for work that can be fused: passes over memory."""
         term = self.term
-        is_apart = term.is_product or term.axis or term.operation.startswith("optimizer")
-        return not is_apart and term.count > 0
+        is_separate = term.is_product or term.axis or term.operation.startswith("optimizer")
+        return not is_separate and term.count > 0
 
 
-def fused(phases: Mapping[str, Sequence[Moved]]) -> dict[str, list[Term]]:
-    """The terms of each phase, in which neighbours that are no products are one."""
+def fuse(phases: Mapping[str, Sequence[TracedTerm]]) -> dict[str, list[Term]]:
+    """Returns the terms of each phase, with passes between two products fused into one."""
     last = _last_readers(phases)
-    found, start = {}, 0
-    for name, moved in phases.items():
-        found[name] = list(_together(moved, start, last))
-        start += len(moved)
-    return found
+    fused, start = {}, 0
+    for name, traced in phases.items():
+        fused[name] = list(_fused(traced, start, last))
+        start += len(traced)
+    return fused
 
 
-def fused_units(
-    phases: Mapping[str, Sequence[Moved]], *, outside: bool
+def fuse_units(
+    phases: Mapping[str, Sequence[TracedTerm]], *, outside: bool
 ) -> dict[str, list[tuple[str, list[Term]]]]:
-    """The same where each block is compiled by itself, as runs of terms with the block's name: ""
-    for what is outside of blocks, which is compiled too where `outside` says so.
+    """Returns the terms of each phase if every block is compiled separately, as runs of terms with
+    the block's name, or "" outside of blocks.
+
+    outside  also fuse the terms outside of blocks
     """
     last = _last_readers(phases)
-    found: dict[str, list[tuple[str, list[Term]]]] = {}
+    fused: dict[str, list[tuple[str, list[Term]]]] = {}
     start = 0
-    for name, moved in phases.items():
-        found[name] = []
-        for unit, group in itertools.groupby(moved, lambda each: each.unit):
+    for name, traced in phases.items():
+        fused[name] = []
+        for unit, group in itertools.groupby(traced, lambda each: each.unit):
             run = list(group)
             if unit or outside:
-                terms = list(_together(run, start, last))
+                terms = list(_fused(run, start, last))
             else:
                 terms = [each.term for each in run]
-            found[name].append((unit, terms))
+            fused[name].append((unit, terms))
             start += len(run)
-    return found
+    return fused
 
 
-def _last_readers(phases: Mapping[str, Sequence[Moved]]) -> dict[int, int]:
-    """Of each storage the place in the step of what reads it last."""
-    whole = itertools.chain.from_iterable(phases.values())
-    return {storage: place for place, each in enumerate(whole) for storage in each.reads}
+def _last_readers(phases: Mapping[str, Sequence[TracedTerm]]) -> dict[int, int]:
+    """Returns, for each storage, the position in the step of the term that reads it last."""
+    step = itertools.chain.from_iterable(phases.values())
+    return {storage: position for position, each in enumerate(step) for storage in each.reads}
 
 
-def _together(moved: Sequence[Moved], start: int, last: Mapping[int, int]) -> Iterator[Term]:
-    """`start` is the place of the first in the step, `last` that of each storage's last reader."""
-    run: list[Moved] = []
-    marks: list[Term] = []  # of gradients that are complete with the run
-    for place, each in enumerate(moved, start):
+def _fused(traced: Sequence[TracedTerm], start: int, last: Mapping[int, int]) -> Iterator[Term]:
+    """Fuses the passes of a run of terms.
+
+    start  position of its first term in the step
+    last   position of each storage's last reader
+    """
+    passes: list[TracedTerm] = []
+    gradients: list[Term] = []  # terms without work, which mark gradients as complete
+    for position, each in enumerate(traced, start):
         if each.is_pass:
-            run.append(each)
+            passes.append(each)
         elif not each.term.count:
-            marks.append(each.term)
+            gradients.append(each.term)
         else:
-            yield from _ended(run, place, last)
-            yield from marks
+            yield from _one_pass(passes, position, last)
+            yield from gradients
             yield each.term
-            run, marks = [], []
-    yield from _ended(run, start + len(moved), last)
-    yield from marks
+            passes, gradients = [], []
+    yield from _one_pass(passes, start + len(traced), last)
+    yield from gradients
 
 
-def _ended(run: Sequence[Moved], end: int, last: Mapping[int, int]) -> Iterator[Term]:
+def _one_pass(passes: Sequence[TracedTerm], end: int, last: Mapping[int, int]) -> Iterator[Term]:
+    """Yields one term for the passes. It writes only storages that are read at or after `end`."""
     reads: dict[int, int] = {}
     writes: dict[int, int] = {}
-    for each in run:
+    for each in passes:
         for storage, nbytes in each.reads.items():
             if storage not in writes:
                 reads[storage] = max(reads.get(storage, 0), nbytes)

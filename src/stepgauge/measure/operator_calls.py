@@ -1,5 +1,6 @@
-"""Calls of torch's operators as text, so that what a traced step runs can be timed by itself, elsewhere:
-the operator's name, and its arguments in JSON with shape, strides and type in place of values.
+"""Writes calls of torch's operators as text, so that calls of a traced step can be timed separately on
+another machine. The text is the operator's name and its arguments in JSON, in which tensors have shape,
+strides and dtype instead of values.
 """
 
 import json
@@ -14,38 +15,37 @@ from stepgauge.measure.footprint import tensors_in
 
 
 class _UnwritableError(Exception):
-    """A call that cannot be made again: values decide what it does, or an argument is no plain one."""
+    """The call cannot be repeated: its work depends on values, or an argument cannot be written."""
 
 
-LEAST_BYTES = 2**20  # of tensors in a call that is worth its own time
-MOST_LENGTH = 2000  # of a text: an optimizer's lists of all weights are not
+LEAST_BYTES = 2**20  # a call with smaller tensors is not timed separately
+MOST_LENGTH = 2000  # longer texts are dropped, such as an optimizer's lists of all weights
 
 
-def _along(args: Sequence[Any]) -> list[int]:
-    """Places in the dimension that the second argument names."""
+def _size_of_dim(args: Sequence[Any]) -> list[int]:
+    """The limit of an index along the dim that the second argument names."""
     return [args[0].shape[args[1]]]
 
 
-def _in_each(args: Sequence[Any]) -> list[int]:
-    """A list of places, one a dimension. Of a mask as many are read as it has values that are true."""
+def _size_of_each_dim(args: Sequence[Any]) -> list[int]:
+    """The limits of a list of indices, one per dim. Masks are rejected: how much they select depends
+    on their values.
+    """
     if any(x.dtype in (torch.bool, torch.uint8) for x in tensors_in(args[1])):
         raise _UnwritableError
     return list(args[0].shape)
 
 
-def _in_table(args: Sequence[Any]) -> list[int]:
-    return [args[0].shape[0]]
-
-
-ALONG = ("index_add", "index_select", "index_copy", "gather", "scatter", "scatter_add")
-IN_EACH = ("index", "index_put")
-# What integers are below, by operator and argument; values of others are not known.
-BELOW: Mapping[str, Mapping[int, Callable[[Sequence[Any]], list[int]]]] = {
-    **{name: {2: _along} for name in ALONG},
-    **{name: {1: _in_each} for name in IN_EACH},
-    "embedding": {1: _in_table},
+ALONG_DIM = ("index_add", "index_select", "index_copy", "gather", "scatter", "scatter_add")
+EACH_DIM = ("index", "index_put")
+# Upper limits of index arguments, by operator and argument position. The values of other integer
+# tensors are unknown.
+INDEX_LIMITS: Mapping[str, Mapping[int, Callable[[Sequence[Any]], list[int]]]] = {
+    **{name: {2: _size_of_dim} for name in ALONG_DIM},
+    **{name: {1: _size_of_each_dim} for name in EACH_DIM},
+    "embedding": {1: lambda args: [args[0].shape[0]]},
     "embedding_dense_backward": {1: lambda args: [args[2]]},
-    "_embedding_bag_backward": {  # indices, offsets, the bag of each, sizes of bags
+    "_embedding_bag_backward": {  # indices, offsets, the bag of each index, sizes of bags
         1: lambda args: [args[6]],
         2: lambda args: [1],
         3: lambda args: [args[0].shape[0]],
@@ -53,56 +53,59 @@ BELOW: Mapping[str, Mapping[int, Callable[[Sequence[Any]], list[int]]]] = {
     },
     "max_pool2d_with_indices_backward": {7: lambda args: [math.prod(args[1].shape[-2:])]},
 }
-# Values decide what they do, or some values are refused, which leaves a GPU's context unusable.
-BY_VALUE = (
+# The work of these depends on values, or they reject some values, which makes a CUDA context unusable.
+VALUE_DEPENDENT = (
     "nonzero", "masked_select", "unique", "_unique", "multinomial", "bernoulli.", "bernoulli_.Tensor",
     "normal.", "poisson", "binary_cross_entropy.", "binary_cross_entropy_backward.",
 )  # fmt: skip
 
 
 def text_of(func: Any, args: Sequence[Any], kwargs: Any) -> str:
-    """The call; "" for one that cannot be made again from its text, or is too small to be timed."""
-    full = str(func).removeprefix("aten.")
-    if full.startswith(BY_VALUE) or not is_long((args, kwargs)):
+    """Returns the call as text, or "" if it cannot be repeated from a text or is too small to time."""
+    full_name = str(func).removeprefix("aten.")
+    if full_name.startswith(VALUE_DEPENDENT) or not is_large((args, kwargs)):
         return ""
     name = func.overloadpacket.__name__.removesuffix("_")
     try:
-        bounds = {place: of(args) for place, of in BELOW.get(name, {}).items()}
-        written = (
-            [_written(value, bounds.get(place, [])) for place, value in enumerate(args)],
-            {key: _written(value, []) for key, value in (kwargs or {}).items()},
+        limits = {position: of(args) for position, of in INDEX_LIMITS.get(name, {}).items()}
+        encoded = (
+            [_encode(value, limits.get(position, [])) for position, value in enumerate(args)],
+            {key: _encode(value, []) for key, value in (kwargs or {}).items()},
         )
     except (_UnwritableError, IndexError):
         return ""
-    text = f"{full} {json.dumps(written, separators=(',', ':'))}"
+    text = f"{full_name} {json.dumps(encoded, separators=(',', ':'))}"
     return text if len(text) <= MOST_LENGTH else ""
 
 
-def is_long(values: Any) -> bool:
-    """Whether a call with these tensors is worth its own time."""
+def is_large(values: Any) -> bool:
+    """True if a call with these tensors is large enough to be timed separately."""
     return sum(x.numel() * x.itemsize for x in tensors_in(values)) >= LEAST_BYTES
 
 
 def call_of(text: str, device: torch.device) -> tuple[Callable[[], tuple[Any, Any]], Any]:
-    """A function that makes arguments for the call, and the operator that takes them."""
-    name, _, written = text.partition(" ")
+    """Returns a function that makes (args, kwargs) of the call, and the operator that takes them."""
+    name, _, encoded = text.partition(" ")
     packet, _, overload = name.partition(".")
     operator = getattr(getattr(torch.ops.aten, packet), overload)
-    args, kwargs = json.loads(written)
+    args, kwargs = json.loads(encoded)
 
     def operands() -> tuple[Any, Any]:
-        return _read(args, device), _read(kwargs, device)
+        return _decode(args, device), _decode(kwargs, device)
 
     return operands, operator
 
 
-def _written(value: Any, bounds: list[int]) -> Any:
-    """`bounds`: what integers of a tensor are below, or those of each tensor of a list."""
+def _encode(value: Any, limits: list[int]) -> Any:
+    """Encodes an argument for JSON.
+
+    limits  the upper limit of an integer tensor's values, or those of the tensors in a list
+    """
     match value:
         case Tensor():
-            return _written_tensor(value, bounds[0] if bounds else 0)
+            return _encode_tensor(value, limits[0] if limits else 0)
         case list() | tuple():
-            return [_written(each, bounds[n : n + 1]) for n, each in enumerate(value)]
+            return [_encode(each, limits[n : n + 1]) for n, each in enumerate(value)]
         case torch.dtype() | torch.layout() | torch.memory_format():
             return {"torch": str(value).removeprefix("torch.")}
         case torch.device():
@@ -112,7 +115,7 @@ def _written(value: Any, bounds: list[int]) -> Any:
     raise _UnwritableError
 
 
-def _written_tensor(x: Tensor, below: int) -> dict[str, Any]:
+def _encode_tensor(x: Tensor, below: int) -> dict[str, Any]:
     is_index = not x.is_floating_point() and x.dtype != torch.bool and x.numel() > 1
     if x.is_complex() or (is_index and not below):
         raise _UnwritableError
@@ -125,31 +128,32 @@ def _written_tensor(x: Tensor, below: int) -> dict[str, Any]:
     }
 
 
-def _read(written: Any, device: torch.device) -> Any:
-    match written:
+def _decode(encoded: Any, device: torch.device) -> Any:
+    """Decodes an argument; tensors are created on the device, scalar tensors of the CPU on the CPU."""
+    match encoded:
         case {"shape": shape, "stride": stride, "type": dtype, "below": below, "cpu": on_cpu}:
             where = torch.device("cpu") if on_cpu and not shape else device
-            return _tensor(shape, stride, getattr(torch, dtype), below, where)
+            return _random_tensor(shape, stride, getattr(torch, dtype), below, where)
         case {"torch": name}:
             return getattr(torch, name)
         case {"on": kind}:
             return torch.device("cpu") if kind == "cpu" else device
         case dict():
-            return {key: _read(value, device) for key, value in written.items()}
+            return {key: _decode(value, device) for key, value in encoded.items()}
         case list():
-            return [_read(each, device) for each in written]
-    return written
+            return [_decode(each, device) for each in encoded]
+    return encoded
 
 
-def _tensor(
-    shape: list[int], stride: list[int], dtype: torch.dtype, below: int, device: torch.device
+def _random_tensor(
+    shape: list[int], strides: list[int], dtype: torch.dtype, below: int, device: torch.device
 ) -> Tensor:
-    reached = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    length = reached if math.prod(shape) else 0
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    length = extent if math.prod(shape) else 0
     if dtype.is_floating_point:
         storage = torch.randn(length, device=device).to(dtype)
     elif dtype == torch.bool:
         storage = torch.rand(length, device=device) < 0.5
     else:
         storage = torch.randint(max(1, below), (length,), device=device, dtype=dtype)
-    return storage.as_strided(shape, stride)
+    return storage.as_strided(shape, strides)

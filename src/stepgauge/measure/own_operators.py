@@ -1,6 +1,7 @@
-"""This package's kernels as terms, by the names under which torch's dispatcher knows them."""
+"""Terms of this package's kernels, by their operator names in torch's dispatcher."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,23 +13,27 @@ from stepgauge.cost.operations.elementwise import GATE_BESIDE_PRODUCT
 from stepgauge.cost.operations.fused_loss import fused_forward
 from stepgauge.cost.operations.tensor_overlap import beside_products
 from stepgauge.cost.operations.terms import TRAFFIC, Arithmetic, Term
+from stepgauge.measure.collective_operators import Axis
 from stepgauge.measure.pointwise import passes
-from stepgauge.measure.sent_operators import Axis
 from stepgauge.spec.calibration import FULL_MASK
 
 NAMESPACE = "stepgauge"
-FREE = ("linear_cross_entropy_multiply_",)  # by one: a launch
+FREE = ("linear_cross_entropy_multiply_",)  # multiplies by one: only a launch
+Arguments = Mapping[str, Any]  # arguments of an operator by name
 
 
 def own_terms(
     func: Any,
-    given: dict[str, Any],
+    arguments: dict[str, Any],
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
     axes: Mapping[str, Axis],
 ) -> Iterator[Term]:
-    """Those without a row in TERMS read their inputs once and write their outputs. `given`: its
-    arguments by name; `axes`: of a layout, by the name of their group.
+    """Yields the terms of one of this package's operators. An operator without an entry in TERMS
+    reads its inputs once and writes its outputs.
+
+    arguments  the operator's arguments by name
+    axes       the layout's axes, by the name of their process group
     """
     name = func.overloadpacket.__name__
     if name in FREE:
@@ -36,64 +41,58 @@ def own_terms(
     if name not in TERMS:
         yield from passes(func, inputs, outputs, sum(x.nbytes for x in (*inputs, *outputs)))
         return
-    if "group" in given:
-        given["group"] = axes[given["group"]]
-    yield from TERMS[name](given)
+    if "group" in arguments:
+        arguments["group"] = axes[arguments["group"]]
+    yield from TERMS[name](arguments)
 
 
-def _attention(direction: str, given: Mapping[str, Any]) -> Iterator[Term]:
-    """Calibrated with a causal mask, under which half of the pairs of query and key are seen: of a
-    window, sequences that see as many.
+def _attention(direction: str, arguments: Arguments) -> Iterator[Term]:
+    """Yields attention at a sequence length with the same number of visible pairs. It is calibrated
+    with a causal mask, where half of all pairs of query and key are visible.
     """
-    q, k = given["q"], given["k"]
-    pairs_twice = float(q.shape[-2] * k.shape[-2])
-    if window := given.get("window"):
-        seen = min(window, k.shape[-2])
-        pairs_twice = 2.0 * q.shape[-2] * seen - seen**2
-    sizes = math.prod(q.shape[:-2]), math.sqrt(pairs_twice), q.shape[-1]
-    name = "triton" if given["is_causal"] else f"triton{FULL_MASK}"
+    q, k = arguments["q"], arguments["k"]
+    twice_the_pairs = float(q.shape[-2] * k.shape[-2])
+    if window := arguments.get("window"):
+        visible = min(window, k.shape[-2])
+        twice_the_pairs = 2.0 * q.shape[-2] * visible - visible**2
+    sizes = math.prod(q.shape[:-2]), math.sqrt(twice_the_pairs), q.shape[-1]
+    name = "triton" if arguments["is_causal"] else f"triton{FULL_MASK}"
     yield Term("attention", f"attention {name} {direction} {_kind(q.dtype)}", sizes)
 
 
-def _forward(given: Mapping[str, Any]) -> Iterator[Term]:
-    yield from _attention("forward", given)
+def _column_forward(arguments: Arguments) -> Iterator[Term]:
+    _, stream = arguments["weight"].shape
+    tokens = math.prod(arguments["x"].shape[:2]) * arguments["group"].ranks
+    yield from _overlapped_layer("all_gather", "forward", arguments, tokens, stream)
 
 
-def _backward(given: Mapping[str, Any]) -> Iterator[Term]:
-    yield from _attention("backward", given)
+def _column_backward(arguments: Arguments) -> Iterator[Term]:
+    _, stream = arguments["weight"].shape
+    tokens = math.prod(arguments["gradient"].shape[:2])
+    yield from _overlapped_layer("reduce_scatter", "backward", arguments, tokens, stream)
 
 
-def _column_forward(given: Mapping[str, Any]) -> Iterator[Term]:
-    _, stream = given["weight"].shape
-    tokens = math.prod(given["x"].shape[:2]) * given["group"].ranks
-    yield from _beside("all_gather", "forward", given, tokens, stream)
+def _row_forward(arguments: Arguments) -> Iterator[Term]:
+    stream, _ = arguments["weight"].shape
+    tokens = math.prod(arguments["x"].shape[:2])
+    yield from _overlapped_layer("reduce_scatter", "forward", arguments, tokens, stream)
 
 
-def _column_backward(given: Mapping[str, Any]) -> Iterator[Term]:
-    _, stream = given["weight"].shape
-    tokens = math.prod(given["gradient"].shape[:2])
-    yield from _beside("reduce_scatter", "backward", given, tokens, stream)
+def _row_backward(arguments: Arguments) -> Iterator[Term]:
+    stream, _ = arguments["weight"].shape
+    tokens = math.prod(arguments["x"].shape[:2])
+    yield from _overlapped_layer("all_gather", "backward", arguments, tokens, stream)
 
 
-def _row_forward(given: Mapping[str, Any]) -> Iterator[Term]:
-    stream, _ = given["weight"].shape
-    tokens = math.prod(given["x"].shape[:2])
-    yield from _beside("reduce_scatter", "forward", given, tokens, stream)
-
-
-def _row_backward(given: Mapping[str, Any]) -> Iterator[Term]:
-    stream, _ = given["weight"].shape
-    tokens = math.prod(given["x"].shape[:2])
-    yield from _beside("all_gather", "backward", given, tokens, stream)
-
-
-def _beside(
-    operation: str, phase: str, given: Mapping[str, Any], tokens: int, stream: int
+def _overlapped_layer(
+    operation: str, phase: str, arguments: Arguments, tokens: int, stream: int
 ) -> Iterator[Term]:
-    """A layer's collective of tokens as wide as the residual stream with the products that hide it,
-    and these. What arrives is summed by an operator of its own.
+    """Yields a linear layer's products, preceded by the collective that they hide. The sum of the
+    received parts is a separate operator.
+
+    stream  width of the residual stream, which the collective sends for each token
     """
-    weight, axis = given["weight"], given["group"]
+    weight, axis = arguments["weight"], arguments["group"]
     n, k = weight.shape
     size = weight.itemsize
     how = Arithmetic(_kind(weight.dtype), size, size, size, False)
@@ -107,38 +106,38 @@ def _beside(
             yield dataclasses.replace(term, gradient=0, weights=False)
 
 
-def _loss(given: Mapping[str, Any]) -> Iterator[Term]:
-    """Linear layer and cross-entropy in one."""
-    hidden_ND, weight_VD = given["hidden_ND"], given["weight_VD"]
-    computed = given["compute_dtype"]
-    how = Arithmetic(
-        _kind(computed), computed.itemsize, hidden_ND.itemsize, weight_VD.itemsize, False
-    )
+def _loss(arguments: Arguments) -> Iterator[Term]:
+    """Yields the fused linear layer and cross-entropy."""
+    hidden_ND, weight_VD = arguments["hidden_ND"], arguments["weight_VD"]
+    dtype = arguments["compute_dtype"]
+    how = Arithmetic(_kind(dtype), dtype.itemsize, hidden_ND.itemsize, weight_VD.itemsize, False)
     v, d = weight_VD.shape
     yield from fused_forward(how, len(hidden_ND), v, d, hidden_ND.device.type)
 
 
-def _gated_product(given: Mapping[str, Any]) -> Iterator[Term]:
-    """SwiGLU's first product, whose gate is part of it (kernels/swiglu/feed_forward.py)."""
-    x, weight = given["x"], given["weight"]
+def _gated_product(arguments: Arguments) -> Iterator[Term]:
+    """Yields SwiGLU's first product, which includes the gate (kernels/swiglu/feed_forward.py)."""
+    x, weight = arguments["x"], arguments["weight"]
     sizes = len(x), *weight.shape
     yield Term("feed_forward.gate_up", f"matmul nt {_kind(x.dtype)}", sizes)
 
 
-def _gated_product_backward(given: Mapping[str, Any]) -> Iterator[Term]:
-    """The gradient of the last product's input, and what of the gate's pass stays beside it."""
-    dout, down, gate_up = given["dout"], given["down_weight"], given["gate_up"]
+def _gated_product_backward(arguments: Arguments) -> Iterator[Term]:
+    """Yields the gradient of the last product's input, and the part of the gate's pass that it does
+    not hide.
+    """
+    dout, down, gate_up = arguments["dout"], arguments["down_weight"], arguments["gate_up"]
     m, width = gate_up.shape
     yield Term("feed_forward.down", f"matmul nn {_kind(dout.dtype)}", (m, width // 2, len(down)))
     yield Term("feed_forward.gate", TRAFFIC, (GATE_BESIDE_PRODUCT * 2.5 * gate_up.nbytes,))
 
 
-def _adamw(given: Mapping[str, Any]) -> Iterator[Term]:
-    numel = sum(parameter.numel() for parameter in given["params"])
-    if given["masters"]:  # as cost/operations/step_operations.py
+def _adamw(arguments: Arguments) -> Iterator[Term]:
+    numel = sum(parameter.numel() for parameter in arguments["params"])
+    if arguments["masters"]:  # same bytes as in cost/operations/step_operations.py
         yield Term("optimizer", "optimizer fused master", (numel,), nbytes=28 * numel)
     else:
-        kind = _kind(given["params"][0].dtype)
+        kind = _kind(arguments["params"][0].dtype)
         yield Term("optimizer", f"optimizer fused {kind}", (numel,))
 
 
@@ -146,9 +145,9 @@ def _kind(dtype: torch.dtype) -> str:
     return "bf16" if dtype in (torch.bfloat16, torch.float16) else "fp32"
 
 
-TERMS: Mapping[str, Callable[[Mapping[str, Any]], Iterator[Term]]] = {
-    "flash_attention": _forward,
-    "flash_attention_backward": _backward,
+TERMS: Mapping[str, Callable[[Arguments], Iterator[Term]]] = {
+    "flash_attention": functools.partial(_attention, "forward"),
+    "flash_attention_backward": functools.partial(_attention, "backward"),
     "column_forward": _column_forward,
     "column_backward": _column_backward,
     "row_forward": _row_forward,

@@ -1,6 +1,7 @@
-"""What passes over memory take on a GPU, by the kernel that torch chooses for their operands
-(aten/src/ATen/native/cuda/CUDALoops.cuh): vectors of neighbours where all operands lie alike, else
-one value at a time, whose place in each operand is computed.
+"""Prices elementwise operators and other passes over memory on a GPU, by the kernel that torch chooses
+for their operands (aten/src/ATen/native/cuda/CUDALoops.cuh). If all operands have the same memory
+layout and dtype, the kernel moves vectors of neighbouring values. Otherwise it moves one value at a
+time and computes its address in each operand.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,20 +12,21 @@ from torch import Tensor
 
 from stepgauge.cost.operations.terms import STRIDED_BYTES, TRAFFIC, Term
 
-COPIES = ("clone", "copy_", "_to_copy")  # elementwise, whatever torch's tags say
-# Bytes of a plain pass (4.2 TB/s there) that takes as long as a value: of operands of two types 256 G
-# values/s, of a roll 201, of views put together 213 in the trace of an eager 2.7b step on an H200
+COPIES = ("clone", "copy_", "_to_copy")  # elementwise, although torch does not tag them so
+# The rates of slow kernels are given as bytes per value: a plain pass (4.2 TB/s) over so many bytes
+# takes as long as one value. Values per second in the trace of an eager 2.7b step on an H200: 256 G
+# for operands of two dtypes, 201 G for roll, 213 G for cat of views
 # (benchmarks/results/2026-11-23-h200-beside-collectives.jsonl).
 MIXED_BYTES, ROLLED_BYTES, JOINED_BYTES = 16, 21, 20
-# Of operands whose values lie beside one another along different dimensions: 170 G values/s, 148 to 246
-# of 13 such calls on two H200s (docs/log/2026-11-24-predicted-kinds.md).
+# Operands that are contiguous along different dimensions: 170 G values/s, 148 to 246 in 13 calls on
+# two H200s (docs/log/2026-11-24-predicted-kinds.md).
 TRANSPOSED_BYTES = 25
-# Of rows that are added to others at places that an index gives, 123 G values/s: 15,360 x 1024 in bf16
-# took 127 us in the trace of a step with experts (docs/log/2026-11-24-predicted-kinds.md).
+# index_add of rows: 123 G values/s. 15,360 x 1024 in bf16 took 127 us in the trace of a step with
+# experts (docs/log/2026-11-24-predicted-kinds.md).
 ADDED_BYTES = 34
-# They copy their input, and then run the operator of the same name that changes it in place.
+# Operators that copy their input, then run the in-place operator of the same name.
 COPY_FIRST = ("masked_fill", "index_put", "index_add", "scatter", "scatter_add")
-# Others whose kernels take hardly longer than their bytes: seen in traces, and timed by themselves.
+# Other operators that take little longer than moving their bytes, in traces and timed separately.
 NEAR_THEIR_BYTES = (
     *COPIES, "roll", "cat", "masked_fill", "index_add", "native_dropout", "native_dropout_backward",
     "_softmax", "_softmax_backward_data", "select_backward", "embedding", "embedding_dense_backward",
@@ -33,7 +35,7 @@ NEAR_THEIR_BYTES = (
 
 
 def is_near_its_bytes(func: Any) -> bool:
-    """Whether an operator takes about as long as passes over what it reads and writes."""
+    """True if the operator takes about as long as passes over the bytes that it reads and writes."""
     name = func.overloadpacket.__name__.removesuffix("_")
     is_elementwise = torch.Tag.pointwise in func.tags or name.startswith("_foreach")
     return is_elementwise or name in NEAR_THEIR_BYTES
@@ -42,7 +44,7 @@ def is_near_its_bytes(func: Any) -> bool:
 def passes(
     func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], nbytes: int
 ) -> Iterator[Term]:
-    """The kernels of an operator that reads and writes so many bytes, and computes next to nothing."""
+    """Yields the kernels of an operator that moves `nbytes` and computes almost nothing."""
     name = func.overloadpacket.__name__
     if not outputs or not outputs[0].is_cuda:
         yield Term(name, TRAFFIC, (float(nbytes),))
@@ -56,30 +58,32 @@ def passes(
     if name in COPY_FIRST:
         copied = 2 * outputs[0].numel() * outputs[0].itemsize
         yield Term(f"{name} copy", TRAFFIC, (float(copied),))
-    if name == "_softmax_backward_data":  # a product of gradient and result, then what sums it
+    if name == "_softmax_backward_data":  # the product of gradient and result, then its sum
         yield Term(f"{name} product", TRAFFIC, (float(nbytes),))
     if name.removesuffix("_") == "index_add":
         values = inputs[-1].numel()
         yield Term(f"{name} by index", TRAFFIC, (float(ADDED_BYTES * values),))
         return
-    a_value = _bytes_a_value(func, name, [x for x in (*inputs, *outputs) if x.is_cuda])
-    as_long = a_value * outputs[0].numel()
-    slower = "" if as_long <= nbytes else " of two types" if a_value == MIXED_BYTES else " of views"
-    yield Term(name + slower, TRAFFIC, (float(max(as_long, nbytes)),))
+    value_bytes = _bytes_per_value(func, name, [x for x in (*inputs, *outputs) if x.is_cuda])
+    equivalent = value_bytes * outputs[0].numel()
+    suffix = ""
+    if equivalent > nbytes:
+        suffix = " of two types" if value_bytes == MIXED_BYTES else " of views"
+    yield Term(name + suffix, TRAFFIC, (float(max(equivalent, nbytes)),))
 
 
-def copied_first(name: str, inputs: Sequence[Tensor]) -> Iterator[Term]:
-    """Copies of what is not contiguous, for kernels that read rows of neighbours."""
+def contiguous_copies(name: str, inputs: Sequence[Tensor]) -> Iterator[Term]:
+    """Yields the copies of inputs that are not contiguous, before kernels that need contiguous rows."""
     for x in inputs:
         if x.is_cuda and not x.is_contiguous():
-            a_value = STRIDED_BYTES if x.stride(-1) == 1 else TRANSPOSED_BYTES
-            yield Term(f"{name} copy", TRAFFIC, (float(a_value * x.numel()),))
+            value_bytes = STRIDED_BYTES if x.stride(-1) == 1 else TRANSPOSED_BYTES
+            yield Term(f"{name} copy", TRAFFIC, (float(value_bytes * x.numel()),))
 
 
-def _bytes_a_value(func: Any, name: str, operands: Sequence[Tensor]) -> int:
-    """Of a plain pass that takes as long; 0 for an operator that is one."""
+def _bytes_per_value(func: Any, name: str, operands: Sequence[Tensor]) -> int:
+    """Returns the bytes of a plain pass that takes as long as one value; 0 if it is a plain pass."""
     views = [x for x in operands if not x.is_contiguous()]
-    if name == "roll":  # which first copies a view
+    if name == "roll":  # copies a view first
         return ROLLED_BYTES + (STRIDED_BYTES if views else 0)
     if name == "cat":
         return JOINED_BYTES if views else 0
@@ -87,32 +91,34 @@ def _bytes_a_value(func: Any, name: str, operands: Sequence[Tensor]) -> int:
         return 0
     if len({x.dtype for x in operands if x.is_floating_point()}) > 1:
         return MIXED_BYTES
-    if _lie_alike(operands):
+    if _have_same_dense_layout(operands):
         return 0
-    return TRANSPOSED_BYTES if len(_dimensions_of_neighbours(operands)) > 1 else STRIDED_BYTES
+    return TRANSPOSED_BYTES if len(_contiguous_dims(operands)) > 1 else STRIDED_BYTES
 
 
-def _lie_alike(operands: Sequence[Tensor]) -> bool:
-    """Whether all have the same values beside one another, with no gaps."""
-    first, *others = map(_sizes_and_steps, operands)
-    reached = 1
-    for size, step in sorted(first, key=lambda each: each[1]):
-        if step != reached:
+def _have_same_dense_layout(operands: Sequence[Tensor]) -> bool:
+    """True if all operands have the same order of values in memory, without gaps."""
+    first, *others = map(_sizes_and_strides, operands)
+    dense_stride = 1
+    for size, stride in sorted(first, key=lambda each: each[1]):
+        if stride != dense_stride:
             return False
-        reached *= size
+        dense_stride *= size
     return all(other == first for other in others)
 
 
-def _dimensions_of_neighbours(operands: Sequence[Tensor]) -> set[int]:
-    """Along which each has its values beside one another, from the last; of an expanded one none."""
+def _contiguous_dims(operands: Sequence[Tensor]) -> set[int]:
+    """Returns the dims, counted from the last, along which an operand has stride 1. An expanded tensor
+    may have none.
+    """
     return {
-        place - x.ndim
+        dim - x.ndim
         for x in operands
-        for place, (size, step) in enumerate(zip(x.shape, x.stride(), strict=True))
-        if size > 1 and step == 1
+        for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True))
+        if size > 1 and stride == 1
     }
 
 
-def _sizes_and_steps(x: Tensor) -> list[tuple[int, int]]:
-    """Of each dimension with several values."""
-    return [(size, step) for size, step in zip(x.shape, x.stride(), strict=True) if size > 1]
+def _sizes_and_strides(x: Tensor) -> list[tuple[int, int]]:
+    """Returns (size, stride) of each dim with more than one value."""
+    return [(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]

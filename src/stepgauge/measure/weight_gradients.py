@@ -1,22 +1,25 @@
-"""Which operators of a backward compute gradients of weights alone: no other stage of a pipeline
-waits for them.
+"""Finds the operators of a backward that compute only weight gradients. No other pipeline stage waits
+for them.
 """
 
 import dataclasses
 from collections.abc import Sequence
 
-from stepgauge.measure.fusion import Moved
+from stepgauge.measure.fusion import TracedTerm
 
 
-def marked(backward: Sequence[Moved], input_gradient: int) -> list[Moved]:
-    """The operators, those marked that the storage of the input's gradient does not come from."""
-    needed, found = {input_gradient}, []
+def mark_weight_gradients(backward: Sequence[TracedTerm], input_gradient: int) -> list[TracedTerm]:
+    """Returns the terms, with `weights` set if the input's gradient does not depend on them.
+
+    input_gradient  storage of the input's gradient
+    """
+    needed, marked = {input_gradient}, []
     for each in reversed(backward):
         if needed.isdisjoint(each.writes):
-            found.append(
+            marked.append(
                 dataclasses.replace(each, term=dataclasses.replace(each.term, weights=True))
             )
         else:
             needed |= each.reads.keys()
-            found.append(each)
-    return found[::-1]
+            marked.append(each)
+    return marked[::-1]
