@@ -159,7 +159,7 @@ def test_a_file_that_is_no_trace_is_one_line(stepgauge, tmp_path):
     assert (status, out) == (2, "")
     assert (
         err
-        == f"stepgauge: {tmp_path}/my.json is no Chrome trace: it begins with '#', a trace with {{ or [\n"
+        == f"stepgauge: {tmp_path}/my.json is not a Chrome trace: it begins with '#', not with {{ or [\n"
     )
 
 

@@ -137,7 +137,7 @@ def test_a_foreign_file_is_one_sentence_and_status_2(stepgauge, tmp_path, gpu_tr
         "cut.json": (gpu_trace_text[:-200], "ends in the middle"),
         "foreign.json": ('{"name": "x"}', "has no traceEvents"),
         "empty.json": ('{"traceEvents": []}', "neither kernels nor operations"),
-        "text.json": ("hello", "is no Chrome trace"),
+        "text.json": ("hello", "is not a Chrome trace"),
     }
     for name, (text, words) in cases.items():
         path = tmp_path / name

@@ -6,7 +6,7 @@ import pytest
 
 from stepgauge.cost.pipeline.timeline import Durations, simulate
 from stepgauge.report.page import Plot, Text
-from stepgauge.report.pipeline_steps import COUNTED, MOST_PICTURES, step_blocks, steps_of, tracks
+from stepgauge.report.pipeline_steps import COUNTED, MAX_PLOTS, step_blocks, steps_of, tracks
 from stepgauge.spec.plan.pipeline import build, check, lower
 from stepgauge.spec.plan.pipeline.check import Held
 from stepgauge.spec.record import Record, Sample
@@ -73,9 +73,9 @@ def test_bytes_are_drawn_where_the_prediction_and_the_measurement_have_them():
 
 
 def test_a_page_draws_its_first_steps_and_says_how_many_it_leaves_out():
-    records = [record(number=n) for n in range(MOST_PICTURES + 2)]
+    records = [record(number=n) for n in range(MAX_PLOTS + 2)]
     torchs = Record(kind="pipeline", spec={"schedule": "torch-1f1b"})
     *plots, rest = step_blocks([torchs, *records], [torchs, *records])
-    assert len(plots) == MOST_PICTURES and all(isinstance(plot, Plot) for plot in plots)
+    assert len(plots) == MAX_PLOTS and all(isinstance(plot, Plot) for plot in plots)
     assert rest == Text("2 more steps are not drawn.")
     assert re.search(r"number=0", plots[0].caption)

@@ -1,4 +1,4 @@
-"""The stopwatch without and with the profiler are compared by the same statistic."""
+"""Tables of a profile: the overhead of the profiler, older analyses, the roofline."""
 
 import json
 
@@ -11,7 +11,7 @@ from stepgauge.report.profile import operations_table, phases_table
 from stepgauge.spec.analysis import Analysis
 
 
-def test_what_the_profiler_costs_is_of_medians():
+def test_profiler_overhead_compares_medians():
     found = Analysis(
         source="trace.json",
         steps=3,
@@ -21,11 +21,11 @@ def test_what_the_profiler_costs_is_of_medians():
     )
     table = phases_table(found)
     rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
-    assert rows["forward"]["profiler costs %"] == pytest.approx(10.0)
+    assert rows["forward"]["profiler overhead %"] == pytest.approx(10.0)
     assert rows["step"]["stopwatch profiled ms"] == pytest.approx(3.1)
 
 
-def test_an_analysis_with_the_timelines_of_older_pages_is_read():
+def test_an_analysis_of_an_older_version_is_read():
     now = Analysis(source="trace.json", phases_us={"forward": [1e3]})
     for schema, gone in (
         (1, {"lanes": [], "marks": []}),
@@ -36,7 +36,7 @@ def test_an_analysis_with_the_timelines_of_older_pages_is_read():
 
 
 @pytest.mark.parametrize(("busy_s", "missed"), [(4.0, 2.0), (2.0, 0.0)])
-def test_ceilings_measured_beside_other_work_are_told(monkeypatch, busy_s, missed):
+def test_the_caption_warns_of_ceilings_measured_beside_other_work(monkeypatch, busy_s, missed):
     readings = iter([Reading(0.0, 0.0, 0.0, 2), Reading(1.0, busy_s, 2.0, 2)])
     monkeypatch.setattr(ceilings, "reading", lambda: next(readings))
     monkeypatch.setattr(ceilings, "_best", lambda *_: 1.0)
@@ -44,4 +44,4 @@ def test_ceilings_measured_beside_other_work_are_told(monkeypatch, busy_s, misse
     roof = ceilings.ceilings(torch.device("cpu"), torch.float32)
     assert roof.missed_cores == pytest.approx(missed, abs=0.1)
     caption = operations_table(Analysis(source="trace.json", ceilings=roof)).caption
-    assert ("other work had 2.0 of the cores" in caption) == bool(missed)
+    assert ("other work took 2.0 of the cores" in caption) == bool(missed)

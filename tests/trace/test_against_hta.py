@@ -1,4 +1,4 @@
-"""The overlap ratio beside Holistic Trace Analysis's, on traces of random kernels on two streams."""
+"""The overlap ratio equals that of Holistic Trace Analysis, on random kernels on two streams."""
 
 import random
 
@@ -13,7 +13,7 @@ trace_analysis = pytest.importorskip(
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_overlap_ratio_is_theirs(gpu_trace, gpu_step, tmp_path, seed):
+def test_the_overlap_ratio_equals_that_of_hta(gpu_trace, gpu_step, tmp_path, seed):
     for rank in range(2):
         trace, draw = gpu_trace(rank), random.Random(10 * seed + rank)
         gpu_step(trace, 0)
@@ -24,7 +24,7 @@ def test_the_overlap_ratio_is_theirs(gpu_trace, gpu_step, tmp_path, seed):
                     trace.launch("ncclDevKernel_AllReduce_Sum(x)", draw.randint(20, 300), stream=20)
             trace.synchronize()
         trace.write(tmp_path / f"rank{rank}.json")
-    # By default they leave the last step out.
+    # By default, HTA leaves out the last step.
     theirs = trace_analysis.TraceAnalysis(trace_dir=str(tmp_path), include_last_profiler_step=True)
     table = theirs.get_comm_comp_overlap(visualize=False).set_index("rank")
     for rank in range(2):

@@ -1,4 +1,4 @@
-"""What an analysis says of traces whose every figure is known."""
+"""The analysis of traces for which all figures are computed by hand."""
 
 import contextlib
 
@@ -20,7 +20,7 @@ def trace(gpu_trace):
     return gpu_trace()
 
 
-def test_every_kernel_is_placed_by_kind_phase_and_range(trace, gpu_step, tmp_path):
+def test_every_kernel_has_its_kind_phase_and_range(trace, gpu_step, tmp_path):
     for number in range(3):
         gpu_step(trace, number)
     found = analyse(trace.write(tmp_path / "t.json"))
@@ -28,7 +28,7 @@ def test_every_kernel_is_placed_by_kind_phase_and_range(trace, gpu_step, tmp_pat
     assert placed == {
         ("matmul", "forward", "blocks.*.attention.scores"): (3, 300),
         ("softmax", "forward", "blocks.*.attention.softmax"): (3, 150),
-        # On the autograd thread, and yet of the range whose forward made it.
+        # It runs on the autograd thread, in the range whose forward created it.
         ("matmul", "backward", "blocks.*.attention.scores"): (3, 600),
         ("communication", "backward", ""): (3, 450),
         ("optimizer", "optimizer", ""): (3, 180),
@@ -38,7 +38,7 @@ def test_every_kernel_is_placed_by_kind_phase_and_range(trace, gpu_step, tmp_pat
     assert Analysis.from_json(found.to_json()) == found
 
 
-def test_flops_are_counted_once_an_operation(trace, gpu_step, tmp_path):
+def test_flops_are_counted_once_per_operation(trace, gpu_step, tmp_path):
     gpu_step(trace)
     found = analyse(trace.write(tmp_path / "t.json"))
     flops = {(c.kind, c.phase): c.flops for c in found.cells if c.flops}
@@ -51,7 +51,7 @@ def test_flops_are_counted_once_an_operation(trace, gpu_step, tmp_path):
     assert forward.bytes == 4 * (64 * 32 + 32 * 16 + 64 * 16)
 
 
-def test_only_what_is_touched_counts_as_bytes():
+def test_only_touched_elements_count_as_bytes():
     def cost(operation, *dims):
         return flops.cost(operation, Shapes(tuple(dims), ("c10::BFloat16",) * len(dims), ()))
 
@@ -79,8 +79,8 @@ def test_phases_and_idle_times_fill_the_device_time_line(trace, gpu_step, tmp_pa
     }
 
 
-def test_steps_of_a_host_that_runs_ahead_lie_on_the_devices_time_line(trace, tmp_path):
-    """Four launches in 60 µs, four kernels of 20 ms back to back: a step takes 20 ms, idle is 0."""
+def test_steps_last_as_long_as_on_the_device_if_the_host_runs_ahead(trace, tmp_path):
+    """Four launches in 60 µs, and four kernels of 20 ms without a gap: a step takes 20 ms."""
     for number in range(4):
         with trace.range(f"ProfilerStep#{number}"), trace.op("aten::mm"):
             trace.launch("void gemm()", 20_000)
@@ -111,9 +111,7 @@ def test_a_kernel_that_outlasts_its_step_hides_nothing_of_the_next_one(trace, tm
     assert found.overlap.hidden_us == 0
 
 
-def test_what_the_device_did_between_steps_is_a_step_s_and_what_the_profiler_left_out_is_not(
-    trace, tmp_path
-):
+def test_time_between_consecutive_steps_counts_and_unrecorded_steps_do_not(trace, tmp_path):
     for number in (3, 4, 9):  # 5 to 8 were not recorded
         trace.now += 1000
         with trace.range(f"ProfilerStep#{number}"), trace.op("aten::mm"):
@@ -121,12 +119,12 @@ def test_what_the_device_did_between_steps_is_a_step_s_and_what_the_profiler_lef
             trace.synchronize()
             trace.now += 30
     found = analyse(trace.write(tmp_path / "t.json"))
-    # Step 4's product begins 30 + 1000 + 2 µs after step 3's; step 9 is a cycle of its own.
+    # Step 4's product begins 30 + 1000 + 2 µs after step 3's. Step 9 is another cycle.
     assert found.phases_us == {"forward": [50, 1032 + 50, 50]}
     assert (found.lead_in_us, found.tail_us) == (4, 60)
 
 
-def test_a_marked_step_that_launched_nothing_is_no_step(trace, tmp_path):
+def test_a_marked_step_that_launched_nothing_does_not_count(trace, tmp_path):
     for number in range(3):
         with trace.range(f"ProfilerStep#{number}"):
             if number < 2:
@@ -137,19 +135,19 @@ def test_a_marked_step_that_launched_nothing_is_no_step(trace, tmp_path):
     assert "1 of 3 marked steps launched no work" in found.notes[0]
 
 
-def test_devices_that_are_not_known_are_said(trace, tmp_path):
+def test_unknown_devices_are_reported(trace, tmp_path):
     with trace.op("aten::mm"):
         trace.now += 50
     trace.event("dma_request", "mtia_ccp_events", 1010, 1020, tid=801, pid=9)
-    trace.event("process", "", 1010, 1020, tid=1, pid=77)  # nobody says what that is
+    trace.event("process", "", 1010, 1020, tid=1, pid=77)  # a process without a name
     trace.events.append({"ph": "M", "name": "process_name", "pid": 9, "args": {"name": "MTIA 9"}})
     found = analyse(trace.write(tmp_path / "t.json"))
     assert not found.on_device
     assert "1 of MTIA 9" in found.notes[0]
-    assert "the host's operations alone" in found.notes[0]
+    assert "only of the host's operations" in found.notes[0]
 
 
-def test_the_profilers_lead_in_of_a_trace_without_steps_is_no_idle_time(trace, tmp_path):
+def test_without_step_marks_the_lead_in_is_not_idle_time(trace, tmp_path):
     trace.now += 5000
     with trace.op("aten::mm"):
         trace.launch("void gemm()", 50)
@@ -159,10 +157,10 @@ def test_the_profilers_lead_in_of_a_trace_without_steps_is_no_idle_time(trace, t
     assert (found.idle, found.lead_in_us, found.tail_us) == ([], 0, 0)
 
 
-def test_why_the_device_stood_still(trace, tmp_path):
+def test_reasons_of_idle_time(trace, tmp_path):
     with trace.range("ProfilerStep#0"), trace.range("forward"):
         trace.launch("void gemm_a()", 50)
-        trace.now += 500  # Python takes its time: the device runs dry
+        trace.now += 500  # Python is slow: the device becomes idle
         trace.launch("void gemm_b()", 50)
         trace.free[7] += 5  # both were launched in time, the second starts late
         trace.launch("void gemm_c()", 50)
@@ -198,7 +196,7 @@ def test_calls_in_which_the_host_waits_for_the_device(trace, tmp_path, call, wai
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_idle_time_until_a_phase_ends_on_the_host_is_that_phases(trace, tmp_path, recorded):
+def test_idle_time_until_a_phase_ends_on_the_host_counts_for_it(trace, tmp_path, recorded):
     with trace.range("ProfilerStep#0"):
         with trace.range("forward"):
             trace.launch("void gemm_a()", 50)  # from 1002 to 1052
@@ -235,7 +233,7 @@ def test_overlap_is_hidden_over_communication(trace, gpu_step, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["Memcpy PtoP (Device -> Device)", "Memcpy Peer"])
-def test_copies_from_gpu_to_gpu_are_communication_and_others_are_not(trace, tmp_path, name):
+def test_only_copies_between_gpus_are_communication(trace, tmp_path, name):
     with trace.range("ProfilerStep#0"), trace.range("backward"):
         trace.launch("void gemm()", 100)  # from 1002 to 1102
         trace.launch(name, 150, stream=20, category="gpu_memcpy")  # from 1012 to 1162
@@ -260,8 +258,8 @@ def test_a_trace_without_communication_has_no_overlap(trace, gpu_step, tmp_path)
 
 
 def test_a_foreign_trace_needs_no_ranges(trace, tmp_path):
-    """No step, no phase, no module: autograd is backward, Optimizer.step is optimizer, the rest
-    forward.
+    """Without marks of steps, phases and modules, autograd is backward, Optimizer.step is optimizer and
+    the rest is forward.
     """
     with trace.op("aten::mm", sequence=5):
         trace.launch("void some_gemm()", 10)
@@ -288,7 +286,7 @@ def test_modules_of_a_foreign_trace_are_its_ranges(trace, tmp_path):
     assert cell.range == "Net_*.Linear_*"
 
 
-def test_a_kernel_without_telling_name_goes_by_its_operation(trace, tmp_path):
+def test_a_kernel_whose_name_matches_no_rule_has_its_operations_kind(trace, tmp_path):
     with trace.op("FlashAttentionTriton"):
         trace.launch("forward_kernel", 10)
     with trace.op("RMSNormTriton"):
@@ -304,12 +302,12 @@ def test_a_kernel_without_telling_name_goes_by_its_operation(trace, tmp_path):
     }  # fmt: skip
 
 
-def test_what_has_nothing_to_analyse_is_said(trace, tmp_path):
+def test_a_trace_with_nothing_to_analyse_is_refused(trace, tmp_path):
     path = trace.write(tmp_path / "t.json")
     with pytest.raises(TraceError, match="has neither kernels nor operations of PyTorch"):
         analyse(path)
     path.write_text('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k"}]}')
-    with pytest.raises(TraceError, match="an event has no name or time"):
+    with pytest.raises(TraceError, match="an event has no valid name or time"):
         analyse(path)
     path.write_text('[{"ph": "X", "pid": "CPU functions", "name": "aten::mm", "ts": 1, "dur": 2}]')
     with pytest.raises(TraceError, match=r"only events of no category; .* since PyTorch 1\.8"):
@@ -321,13 +319,13 @@ def test_what_has_nothing_to_analyse_is_said(trace, tmp_path):
         analyse(path)
 
 
-def test_repeated_parts_are_one():
+def test_numbers_of_repeated_modules_become_a_star():
     assert repeated("blocks.11.attention.scores") == "blocks.*.attention.scores"
     assert repeated("Net_0.Linear_12") == "Net_*.Linear_*"
     assert repeated("layer1.conv2d") == "layer1.conv2d"
 
 
-def test_small_parts_of_many_blocks_stay_in_the_flame_graph_and_lone_ones_go_to_their_parents():
+def test_the_flame_graph_keeps_small_modules_only_if_many_blocks_have_them():
     blocks = [
         [f"blocks.{number}", 0.0, [["mm", 999.0, []], ["norm", 1.0, []]]] for number in range(50)
     ]
@@ -336,7 +334,7 @@ def test_small_parts_of_many_blocks_stay_in_the_flame_graph_and_lone_ones_go_to_
     assert forward == ["forward", 8.0, blocks]
 
 
-def test_what_backward_computes_again_keeps_its_range(trace, tmp_path):
+def test_recomputed_work_keeps_its_range(trace, tmp_path):
     """Activation checkpointing: the block's forward runs inside the backward of its last operation."""
 
     def product(us, *ranges, sequence=None):
@@ -357,9 +355,9 @@ def test_what_backward_computes_again_keeps_its_range(trace, tmp_path):
     }  # fmt: skip
 
 
-def test_a_host_operation_that_calls_another_for_its_work_has_none_itself(trace, tmp_path):
-    """linear calls addmm: its own time is the host's, and no product's. A norm that allocates its
-    result works itself.
+def test_a_host_operation_that_only_calls_another_has_no_row(trace, tmp_path):
+    """linear calls addmm, so its self time is overhead and not a matrix product. A norm that only
+    allocates its result does its own work.
     """
 
     def taking(us, name, *dims):

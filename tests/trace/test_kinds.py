@@ -1,11 +1,11 @@
-"""Kinds of work, by the names that real traces have."""
+"""Kinds of work of names from real traces."""
 
 import pytest
 
 from stepgauge.trace.kinds import Kinds
 from stepgauge.trace.names import readable
 
-# kind: (operator, kernel) of public traces; "" for a kernel that nothing known launched
+# kind: (operator, kernel) from public traces; "" for an unknown operator
 REAL = {
     "communication": [
         ("", "ncclDevKernel_AllReduce_Sum_f32_RING_LL"),
@@ -97,7 +97,7 @@ REAL = {
 
 
 @pytest.mark.parametrize("kind", REAL)
-def test_real_names_are_of_their_kind(kind):
+def test_real_names_have_the_right_kind(kind):
     kinds = Kinds()
     found = {
         names: kinds.of_kernel(names[1], "kernel", names[0], False).kind for names in REAL[kind]
@@ -105,7 +105,7 @@ def test_real_names_are_of_their_kind(kind):
     assert found == dict.fromkeys(REAL[kind], kind)
 
 
-def test_a_reason_stays_short():
+def test_the_text_of_a_rule_stays_short():
     operator = "torch::autograd::CppNode<" + 40 * "fbgemm_gpu::Permute" + ">"
     assert len(Kinds().of_kernel("mystery", "kernel", operator, False).rule) < 130
 

@@ -1,4 +1,4 @@
-"""Several ranks' traces, and how the device was fed: by hand-computed figures."""
+"""Traces of several ranks, with figures computed by hand."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from stepgauge.report.profile_ranks import sentences
 from stepgauge.trace.analysis import analyse
 from stepgauge.trace.ranks import across
 
-SAID = {
+ARGUMENTS = {
     "Collective name": "allreduce", "In msg nelems": 1_000_000, "Out msg nelems": 1_000_000, "dtype": "Float",
     "Group size": 2, "Process Group Ranks": "[0, 1]",
 }  # fmt: skip
@@ -23,13 +23,13 @@ def rank(gpu_trace, path, number, computes_us, communicates_us):
             with trace.range("mlp"), trace.op("aten::mm"):
                 trace.launch("void gemm()", product)
             trace.launch("ncclDevKernel_AllReduce_Sum_f32(x)", reduced)
-            trace.events[-1]["args"].update(SAID)
+            trace.events[-1]["args"].update(ARGUMENTS)
             trace.synchronize()
     return analyse(trace.write(path / f"rank{number}.json"))
 
 
 def test_a_collective_is_split_into_waiting_and_transfer(gpu_trace, tmp_path):
-    # Rank 1 computes 300 µs longer each step: rank 0 waits as long in the all-reduce of 100 µs.
+    # Rank 1 computes 300 µs longer each step, so rank 0 waits 300 µs in the all-reduce of 100 µs.
     ranks = [
         rank(gpu_trace, tmp_path, 0, (200, 200), (400, 420)),
         rank(gpu_trace, tmp_path, 1, (500, 500), (100, 120)),
@@ -38,19 +38,21 @@ def test_a_collective_is_split_into_waiting_and_transfer(gpu_trace, tmp_path):
     (row,) = found.collectives
     assert (row.name, row.group_size, row.bytes, row.calls) == ("all_reduce", 2, 4_000_000, 2)
     assert (row.transfer_us, row.waiting_us) == (100 + 120, (300 + 300) / 2)
-    # nccl-tests: 2 (N - 1) / N is 1 of two ranks; 4 MB in 110 µs.
+    # nccl-tests: the factor 2 (N - 1) / N is 1 for two ranks; 4 MB take 110 µs.
     assert row.bus_bytes_per_s == pytest.approx(4e6 / 110e-6)
     assert (row.last, row.last_calls) == (1, 2)
     first, second = found.stragglers
     assert (first.waited_us, first.made_wait_us, first.calls_last) == (300, 0, 0)
     assert (second.waited_us, second.made_wait_us, second.calls_last) == (0, 300, 2)
     assert (second.most_in, second.excess_us) == ("matmul in mlp", 300)
-    (told,) = sentences(found, ranks)
-    assert told.startswith("Rank 1 made the others wait 0.3000 ms a step")
-    assert told.endswith("it spends 0.3000 ms more in matmul in mlp.")
+    (text,) = sentences(found, ranks)
+    assert text.startswith("Rank 1 made the others wait 0.3000 ms a step")
+    assert text.endswith(
+        "It spends 0.3000 ms more in matmul in mlp than the mean of the other ranks."
+    )
 
 
-def test_calls_that_do_not_match_are_said_and_not_split(gpu_trace, tmp_path):
+def test_calls_that_do_not_match_are_reported_and_not_split(gpu_trace, tmp_path):
     ranks = [
         rank(gpu_trace, tmp_path, 0, (200, 200), (400, 400)),
         rank(gpu_trace, tmp_path, 1, (500,), (100,)),
@@ -72,7 +74,7 @@ def test_a_page_of_eight_ranks_of_very_many_kernels_stays_under_3_mb(gpu_trace, 
     found = {f"rank{rank}": dataclasses.replace(one, rank=rank) for rank in range(8)}
     page = write_trace_report(found, tmp_path, across(list(found.values())))
     assert sum(cell.calls for cell in one.cells) == 3000
-    # Tables and the flame graph; the trace itself is not on the page.
+    # The page has tables and the flame graph, but not the trace.
     assert 250_000 < page.stat().st_size < 3_000_000
     (forward,) = one.flame[2]
-    assert len(forward[2]) == 100  # blocks are still there
+    assert len(forward[2]) == 100  # no block is left out

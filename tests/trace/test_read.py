@@ -1,4 +1,4 @@
-"""Reading a trace: both formats, packed or not, in pieces, and what is said of a file that is none."""
+"""Reading traces: both formats, gzipped or not, in chunks; files that are not traces."""
 
 import gzip
 import json
@@ -23,7 +23,7 @@ def write(path, text, packed=False):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("indent", [None, 2])
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
-def test_what_was_written_is_read_however_it_is_cut(tmp_path, monkeypatch, packed, indent, chunk):
+def test_events_are_read_with_any_chunk_size(tmp_path, monkeypatch, packed, indent, chunk):
     monkeypatch.setattr(reading, "CHUNK", chunk)
     path = write(tmp_path / "trace", json.dumps(OBJECT, indent=indent), packed)
     parts = list(read(path))
@@ -33,7 +33,7 @@ def test_what_was_written_is_read_however_it_is_cut(tmp_path, monkeypatch, packe
     }
 
 
-def test_what_looks_like_the_end_of_an_event_is_none(tmp_path):
+def test_braces_inside_events_and_strings_do_not_end_an_event(tmp_path):
     events = [
         {"name": "}, {", "args": {"list": [{"a": n}, {"b": 1}], "text": "},\\n{"}, "n": n}
         for n in range(2000)
@@ -42,7 +42,7 @@ def test_what_looks_like_the_end_of_an_event_is_none(tmp_path):
     assert [event for _, event in read(path)] == events
 
 
-def test_a_list_alone_is_a_trace(tmp_path):
+def test_a_plain_list_is_a_trace(tmp_path):
     assert [event for _, event in read(write(tmp_path / "t", json.dumps(EVENTS)))] == EVENTS
     assert list(read(write(tmp_path / "t", '{"traceEvents": []}'))) == []
 
@@ -51,27 +51,27 @@ def test_a_list_alone_is_a_trace(tmp_path):
     ("text", "words"),
     [
         ("", "is empty"),
-        ("hello", "is no Chrome trace"),
+        ("hello", "is not a Chrome trace"),
         ('{"a": 1}', "it has no traceEvents"),
-        ('{"traceEvents": 5}', "is no Chrome trace"),
+        ('{"traceEvents": 5}', "is not a Chrome trace"),
         (json.dumps(OBJECT)[:1000], "ends in the middle: it was cut off"),
         ('{"traceEvents": [{"ph": "X"}', "ends in the middle: it was cut off"),
         ('{"traceEvents": [{"ph": nonsense, "name": "x"}]}', "is damaged"),
     ],
 )
-def test_what_is_no_trace_is_said_in_a_sentence(tmp_path, text, words):
+def test_a_file_that_is_not_a_trace_is_refused_with_a_reason(tmp_path, text, words):
     path = write(tmp_path / "trace.json", text)
     with pytest.raises(TraceError, match=words) as error:
         list(read(path))
     assert str(error.value).startswith(str(path))
 
 
-def test_a_cut_gzip_file_a_binary_file_and_a_missing_one_are_said(tmp_path):
+def test_a_cut_gzip_file_a_binary_file_and_a_missing_one_are_refused(tmp_path):
     packed = gzip.compress(json.dumps(OBJECT).encode())
     for content, words in (
         (packed[:-200], "its gzip data was cut off"),
         (b"\x1f\x8bnonsense", "damaged|cut off"),
-        (b"\xff\xfe\x00\x01", "it is no text"),
+        (b"\xff\xfe\x00\x01", "it is not text"),
     ):
         path = tmp_path / "trace.gz"
         path.write_bytes(content)
@@ -81,7 +81,7 @@ def test_a_cut_gzip_file_a_binary_file_and_a_missing_one_are_said(tmp_path):
         list(read(tmp_path / "absent"))
 
 
-def test_bytes_after_whole_gzip_data_are_left_out_and_a_wrong_sum_is_not(tmp_path):
+def test_bytes_after_gzip_data_are_ignored_but_a_wrong_checksum_is_not(tmp_path):
     packed = gzip.compress(json.dumps(OBJECT).encode())
     path = tmp_path / "trace.gz"
     path.write_bytes(packed)

@@ -107,7 +107,7 @@ def test_the_fastest_of_a_group_is_looked_for_among_the_predictions():
     records = wrappers((12, 10, 9), (12, 10, 11))
     (group,) = groups(errors(records))
     assert group.rank == 2 and group.loses == pytest.approx(0.1)
-    assert "ranked first in 0 of 1 groups" in sentence(records)
+    assert "ranked the fastest row first in 0 of 1 groups" in sentence(records)
     assert group_table(records).rows[0][:3] == ["wrapper=bucketed", 3, 2]
 
 

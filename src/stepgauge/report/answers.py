@@ -9,7 +9,7 @@ from stepgauge.report.findings import CHOICES, Pair, is_comparable, pairs
 from stepgauge.report.layout import layout_answer
 from stepgauge.report.names import describe, flatten, labels
 from stepgauge.report.numbers import number, size_unit
-from stepgauge.report.profile import SPELLED
+from stepgauge.report.profile import KIND_LABELS
 from stepgauge.report.views import undisturbed
 from stepgauge.spec.fallbacks import fallbacks
 from stepgauge.spec.kernel import KERNELS, OURS
@@ -272,7 +272,9 @@ def profile_answer(records: Sequence[Record]) -> str:
     if not total:
         return ""
     first = sorted(kinds.items(), key=lambda each: -each[1])[:3]
-    shares = ", ".join(f"{SPELLED.get(kind, kind)} {100 * ms / total:.0f} %" for kind, ms in first)
+    shares = ", ".join(
+        f"{KIND_LABELS.get(kind, kind)} {100 * ms / total:.0f} %" for kind, ms in first
+    )
     noun = "kernels" if "idle_ms" in largest.metrics else "operations"
     name = labels(records)[records.index(largest)].removeprefix(f"{largest.kind} ")
     return f"Most of the {noun}' time in a step ({name}) goes to {shares}."

@@ -1,4 +1,4 @@
-"""A sweep of bucket sizes, and the model of what buckets cost a step that is fitted to it."""
+"""Reports on a sweep of bucket sizes, and fits a model of the step time to it."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from stepgauge.spec.record import Record
 
 @dataclasses.dataclass(frozen=True)
 class Overhead:
-    """step = base + tail / rate + per_bucket · buckets: with overlap only the last bucket and the
-    calls remain.
+    """The model step = base + tail / rate + per_bucket · buckets. Because communication overlaps with
+    backward, only the last bucket (the tail) and the cost of each call add to the step.
 
-    The tail of plans of size b over S bytes is b at most and the calls are S / b, so that the step
-    is shortest at b = sqrt(per_bucket · rate · S). Where all plans end alike, ms_per_byte is 0: the
-    tail's cost is in the base.
+    With buckets of b bytes for S bytes of gradients, the tail is at most b and there are S / b calls,
+    so the step is shortest at b = sqrt(per_bucket · rate · S). If all plans have the same tail,
+    ms_per_byte is 0 and the tail's cost is part of the base.
     """
 
     base_ms: float
@@ -31,7 +31,7 @@ class Overhead:
     def fitted(
         cls, buckets: Sequence[float], tails: Sequence[float], steps_ms: Sequence[float]
     ) -> "Overhead":
-        """Least squares over a sweep of at least three plans."""
+        """Fits by least squares. The sweep needs at least three plans."""
         terms = [np.ones(len(buckets)), np.asarray(buckets)]
         if len(set(tails)) > 1:
             terms.append(np.asarray(tails))
@@ -46,45 +46,46 @@ class Overhead:
         return self.base_ms + self.ms_per_byte * tail_bytes + self.per_bucket_ms * buckets
 
     def best_bytes(self, total_bytes: float) -> float | None:
-        """The size at which the step is shortest; None where the fit has no cost of the tail, or
-        none of a bucket.
+        """Returns the size with the shortest step, or None if the fit has no positive cost of the tail
+        or of a bucket.
         """
         if self.ms_per_byte <= 0 or self.per_bucket_ms <= 0:
             return None
         return float(np.sqrt(self.per_bucket_ms / self.ms_per_byte * total_bytes))
 
     def sentence(self, total_bytes: float, measured_mb: float) -> str:
-        """The fit in words, its optimum beside the measured one, and what it cannot say."""
+        """Returns the fit, its optimum, the measured optimum and the fit's limits in words."""
         tail = (
-            f" {_signed(self.ms_per_byte * 1e6, '.4f')} ms an MB of the last bucket"
+            f" {_signed(self.ms_per_byte * 1e6, '.4f')} ms per MB of the last bucket"
             if self.ms_per_byte
             else ""
         )
-        fit = f"step = {number(self.base_ms)} ms{tail} {_signed(self.per_bucket_ms * 1e3, '.1f')} µs a bucket"
-        said = [
-            f"{fit}, by least squares. Of the sizes measured {measured_mb:g} MB is the quickest."
+        buckets = f"{_signed(self.per_bucket_ms * 1e3, '.1f')} µs per bucket"
+        sentences = [
+            f"Least-squares fit: step = {number(self.base_ms)} ms{tail} {buckets}. "
+            f"Of the measured sizes, {measured_mb:g} MB is the fastest."
         ]
         best = self.best_bytes(total_bytes)
         if best is not None:
-            said.append(
-                f"The model has its optimum at {number(best / 1e6)} MB, the root of a bucket's "
-                "cost times the link's rate times the gradients' bytes."
+            sentences.append(
+                f"The optimum of the fit is {number(best / 1e6)} MB: the square root of the cost of "
+                "a bucket times the link's rate times the gradients' bytes."
             )
         if not self.ms_per_byte:
-            said.append(
-                "All plans end with the same bucket, so that its cost cannot be told from the rest."
+            sentences.append(
+                "All plans end with the same bucket, so its cost cannot be separated from the rest."
             )
         if self.ms_per_byte < 0 or self.per_bucket_ms < 0:
-            said.append(
-                "A cost below zero is no cost: the line describes these sizes, predicts no other, "
-                "and it has no optimum here."
+            sentences.append(
+                "A fitted cost is negative, which no real cost can be: the fit describes only these "
+                "sizes and has no optimum."
             )
         if self.per_bucket_ms < 0:
-            said.append(
-                "More buckets were quicker: gradients of the bucket's size are sent as they are, "
-                "smaller ones are copied together, for which the line has no term."
+            sentences.append(
+                "More buckets were faster. The model has no term for copies: a gradient as large as "
+                "a bucket is sent without a copy, smaller ones are first copied together."
             )
-        return " ".join(said)
+        return " ".join(sentences)
 
 
 def _signed(value: float, digits: str) -> str:
@@ -92,7 +93,9 @@ def _signed(value: float, digits: str) -> str:
 
 
 def overhead_blocks(records: Sequence[Record]) -> list[Block]:
-    """The model fitted to the bucket sweep, beside what was measured."""
+    """Returns the fitted and the measured step by bucket size for the largest network, or nothing if
+    fewer than four sizes were measured.
+    """
     sweep = [
         r
         for r in records
@@ -103,24 +106,21 @@ def overhead_blocks(records: Sequence[Record]) -> list[Block]:
     if len(rows) < 4:
         return []
     if len([r for r in rows if not is_disturbed(r)]) < len(rows):
-        return [Text("A row of the bucket sweep was disturbed: no model is fitted to it.")]
+        return [
+            Text("No model is fitted to the bucket sweep, because one of its rows was disturbed.")
+        ]
     measured = [r.metrics["step_ms"].median for r in rows]
     buckets, tails = ([r.metrics[name].median for r in rows] for name in ("buckets", "tail_bytes"))
     model = Overhead.fitted(buckets, tails, measured)
     predicted = [model.step_ms(n, tail) for n, tail in zip(buckets, tails, strict=True)]
     megabytes = [float(r.spec["bucket_mb"]) for r in rows]
-    quickest = megabytes[int(np.argmin(measured))]
+    fastest = megabytes[int(np.argmin(measured))]
     total = rows[0].metrics["gradient_bytes"].median
-    curves = {"measured": (megabytes, measured), "model": (megabytes, predicted)}
-    columns = ("bucket MB", "buckets", "last bucket MB", "measured ms", "model ms")
+    curves = {"measured": (megabytes, measured), "fit": (megabytes, predicted)}
+    svg = lines(curves, x="bucket MB", y="ms a step", dots=("measured",))
+    columns = ("bucket MB", "buckets", "last bucket MB", "measured ms", "fit ms")
     megabytes_last = [tail / 1e6 for tail in tails]
     cells = zip(megabytes, map(whole, buckets), megabytes_last, measured, predicted, strict=True)
-    caption = "Bucket sweep and the fitted model."
+    caption = "Step time by bucket size: measured and fitted."
     table = Table(columns, list(cells), formats={"bucket MB": "g"}, caption=caption)
-    return [
-        Plot(
-            lines(curves, x="bucket MB", y="ms a step", dots=("measured",)), "Step by bucket size."
-        ),
-        Text(model.sentence(total, quickest)),
-        table,
-    ]
+    return [Plot(svg, "Step time by bucket size."), Text(model.sentence(total, fastest)), table]

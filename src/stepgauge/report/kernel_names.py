@@ -1,22 +1,22 @@
-"""Names of kernels, short enough for a table."""
+"""Shortens the names of kernels and ranges for tables."""
 
 import functools
 import re
 from collections.abc import Iterator
 from typing import Any
 
-# Template arguments that say least: numbers and plain types.
+# Template arguments that are left out first: numbers and plain types.
 _PLAIN = re.compile(
     r"-?\d\w*|true|false|(unsigned |signed )?(char|short|int|long|float|double|bool)( int| long)?|"
     r"(c10|at)::\w+|__nv_\w+|__hip_\w+|__half|[\w:]*(Array|OffsetCalculator|Loader|Storer|LoadWithoutCast|"
     r"StoreWithoutCast)"
 )
-_Pieces = list[Any]  # of a name: text, or the list of a template's arguments
+_Pieces = list[Any]  # a parsed name: texts, and lists of template arguments
 LONGEST_NAME, LONGEST_RANGE = 72, 56
 
 
 def range_name(range: str) -> str:
-    """A range that fits: of a long one the innermost parts, whole where the last one fits."""
+    """Returns the range's name, shortened to its innermost modules if it is too long."""
     if len(range) <= LONGEST_RANGE:
         return range
     start = range.find(".", len(range) - LONGEST_RANGE)
@@ -25,7 +25,9 @@ def range_name(range: str) -> str:
 
 @functools.cache
 def short_name(name: str, longest: int = LONGEST_NAME) -> str:
-    """A name of C++ that fits, its templates closed: plain arguments go first, then the inner ones."""
+    """Returns a C++ name, shortened if it is too long: plain template arguments are left out first,
+    then the innermost ones. Templates stay closed.
+    """
     pieces = _parsed(iter(name)) if len(name) > longest else []
     for deepest in range(6, 0, -1) if pieces else ():
         short = _written(pieces, deepest)
@@ -35,7 +37,7 @@ def short_name(name: str, longest: int = LONGEST_NAME) -> str:
 
 
 def _parsed(characters: Iterator[str], end: str = "") -> _Pieces:
-    """The name up to the template's end: text and lists of arguments, in turn."""
+    """Parses a name up to the end of its template: texts and lists of arguments alternate."""
     arguments: list[_Pieces] = [[""]]
     parentheses, before = 0, ""
     for character in characters:
@@ -53,11 +55,11 @@ def _parsed(characters: Iterator[str], end: str = "") -> _Pieces:
 
 
 def _written(pieces: _Pieces, deepest: int) -> str:
-    """The name without plain arguments, and without arguments below a depth."""
+    """Returns the name without plain arguments and without arguments nested deeper than `deepest`."""
     parts = []
     for piece in pieces:
         if isinstance(piece, str):
-            parts.append(piece.partition("(")[0])  # a function as argument: without its lambdas
+            parts.append(piece.partition("(")[0])  # drops the parameters of a function argument
             continue
         kept = (
             [arg for arg in piece if not _PLAIN.fullmatch(str(arg[0]).strip())]

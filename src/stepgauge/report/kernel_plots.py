@@ -1,5 +1,5 @@
-"""Time and rate of an operation, ours beside the peers: against its size, or as bars for sizes that
-are no line.
+"""Plots of a kernel and its peers: time and rate against a size, or bars if the rows do not form a
+line.
 """
 
 import statistics
@@ -19,21 +19,23 @@ Ends = tuple[float, float]
 
 
 def kernel_plots(records: Sequence[Record], size: str, *, by: Sequence[str]) -> list[Plot]:
-    """Two plots a group of records that agree in `by`: ms and rate against the field `size`."""
+    """Returns plots of time and rate against the field `size`, for each group of records that agree in
+    the fields `by`.
+    """
     groups: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
         groups.setdefault(tuple(str(record.spec[name]) for name in by), []).append(record)
     plots = []
     ends = {figure: _ends(records, figure) for figure in ("ms", *RATES)}
     for values, group in groups.items():
-        of_what = ", ".join(f"{name} {value}" for name, value in zip(by, values, strict=True))
+        title = ", ".join(f"{name} {value}" for name, value in zip(by, values, strict=True))
         ordered = sorted(group, key=lambda record: float(record.spec[size]))
-        plots += _pair(ordered, size, of_what, ends)
+        plots += _plots_of_group(ordered, size, title, ends)
     return plots
 
 
 def _ends(records: Sequence[Record], figure: str) -> Ends | None:
-    """The scale that all plots of a figure share: of times logarithmic, of rates from zero."""
+    """Returns the scale that all plots of a figure share. Times are logarithmic, rates start at 0."""
     names = [f"{name}_{figure}" for name in implementations(records)]
     values = [value for r in records for name in names if (value := r.median(name))]
     if not values:
@@ -41,22 +43,22 @@ def _ends(records: Sequence[Record], figure: str) -> Ends | None:
     return (min(values) / 1.3, max(values) * 1.3) if figure == "ms" else (0.0, max(values) * 1.1)
 
 
-def _pair(
-    records: Sequence[Record], size: str, of_what: str, ends: Mapping[str, Ends | None]
+def _plots_of_group(
+    records: Sequence[Record], size: str, title: str, ends: Mapping[str, Ends | None]
 ) -> list[Plot]:
     times = _curves(records, size, "ms")
     if not times:
         return []
     scales = {"x": short, "y": short}
     svg = lines(times, x=size, y="ms", dots=list(times), scales=scales, ends=ends["ms"])
-    rates = [_rate_plot(records, size, of_what, rate, ends[rate]) for rate in RATES]
-    return [Plot(svg, f"Time, {of_what}."), *filter(None, rates)]
+    rates = [_rate_plot(records, size, title, rate, ends[rate]) for rate in RATES]
+    return [Plot(svg, f"Time, {title}."), *filter(None, rates)]
 
 
 def _rate_plot(
-    records: Sequence[Record], size: str, of_what: str, rate: str, ends: Ends | None
+    records: Sequence[Record], size: str, title: str, rate: str, ends: Ends | None
 ) -> Plot | None:
-    """The rate of each implementation under what the device reaches in the same process."""
+    """Plots the rate of each implementation, and the device's rate measured in the same process."""
     rates = _curves(records, size, rate)
     if not rates:
         return None
@@ -74,12 +76,12 @@ def _rate_plot(
         level=level,
         ends=ends,
     )
-    line = "; the dashed line is what the device reaches in the same process" if level else ""
-    return Plot(svg, f"Rate, {of_what}{line}.")
+    line = f" The dashed line is a {ceiling} on this device in the same process." if level else ""
+    return Plot(svg, f"Rate, {title}.{line}")
 
 
 def _curves(records: Sequence[Record], size: str, figure: str) -> Curves:
-    """As many as a plot can show: ours, then those with the most rows."""
+    """Returns as many curves as a plot can show: ours, then those with the most rows."""
     found: Curves = {}
     for name in implementations(records):
         sizes, values = [], []
@@ -95,7 +97,7 @@ def _curves(records: Sequence[Record], size: str, figure: str) -> Curves:
 
 
 def kernel_bars(records: Sequence[Record]) -> list[Plot]:
-    """A cluster of bars a record that has our time: multiples of it, and memory if measured."""
+    """Returns a cluster of bars per record: times as multiples of ours, and memory if measured."""
     timed = [record for record in records if record.median(f"{OURS}_ms")]
     ours = [record.median(f"{OURS}_ms") or 1.0 for record in timed]
     times, memory = {}, {}
@@ -105,8 +107,11 @@ def kernel_bars(records: Sequence[Record]) -> list[Plot]:
         times[name] = [value and value / own for value, own in zip(ms, ours, strict=True)]
         memory[name] = [value and value / GIB for value in nbytes]
     drawn = {
-        "Time as a multiple of ours.": (times, "times as long as ours"),
-        "Peak memory beyond inputs and results; no bar: none, or no figure.": (memory, "GiB"),
+        "Time as a multiple of our kernel's.": (times, "× our kernel's time"),
+        "Peak memory in addition to inputs and results. No bar: none, or not measured.": (
+            memory,
+            "GiB",
+        ),
     }
     rows = labels(timed)
     return [

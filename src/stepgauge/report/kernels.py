@@ -1,4 +1,4 @@
-"""Records of operations beside their peers as a table and as plots."""
+"""Tables of our kernels compared with their peers."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -6,33 +6,30 @@ from typing import Any
 
 from stepgauge.report.names import flatten, identifying_fields
 from stepgauge.report.numbers import scaled
-from stepgauge.report.table import Table
+from stepgauge.report.table import REMARK, Table
 from stepgauge.report.views import record_table, remark
 from stepgauge.spec.kernel import KERNELS, OURS
 from stepgauge.spec.record import Record
 
 RATES = {"gb_per_s": "GB/s", "tflop_per_s": "TFLOP/s"}
-WITHOUT_COLUMN = ("peers", "seconds", "seed")  # how, not what: no column of their own
+WITHOUT_COLUMN = ("peers", "seconds", "seed")  # how a row is measured: not shown
 
 
 def implementations(records: Sequence[Record]) -> list[str]:
-    """Those that any of the records has a time or a reason for, ours first."""
+    """Returns the implementations that ran or were tried in any record, ours first."""
     names = [name for record in records for name in record.environment.get("outcomes", {})]
     return sorted(dict.fromkeys(names), key=lambda name: (name != OURS, names.index(name)))
 
 
 def timed_implementations(records: Sequence[Record]) -> list[str]:
-    """Those that any of the records has a time for, ours first."""
+    """Returns the implementations that have a time in any record, ours first."""
     names = implementations(records)
     return [name for name in names if any(f"{name}_ms" in each.metrics for each in records)]
 
 
 def kernel_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -> Table:
-    """One row a record: ms of each implementation, ours against the best peer and against the
-    ceiling.
-
-    Times are medians; where statistics are asked for, the general table. Who has no time in any row
-    has no column.
+    """Returns one row per record: the median time of each implementation, and ours relative to the
+    best peer and to the ceiling. With `statistics`, returns the general `record_table`.
     """
     shape = KERNELS[records[0].kind].shape if records[0].kind in KERNELS else ()
     if statistics:
@@ -46,22 +43,25 @@ def kernel_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -
     figures = _figures(records)
     remarks = [remark(record) for record in records]
     rows = []
-    for record, said in zip(records, remarks, strict=True):
+    for record, text in zip(records, remarks, strict=True):
         spec = flatten(record.spec)
         cells = [spec.get(name) for name in fields]
         cells += [value(record) for value in figures.values()]
-        rows.append(cells + ([said] if any(remarks) else []))
+        rows.append(cells + ([text] if any(remarks) else []))
     return Table(
-        [*fields, *figures, *(["remark"] if any(remarks) else [])],
+        [*fields, *figures, *([REMARK] if any(remarks) else [])],
         rows,
         numeric=frozenset(figures),
-        caption="Medians. Over best peer: its time divided by ours, above 1 where ours is faster.",
+        caption=(
+            "Medians. 'over best peer' is the best peer's time divided by ours: above 1, our kernel "
+            "is faster. 'of ceiling' is the fraction of the device's measured ceiling."
+        ),
         formats=dict.fromkeys(("over best peer", "of ceiling"), ".3f"),
     )
 
 
 def _figures(records: Sequence[Record]) -> dict[str, Callable[[Record], Any]]:
-    """Heading -> what a record has there: our time and what it is worth, the peers, our rate."""
+    """Returns the columns of figures: each heading with a function that gives a record's cell."""
     measured = {metric for record in records for metric in record.metrics}
     peers = timed_implementations(records)
     figures: dict[str, Callable[[Record], Any]] = {}
@@ -81,14 +81,14 @@ def _figures(records: Sequence[Record]) -> dict[str, Callable[[Record], Any]]:
 
 
 def _time(record: Record, name: str) -> float | str | None:
-    """Its median, or the word for why it has none."""
+    """Returns the median time, or the word for why there is none."""
     if f"{name}_ms" in record.metrics:
         return record.median(f"{name}_ms")
     return str(record.environment.get("outcomes", {}).get(name, "")).partition(":")[0]
 
 
 def outcomes_of(records: Sequence[Record]) -> list[str]:
-    """One sentence an implementation that is absent, with the reason."""
+    """Returns a text with the reason for each implementation that did not run."""
     return [
         f"without {name}: {reason.removeprefix('absent: ')}"
         for name, reason in dict.fromkeys(

@@ -1,5 +1,5 @@
-"""Steps of pipelines as pictures: when every action ran and what each rank held, on one time axis,
-predicted above measured.
+"""Plots of pipeline steps: when each action ran and what each rank held, with the predicted step above
+the measured one.
 """
 
 import dataclasses
@@ -28,25 +28,25 @@ KINDS: Mapping[str, str] = {
 COLOURS = dict(zip(KINDS, SERIES, strict=False))
 HELD_COLOUR = SERIES[len(KINDS)]
 COUNTED = "micro-batches of a stage"
-# The share of the drawing's width that a letter of a bar's name needs.
+# Fraction of the plot's width that a letter of a name needs.
 LETTER = 0.0095
-# Of a bar's colour, so that the name in it reads in light and dark.
+# Opacity of bars: names in them stay readable on light and dark pages.
 OPACITY = 0.65
-# Of a rank, in rows of bars: its bars, what it holds below them, and a gap.
+# Heights in rows: a rank's bars, its memory curve below them, and both with a gap.
 BAR, HELD, RANK = 0.76, 0.8, 2.0
 ROW_INCHES = 0.26
-MOST_PICTURES = 8  # of a page
+MAX_PLOTS = 8  # on one page
 
 Levels = Sequence[Sequence[tuple[float, float]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """When every action of a step ran, and what each rank held: as predicted or as measured.
+    """When each action of a step ran, and what each rank held, predicted or measured.
 
-    levels  of each rank (ms, what it held from then on)
-    peaks   of each rank, as it was predicted where it was
-    unit    of both
+    levels  for each rank, points of (ms, what it holds from then on)
+    peaks   the peak of each rank; the predicted one if there is a prediction
+    unit    the unit of levels and peaks
     """
 
     timeline: Timeline
@@ -56,44 +56,45 @@ class Step:
 
     @classmethod
     def counted(cls, timeline: Timeline) -> "Step":
-        """What is held is counted in micro-batches of a stage."""
+        """Returns a step whose memory is counted in micro-batches of a stage."""
         levels = timeline.held({})
-        return cls(timeline, levels, [_most(points) for points in levels])
+        return cls(timeline, levels, [_highest(points) for points in levels])
 
 
 def steps_of(record: Record, run: Sequence[Record]) -> dict[str, Step]:
-    """The step as it was predicted and as it ran, what of them the run has. In bytes where all have
-    bytes.
+    """Returns the record's "predicted" and "measured" step, as far as the run has them. Memory is in
+    bytes if both have bytes, else in micro-batches.
     """
     both = [record]
     for row in steps_beside(run):
         if row.record is record and row.prediction:
             both.append(row.prediction)
-    timed = {one.provenance: one for one in both if "spans" in one.tables}
+    timed = {each.provenance: each for each in both if "spans" in each.tables}
     names = {"modelled": "predicted", "measured": "measured"}
-    found = {names[provenance]: timed[provenance] for provenance in names if provenance in timed}
-    if all("held" in one.tables for one in found.values()):
-        return _in_bytes(found)
-    return {name: Step.counted(timeline_of(one)) for name, one in found.items()}
+    by_name = {names[provenance]: timed[provenance] for provenance in names if provenance in timed}
+    if all("held" in each.tables for each in by_name.values()):
+        return _in_bytes(by_name)
+    return {name: Step.counted(_timeline_of(each)) for name, each in by_name.items()}
 
 
-def _in_bytes(found: Mapping[str, Record]) -> dict[str, Step]:
-    """The peaks are those of the first, of the prediction where there is one."""
-    if not found:
+def _in_bytes(by_name: Mapping[str, Record]) -> dict[str, Step]:
+    """Returns the steps with memory in one unit of bytes. The peaks are those of the first step, which
+    is the predicted one if there is one.
+    """
+    if not by_name:
         return {}
-    levels = {name: _levels_of(one) for name, one in found.items()}
-    unit = size_unit([_most(points) for ranks in levels.values() for points in ranks])
-    first = next(iter(found.values()))
+    levels = {name: _levels_of(record) for name, record in by_name.items()}
+    unit = size_unit([_highest(points) for ranks in levels.values() for points in ranks])
+    first = next(iter(by_name.values()))
     peaks = [peak / unit.bytes for peak in first.series["rank_peak_bytes"]]
     steps = {}
-    for name, one in found.items():
+    for name, record in by_name.items():
         scaled = [[(ms, held / unit.bytes) for ms, held in points] for points in levels[name]]
-        steps[name] = Step(timeline_of(one), scaled, peaks, unit.text)
+        steps[name] = Step(_timeline_of(record), scaled, peaks, unit.text)
     return steps
 
 
-def timeline_of(record: Record) -> Timeline:
-    """The timeline of a record that has one, predicted or measured."""
+def _timeline_of(record: Record) -> Timeline:
     rows: dict[int, list[Span]] = {}
     for rank, action, start, end in record.tables["spans"][1:]:
         rows.setdefault(rank, []).append(Span(parse(action), start, end))
@@ -107,33 +108,31 @@ def _levels_of(record: Record) -> Levels:
     return [rows[rank] for rank in sorted(rows)]
 
 
-def _most(points: Sequence[tuple[float, float]]) -> float:
+def _highest(points: Sequence[tuple[float, float]]) -> float:
     return max(held for _, held in points)
 
 
 def step_blocks(records: Sequence[Record], run: Sequence[Record]) -> list[Block]:
-    """A picture of each of the first records that say when their actions ran, with the others of
-    their run.
-    """
-    told = [record for record in records if "spans" in record.tables]
+    """Returns a plot for each of the first records with a timeline. `run` has their predictions."""
+    timed = [record for record in records if "spans" in record.tables]
     plots: list[Block] = [
         Plot(
             tracks(steps_of(record, run)),
-            f"{name}: what each rank computes, and below it what it holds.",
+            f"{name}: the actions of each rank, and below them the memory that it holds.",
         )
-        for name, record in list(zip(labels(told), told, strict=True))[:MOST_PICTURES]
+        for name, record in list(zip(labels(timed), timed, strict=True))[:MAX_PLOTS]
     ]
-    more = len(told) - len(plots)
+    more = len(timed) - len(plots)
     return [*plots, Text(f"{more} more steps are not drawn.")] if more else plots
 
 
 def tracks(steps: Mapping[str, Step]) -> str:
-    """An SVG of steps by name above each other on one time axis: of each rank its computations, and
-    below them what it holds, with its peak: temporaries within an action count in that alone.
+    """Returns an SVG of the steps, one below the other on one time axis: the actions of each rank, what
+    it holds, and its peak. The peak includes temporaries within an action, the curve does not.
     """
     ranks = sum(len(step.levels) for step in steps.values())
     longest = max(step.timeline.step_ms for step in steps.values())
-    most = max(max(*step.peaks, *map(_most, step.levels)) for step in steps.values())
+    most = max(max(*step.peaks, *map(_highest, step.levels)) for step in steps.values())
     ticks, at = {}, 0.0
     with canvas(7.2, 0.9 + ROW_INCHES * (RANK * ranks + len(steps))) as (axes, output):
         for name, step in steps.items():
@@ -156,10 +155,10 @@ def tracks(steps: Mapping[str, Step]) -> str:
         axes.grid(axis="y", visible=False)
         unit = next(iter(steps.values())).unit
         _legend(axes, steps, unit)
-    told = [f"{name}: {step.timeline.step_ms:.4g} ms, most held by each rank "
-            f"{', '.join(short(_most(points)) for points in step.levels)} {unit}"
-            for name, step in steps.items()]  # fmt: skip
-    return described(output[0], f"{'; '.join(told)}.")
+    texts = [f"{name}: {step.timeline.step_ms:.4g} ms, peak of each rank "
+             f"{', '.join(short(_highest(points)) for points in step.levels)} {unit}"
+             for name, step in steps.items()]  # fmt: skip
+    return described(output[0], f"{'; '.join(texts)}.")
 
 
 def _bars(axes: "Axes", row: Sequence[Span], at: float, longest: float) -> None:
@@ -168,15 +167,15 @@ def _bars(axes: "Axes", row: Sequence[Span], at: float, longest: float) -> None:
         axes.broken_barh(spans, (at - BAR / 2, BAR), facecolors=colour, alpha=OPACITY, linewidth=0)
     for action, start, end in row:
         names = (f"{action.kind}{action.micro_batch}", str(action.micro_batch))
-        most = (end - start) / (LETTER * longest)
-        name = next((name for name in names if len(name) <= most), "")
+        num_letters = (end - start) / (LETTER * longest)
+        name = next((name for name in names if len(name) <= num_letters), "")
         axes.annotate(
             name, ((start + end) / 2, at), ha="center", va="center", fontsize=6.5, color=INK
         )
 
 
 def _held(axes: "Axes", times: Sequence[float], shares: Sequence[float], base: float) -> None:
-    """A filled curve on its base; the axis points down."""
+    """Draws a filled curve above `base`. The axis points down."""
     heights = [base - HELD * share for share in shares]
     axes.fill_between(times, base, heights, step="post", color=HELD_COLOUR, linewidth=0, alpha=0.7)
 
@@ -189,11 +188,11 @@ def _peak(axes: "Axes", peak: float, most: float, base: float, longest: float) -
 
 
 def _legend(axes: "Axes", steps: Mapping[str, Step], unit: str) -> None:
-    """Of the kinds that are there, what is held and its peak."""
-    there = {
+    """Adds a legend of the kinds of action that occur, the memory held and its peak."""
+    occurring = {
         span.action.kind for step in steps.values() for row in step.timeline.ranks for span in row
     }
-    for kind in (kind for kind in KINDS if kind in there):
+    for kind in (kind for kind in KINDS if kind in occurring):
         axes.broken_barh(
             [], (0, 0), facecolors=COLOURS[kind], alpha=OPACITY, label=f"{kind}, {KINDS[kind]}"
         )

@@ -1,4 +1,4 @@
-"""Planned layouts as tables and sentences."""
+"""Tables of planned layouts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,10 +13,10 @@ SETTINGS = ("micro batch", "accumulation", "checkpointing")
 
 
 def plan_table(rows: Sequence[Record], caption: str) -> Table:
-    """A row a layout, the fastest first. A setting that all rows share stands in the caption."""
+    """Returns one row per layout. Settings that all rows share move to the caption."""
     shown = [_cells(place, row) for place, row in enumerate(rows, start=1)]
     columns = {name: [cells[name] for cells in shown] for name in shown[0]}
-    alike = {
+    shared = {
         name: columns[name][0]
         for name in SETTINGS
         if len(shown) > 1 and len(set(columns[name])) == 1 and columns[name][0] is not None
@@ -24,14 +24,14 @@ def plan_table(rows: Sequence[Record], caption: str) -> Table:
     return Table.from_rows(
         shown,
         names=2,
-        caption=", ".join([caption, *(f"{name} {value}" for name, value in alike.items())]),
-        hidden=frozenset(alike),
+        caption=", ".join([caption, *(f"{name} {value}" for name, value in shared.items())]),
+        hidden=frozenset(shared),
         formats={"± %": ".0f"},
     )
 
 
 def _cells(place: int, row: Record) -> dict[str, Any]:
-    is_user = row.spec["model"].get("network") == "user"  # which decides its batch itself
+    is_user = row.spec["model"].get("network") == "user"  # the user's file decides the batch
     layout = Layout.parse(row.spec["layout"])
     peak = row.median("peak_bytes")
     return {
@@ -61,32 +61,31 @@ def _percent(fraction: float | None) -> float | None:
 
 
 def parts_table(rows: Sequence[Record]) -> Table:
-    """The memory of each layout by part, in GiB: torch's peak, what lies outside of it, both."""
-    parts = [_memory_parts(row) for row in rows]
-    in_all: dict[str, float] = {}
+    """Returns the memory of each layout by part, in GiB."""
+    parts = [
+        {str(name): float(nbytes) for name, nbytes, _ in row.tables.get("memory", [])[1:]}
+        for row in rows
+    ]
+    totals: dict[str, float] = {}
     for each in parts:
         for name, nbytes in each.items():
-            in_all[name] = in_all.get(name, 0.0) + nbytes
-    names = sorted(in_all, key=lambda name: (name.endswith(OUTSIDE), -in_all[name]))
+            totals[name] = totals.get(name, 0.0) + nbytes
+    names = sorted(totals, key=lambda name: (name.endswith(OUTSIDE), -totals[name]))
     shown = []
     for place, (row, each) in enumerate(zip(rows, parts, strict=True), start=1):
         outside = sum(nbytes for name, nbytes in each.items() if name.endswith(OUTSIDE))
-        whole = sum(each.values())
+        total = sum(each.values())
         cells = [each[name] / GIB if name in each else None for name in names]
-        sums = [nbytes / GIB for nbytes in (whole - outside, outside, whole)]
+        sums = [nbytes / GIB for nbytes in (total - outside, outside, total)]
         shown.append([place, row.spec["layout"], *sums, *cells])
-    columns = ["#", "layout", "peak", "outside", "in all", *names]
+    columns = ["#", "layout", "peak", "outside", "total", *names]
     caption = (
-        "Memory of the fullest rank, GiB: torch's peak, what the device holds outside of it, both"
+        "Memory of the fullest rank in GiB: torch's peak, memory that torch does not count (outside), "
+        "and both (total)"
     )
     return Table(columns, shown, names=2, caption=caption)
 
 
-def _memory_parts(row: Record) -> dict[str, float]:
-    """Bytes by the name of the part."""
-    return {str(name): float(nbytes) for name, nbytes, _ in row.tables.get("memory", [])[1:]}
-
-
 def magnitudes(scales: Mapping[str, float]) -> str:
-    """Orders of magnitude, in one line; each name says what is counted."""
+    """Returns orders of magnitude in one line. Each name says what is counted."""
     return ", ".join(f"{value:.1e} {name}" for name, value in scales.items())

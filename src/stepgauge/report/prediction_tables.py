@@ -1,4 +1,4 @@
-"""Errors of predictions as tables, a plot and a section of a report."""
+"""Tables, a plot and a report section on the errors of predictions."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,89 +20,90 @@ from stepgauge.report.views import remark, remark_with_prediction
 from stepgauge.spec.predictions import STEP, steps_beside
 from stepgauge.spec.record import Record
 
-QUESTION = "How far is what was predicted from what was measured?"
+QUESTION = "How far are the predicted steps from the measured ones?"
 METHOD = (
-    "Each row was predicted from a hardware file of this device before it was run, and nothing is "
-    "scaled to fit. A term's error is its predicted less its measured time, over the measured "
-    "step: the terms of a row add up to its error. Communication is what it adds to the step; "
-    "what the prediction holds for bound by the host is the host's. Groups do the same step on as "
-    "many ranks."
+    "Each row was predicted from a hardware file of this device before it was run, and no prediction "
+    "is scaled to fit. The error of a term is its predicted minus its measured time, divided by the "
+    "measured step, so the terms of a row add up to the error of its step. The term communication "
+    "is the time that communication adds to the step. The term host is the phases that are predicted "
+    "to be bound by the host. A group consists of rows with the same work on the same number of "
+    "ranks."
 )
 
 
 def error_table(records: Sequence[Record], *, unpredicted: bool = False) -> Table:
-    """A row for each step that was predicted and measured, with the signed errors of its terms; with
-    `unpredicted` also for each that was measured alone.
+    """Returns one row per predicted and measured step, with the signed errors of its terms. With
+    `unpredicted`, steps that were only measured are included.
     """
-    found = errors(records)
-    alone = _measured_alone(records) if unpredicted else []
-    terms = [term for term in TERMS if any(abs(each.terms.get(term, 0)) > 5e-4 for each in found)]
-    rows = [
+    every = errors(records)
+    others = _not_predicted(records) if unpredicted else []
+    terms = [term for term in TERMS if any(abs(each.terms.get(term, 0)) > 5e-4 for each in every)]
+    figures = [
         [*_times(each), each.step, *map(each.terms.get, terms), each.peak, _own_remark(each)]
-        for each in found
+        for each in every
     ]
-    for record in alone:
-        said = SEPARATOR.join(filter(None, ["not predicted", remark(record)]))
-        rows.append([None, record.median(STEP), *[None] * (len(terms) + 2), said])
-    names = labels([*(each.row.record for each in found), *alone])
+    for record in others:
+        text = SEPARATOR.join(filter(None, ["not predicted", remark(record)]))
+        figures.append([None, record.median(STEP), *[None] * (len(terms) + 2), text])
+    names = labels([*(each.row.record for each in every), *others])
     columns = ["row", "predicted ms", "measured ms", "error", *terms, "peak error", REMARK]
-    every = [[name, *row] for name, row in zip(names, rows, strict=True)]
-    kept = [n for n in range(len(columns)) if n < 4 + len(terms) or any(row[n] for row in every)]
-    return Table(
-        [columns[n] for n in kept],
-        [[row[n] for n in kept] for row in every],
+    rows = [[name, *row] for name, row in zip(names, figures, strict=True)]
+    kept = [n for n in range(len(columns)) if n < 4 + len(terms) or any(row[n] for row in rows)]
+    table = Table(
+        columns,
+        rows,
         names=1,
         formats=dict.fromkeys(("error", *terms), "+.1%") | {"peak error": "+.2%"},
         caption=sentence(records),
         absent="-",
     )
+    return table.select(kept)
 
 
-def _measured_alone(records: Sequence[Record]) -> list[Record]:
-    """Steps that were measured and not predicted."""
+def _not_predicted(records: Sequence[Record]) -> list[Record]:
+    """Returns the steps that were measured but not predicted."""
     rows = [row for row in steps_beside(records) if row.prediction is None]
     measured = [row.record for row in rows if row.record.provenance == "measured"]
     return [record for record in measured if record.status == "ok" and STEP in record.metrics]
 
 
 def _own_remark(each: Errors) -> str:
-    """Without what is to be known of the hardware file, which the caption has for all rows."""
+    """Returns the row's remark without the warning on the hardware file, which is in the caption."""
     parts = remark_with_prediction(each.row).split(SEPARATOR)
     return SEPARATOR.join(part for part in parts if DISTURBED_FILE not in part)
 
 
-def _names(found: Sequence[Errors]) -> list[str]:
-    return labels([each.row.record for each in found])
-
-
 def _times(each: Errors) -> list[float | None]:
+    """Returns the predicted and the measured time."""
     assert each.row.prediction is not None
     return [record.median(STEP) for record in (each.row.prediction, each.row.record)]
 
 
 def group_table(records: Sequence[Record]) -> Table:
-    """Of each group the fastest, its rank among the predictions, and what the choice would cost."""
-    found = errors(records)
-    names = dict(zip(map(id, found), _names(found), strict=True))
+    """Returns the fastest row of each group, its predicted rank, and what relying on the prediction
+    would cost.
+    """
+    every = errors(records)
+    names = dict(zip(map(id, every), labels([each.row.record for each in every]), strict=True))
     rows = [
         [names[id(group.rows[0])], len(group.rows), group.rank, group.loses]
-        for group in groups(found)
+        for group in groups(every)
     ]
     return Table(
         ["fastest of its group", "rows", "predicted rank", "predicted best slower by"],
         rows,
         names=1,
         formats={"predicted best slower by": "+.1%"},
-        caption="Rows that do the same step on as many ranks." if rows else "",
+        caption="Groups of rows with the same work on the same number of ranks." if rows else "",
     )
 
 
 def plot(records: Sequence[Record]) -> Plot:
-    """Predicted against measured steps, by the number of ranks."""
-    found = errors(records)
+    """Plots predicted against measured steps, one series per number of ranks."""
+    every = errors(records)
     curves: dict[str, Curve] = {}
-    for ranks in sorted({ranks_of(each.row.record) for each in found}):
-        own = [_times(each) for each in found if ranks_of(each.row.record) == ranks]
+    for ranks in sorted({ranks_of(each.row.record) for each in every}):
+        own = [_times(each) for each in every if ranks_of(each.row.record) == ranks]
         measured, predicted = ([pair[place] or 0.0 for pair in own] for place in (1, 0))
         curves["1 rank" if ranks == 1 else f"{ranks} ranks"] = (measured, predicted)
     times = [ms for xs, ys in curves.values() for ms in (*xs, *ys)]
@@ -115,15 +116,15 @@ def plot(records: Sequence[Record]) -> Plot:
         joined=False,
         scales={"x": short, "y": short},
     )
-    return Plot(svg, "Predicted against measured steps; on the line they are equal.")
+    return Plot(svg, "Predicted against measured step time. On the line they are equal.")
 
 
 def blocks(records: Sequence[Record]) -> list[Block]:
-    """The plot and the tables; nothing where no step has both."""
+    """Returns the plot and the tables, or nothing if no step was both predicted and measured."""
     if not errors(records):
         return []
     ranked = group_table(records)
-    table = dataclasses.replace(error_table(records), caption="")  # the section begins with it
+    table = dataclasses.replace(error_table(records), caption="")  # it is the section's answer
     return [plot(records), table, *([ranked] if ranked.rows else [])]
 
 

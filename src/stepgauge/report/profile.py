@@ -1,4 +1,4 @@
-"""Views of an Analysis: one table a question, and the flame graph."""
+"""Reports on the analysis of one trace: tables, sentences and the flame graph."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -14,221 +14,219 @@ from stepgauge.spec.disturbance import LEAST_MISSED
 from stepgauge.trace.collectives import bus_bytes_per_s
 
 LONGEST_SHAPES = 48
-SHOWN_KERNELS, SHOWN_OPERATIONS = 20, 16
-OTHER_LIMIT = 0.02  # what no rule could place is named one by one above this share
-# Above any device's memory and caches, and any device's products: such a rate is no rate.
-MOST_BYTES_PER_S, MOST_FLOP_PER_S = 3e13, 3e16
+MAX_KERNELS, MAX_OPERATIONS = 20, 16
+MAX_OTHER = 0.02  # share of the time: above it, the kernels of kind "other" are named
+# No device reaches these rates. A higher one comes from shapes that say too much, and is not shown.
+MAX_BYTES_PER_S, MAX_FLOP_PER_S = 3e13, 3e16
 ATTENTION_PARTS = ("scores", "softmax", "values")
-SPELLED = {"host": "Python, views and autograd"}
+KIND_LABELS = {"host": "Python, views and autograd"}
 
 
-def blocks(found: Analysis) -> list[Block]:
-    """All of it, for the report."""
-    last = ", kernels." if found.on_device else "."
-    nesting = f"Where the time goes, by nesting: phases, parts of the model, operations{last}"
-    flame = Flame(found.flame, found.steps, nesting)
-    return [flame, *(Text(line) for line in sentences(found)), *tables(found)]
+def blocks(analysis: Analysis) -> list[Block]:
+    """Returns the flame graph, the sentences and the tables."""
+    levels = "phases, modules, operations" + (", kernels" if analysis.on_device else "")
+    flame = Flame(analysis.flame, analysis.steps, f"Time of one step by {levels}.")
+    return [flame, *(Text(line) for line in sentences(analysis)), *tables(analysis)]
 
 
-def tables(found: Analysis) -> list[Table]:
-    """One table a question; those that the trace cannot answer are left out."""
+def tables(analysis: Analysis) -> list[Table]:
+    """Returns the tables for which the trace has data."""
     shown = [
-        phases_table(found),
-        ranges_table(found),
-        kinds_table(found),
-        kernels_table(found),
-        attention_table(found),
-        idle_table(found),
-        operations_table(found),
-        collectives_table(found),
-        overlap_table([found.overlap] if found.overlap else []),
+        phases_table(analysis),
+        ranges_table(analysis),
+        kinds_table(analysis),
+        kernels_table(analysis),
+        attention_table(analysis),
+        idle_table(analysis),
+        operations_table(analysis),
+        collectives_table(analysis),
+        overlap_table([analysis.overlap] if analysis.overlap else []),
     ]
     return [table for table in shown if table.rows]
 
 
-def answer(found: Analysis) -> str:
-    """Why the step takes as long as it does, as far as two sentences can say it."""
-    step = f"A step takes {_ms(found.step_us)} ms"
-    if not found.on_device:
+def answer(analysis: Analysis) -> str:
+    """Returns a sentence on where the time of the step goes."""
+    step = f"A step takes {_ms(analysis.step_us)} ms"
+    if not analysis.on_device:
         parts = ", ".join(
-            f"{_ms(each.us)} ms in {SPELLED.get(kind, kind)}"
-            for (kind,), each in list(sums_by(found, "kind").items())[:3]
+            f"{_ms(each.us)} ms in {KIND_LABELS.get(kind, kind)}"
+            for (kind,), each in list(sums_by(analysis, "kind").items())[:3]
         )
         return f"{step} on the host: {parts}."
-    idle = total(found.cells, found.steps).idle_us
-    return (
-        f"{step}: the device works {_ms(found.step_us - idle)} ms and stands still {_ms(idle)} ms."
-    )
+    idle = total(analysis.cells, analysis.steps).idle_us
+    return f"{step}: the device is busy for {_ms(analysis.step_us - idle)} ms and idle for {_ms(idle)} ms."
 
 
-def sentences(found: Analysis) -> list[str]:
-    """What a table does not say by itself."""
-    result = list(found.notes)
-    if found.lead_in_us > 0 or found.tail_us > 0:
+def sentences(analysis: Analysis) -> list[str]:
+    """Returns the trace's notes and the findings that the tables do not state."""
+    result = list(analysis.notes)
+    if analysis.lead_in_us > 0 or analysis.tail_us > 0:
         result.append(
-            f"Not in the steps: {_ms(found.lead_in_us)} ms from the host's begin to the device's "
-            f"first work, {_ms(found.tail_us)} ms from its last work to the host's end."
+            f"The steps do not include {_ms(analysis.lead_in_us)} ms from the begin of the first step "
+            f"on the host to the device's first work, and {_ms(analysis.tail_us)} ms from its last "
+            "work to the end on the host."
         )
-    idle = max(found.idle, key=lambda row: row.us, default=None)
+    idle = max(analysis.idle, key=lambda row: row.us, default=None)
     if idle is not None:
-        still = sum(row.us for row in found.idle)
+        total_us = sum(row.us for row in analysis.idle)
         result.append(
-            f"The device stood still {100 * still / found.steps / found.step_us:.1f} % of the "
-            f"step; most of it {idle.reason}, in {idle.phase or 'the rest'} "
-            f"({100 * idle.us / still:.0f} % of that time)."
+            f"The device is idle for {100 * total_us / analysis.steps / analysis.step_us:.1f} % of the "
+            f"step. The largest part of that, {100 * idle.us / total_us:.0f} %, is in "
+            f"{idle.phase or 'the rest of the step'} ({idle.reason})."
         )
-    matmul, softmax = (_attention_us(found, part) for part in (("scores", "values"), ("softmax",)))
+    matmul, softmax = (
+        _attention_us(analysis, part) for part in (("scores", "values"), ("softmax",))
+    )
     if matmul and softmax:
         ratio = softmax / matmul
         result.append(
-            f"In attention, forward: softmax {number(softmax)} µs a step, the two matrix products "
-            f"{number(matmul)} µs; softmax takes {number(ratio)} times as long with a small part "
-            "of the FLOPs (table below)."
+            f"In attention's forward, softmax takes {number(softmax)} µs a step and the two matrix "
+            f"products {number(matmul)} µs: softmax takes {number(ratio)} times as long with a small "
+            "part of the FLOPs (table below)."
         )
-    return result + _unplaced(found)
+    return result + _unclassified(analysis)
 
 
-def _unplaced(found: Analysis) -> list[str]:
-    """The names that no rule knows, where they matter."""
-    whole_us = total(found.cells, found.steps).us
-    names = {name: each.us for (kind, name), each in sums_by(found, "kind", "name").items()
+def _unclassified(analysis: Analysis) -> list[str]:
+    """Returns a sentence on the kernels of kind "other" if they take more than MAX_OTHER."""
+    step_us = total(analysis.cells, analysis.steps).us
+    names = {name: each.us for (kind, name), each in sums_by(analysis, "kind", "name").items()
              if kind == "other"}  # fmt: skip
-    share = sum(names.values()) / whole_us if whole_us else 0.0
-    if share <= OTHER_LIMIT:
+    share = sum(names.values()) / step_us if step_us else 0.0
+    if share <= MAX_OTHER:
         return []
     shown = ", ".join(
-        f"{short_name(name)} ({100 * us / whole_us:.1f} %)" for name, us in list(names.items())[:8]
+        f"{short_name(name)} ({100 * us / step_us:.1f} %)" for name, us in list(names.items())[:8]
     )
-    return [f"No rule placed {100 * share:.1f} % of the time ({len(names)} names): {shown}."]
+    return [
+        f"{100 * share:.1f} % of the time has no known kind of work ({len(names)} names): {shown}."
+    ]
 
 
-def _attention_us(found: Analysis, parts: Sequence[str]) -> float:
-    """Of a forward, in a step."""
+def _attention_us(analysis: Analysis, parts: Sequence[str]) -> float:
+    """Returns the time of these parts of attention in the forward of one step."""
     wanted = tuple(f".{part}" for part in parts)
-    cells = (c for c in found.cells if c.phase == "forward" and c.range.endswith(wanted))
-    return total(cells, found.steps).us
+    cells = (c for c in analysis.cells if c.phase == "forward" and c.range.endswith(wanted))
+    return total(cells, analysis.steps).us
 
 
-def phases_table(found: Analysis) -> Table:
-    """The stopwatch without and with the profiler, and the trace: what the profiler costs, and
-    whether it is right.
-
-    A trace that another program wrote comes without the stopwatch.
+def phases_table(analysis: Analysis) -> Table:
+    """Compares the phases by stopwatch, without and with the profiler, and by the trace. A trace that
+    another program wrote has no stopwatch times.
     """
-    sums = {phase: each for (phase,), each in sums_by(found, "phase").items()}
-    sums["step"] = total(found.cells, found.steps)
+    sums = {phase: each for (phase,), each in sums_by(analysis, "phase").items()}
+    sums["step"] = total(analysis.cells, analysis.steps)
     rows = []
-    for phase in [*found.phases_us, "step"]:
-        alone, watched = found.stopwatch_ms.get(phase), _watched(found, phase)
+    for phase in [*analysis.phases_us, "step"]:
+        plain, profiled = analysis.stopwatch_ms.get(phase), _profiled_ms(analysis, phase)
         timed = {
-            "stopwatch ms": alone,
-            "stopwatch profiled ms": watched,
-            "profiler costs %": 100 * (watched / alone - 1) if alone and watched else None,
+            "stopwatch ms": plain,
+            "stopwatch profiled ms": profiled,
+            "profiler overhead %": 100 * (profiled / plain - 1) if plain and profiled else None,
         }
         own = sums.get(phase, Sum())
         rows.append({
             "phase": phase or "rest",
-            **(timed if found.stopwatch_ms else {}),
-            "trace ms": sum(_values(found, phase)) / found.steps / 1e3,
-            **({"busy ms": own.busy_us / 1e3, "idle ms": own.idle_us / 1e3} if found.on_device else {}),
-            f"{_noun(found)} a step": whole(own.calls),
+            **(timed if analysis.stopwatch_ms else {}),
+            "trace ms": _trace_us(analysis, phase) / 1e3,
+            **({"busy ms": own.busy_us / 1e3, "idle ms": own.idle_us / 1e3} if analysis.on_device else {}),
+            f"{_noun(analysis)} a step": whole(own.calls),
         })  # fmt: skip
-    stopwatch = "stopwatch without the profiler and with it (medians), and the trace"
-    caption = (
-        f"Phases: {stopwatch if found.stopwatch_ms else 'the trace'} (means of {found.steps})."
-    )
-    return Table.from_rows(rows, caption=caption, formats={"profiler costs %": "+.1f"})
+    stopwatch = "stopwatch without and with the profiler (medians), trace"
+    caption = f"Phases: {stopwatch if analysis.stopwatch_ms else 'trace'} (mean of {analysis.steps} steps)."
+    return Table.from_rows(rows, caption=caption, formats={"profiler overhead %": "+.1f"})
 
 
-def _watched(found: Analysis, phase: str) -> float | None:
-    """Milliseconds of the phase, or of the whole step, by the stopwatch in the profiled steps."""
+def _profiled_ms(analysis: Analysis, phase: str) -> float | None:
+    """Returns the median stopwatch time of the phase, or of the whole step, in the profiled steps."""
     if phase != "step":
-        values: Sequence[float] = found.watched_ms.get(phase, [])
+        values: Sequence[float] = analysis.watched_ms.get(phase, [])
     else:
-        values = [sum(step) for step in zip(*found.watched_ms.values(), strict=True)]
+        values = [sum(step) for step in zip(*analysis.watched_ms.values(), strict=True)]
     return statistics.median(values) if values else None
 
 
-def _values(found: Analysis, phase: str) -> Sequence[float]:
-    if phase != "step":
-        return found.phases_us[phase]
-    return [sum(values) for values in zip(*found.phases_us.values(), strict=True)]
+def _trace_us(analysis: Analysis, phase: str) -> float:
+    if phase == "step":
+        return analysis.step_us
+    return sum(analysis.phases_us[phase]) / analysis.steps
 
 
-def ranges_table(found: Analysis) -> Table:
-    """Each part of the model in each phase, idle time before its kernels included."""
+def ranges_table(analysis: Analysis) -> Table:
+    """Returns the time of each module in each phase, including idle time before its kernels."""
     by_range: dict[str, dict[str, float]] = {}
-    for (name, phase), each in sums_by(found, "range", "phase").items():
+    for (name, phase), each in sums_by(analysis, "range", "phase").items():
         by_range.setdefault(name, {})[phase] = each.busy_us + each.idle_us
-    in_all = {phase: sum(row.get(phase, 0.0) for row in by_range.values())
-              for phase in found.phases_us}  # fmt: skip
-    whole_us = sum(in_all.values()) or 1.0
+    totals = {phase: sum(row.get(phase, 0.0) for row in by_range.values())
+              for phase in analysis.phases_us}  # fmt: skip
+    step_us = sum(totals.values()) or 1.0
 
     def row(label: str, by_phase: Mapping[str, float]) -> dict[str, Any]:
-        us = sum(by_phase.get(phase, 0.0) for phase in found.phases_us)
-        phases = {f"{p or 'rest'} ms": by_phase.get(p, 0.0) / 1e3 for p in found.phases_us}
-        return {"range": label, **phases, "step ms": us / 1e3, "share %": 100 * us / whole_us}
+        us = sum(by_phase.get(phase, 0.0) for phase in analysis.phases_us)
+        phases = {f"{p or 'rest'} ms": by_phase.get(p, 0.0) / 1e3 for p in analysis.phases_us}
+        return {"range": label, **phases, "step ms": us / 1e3, "share %": 100 * us / step_us}
 
-    rows = [row(range_name(name) or "outside of all", each) for name, each in by_range.items()]
+    rows = [row(range_name(name) or "outside any range", each) for name, each in by_range.items()]
     rows.sort(key=lambda each: -each["step ms"])
-    idle = ", the device's idle time before its kernels included" if found.on_device else ""
-    caption = f"Ranges: time a step{idle}; equal parts of repeated blocks together."
-    rows.append(row("sum of ranges", in_all))
+    idle = ", including the device's idle time before its kernels" if analysis.on_device else ""
+    caption = f"Ranges: time a step{idle}. Repeated blocks are added up."
+    rows.append(row("sum of ranges", totals))
     return Table.from_rows(rows, caption=caption, formats={"share %": ".1f"})
 
 
-def kinds_table(found: Analysis) -> Table:
-    """Share of each kind, in a forward and in the whole step."""
-    by_phase = {phase: each.us for (phase,), each in sums_by(found, "phase").items()}
+def kinds_table(analysis: Analysis) -> Table:
+    """Returns the time and share of each kind of work, by phase and in the whole step."""
+    by_phase = {phase: each.us for (phase,), each in sums_by(analysis, "phase").items()}
     by_phase["step"] = sum(by_phase.values())
-    parts = {key: each.us for key, each in sums_by(found, "kind", "phase").items()}
+    parts = {key: each.us for key, each in sums_by(analysis, "kind", "phase").items()}
     rows = []
-    for (kind,), whole_step in sums_by(found, "kind").items():
+    for (kind,), whole_step in sums_by(analysis, "kind").items():
         if not whole_step.us:
             continue
         row: dict[str, Any] = {"kind": kind}
-        for phase in [*found.phases_us, "step"]:
+        for phase in [*analysis.phases_us, "step"]:
             us = whole_step.us if phase == "step" else parts.get((kind, phase), 0.0)
-            in_all, name = by_phase.get(phase, 0.0), phase or "rest"
-            row |= {f"{name} ms": us / 1e3, f"{name} %": 100 * us / in_all if in_all else None}
+            total_us, name = by_phase.get(phase, 0.0), phase or "rest"
+            row |= {f"{name} ms": us / 1e3, f"{name} %": 100 * us / total_us if total_us else None}
         rows.append(row)
-    noun = _noun(found)
+    noun = _noun(analysis)
     caption = (
-        f"Kinds of work: time of the {noun} a step, and its share of all {noun} of the phase. What "
-        "autograd computes by plain operators, such as backward of an eager norm, is of their "
-        "kinds."
+        f"Kinds of work: time of their {noun} a step, and share of all {noun} in the phase. If "
+        "autograd computes a backward with plain operators, as for an eager norm, these count as "
+        "elementwise work and reductions."
     )
-    formats = {f"{phase or 'rest'} %": ".1f" for phase in [*found.phases_us, "step"]}
+    formats = {f"{phase or 'rest'} %": ".1f" for phase in [*analysis.phases_us, "step"]}
     return Table.from_rows(rows, caption=caption, formats=formats)
 
 
-def kernels_table(found: Analysis) -> Table:
-    """Those with most time, with their kind and the rule that placed them."""
-    sums = sums_by(found, "name", "kind", "phase", "rule")
-    most = [(key, each) for key, each in list(sums.items())[:SHOWN_KERNELS] if each.us > 0]
-    in_all = sum(each.us for each in sums.values()) or 1.0
-    noun = _noun(found)
+def kernels_table(analysis: Analysis) -> Table:
+    """Returns the kernels with most time, their kind, and the rule by which they have that kind."""
+    sums = sums_by(analysis, "name", "kind", "phase", "rule")
+    longest = [(key, each) for key, each in list(sums.items())[:MAX_KERNELS] if each.us > 0]
+    step_us = sum(each.us for each in sums.values()) or 1.0
+    noun = _noun(analysis)
     rows = [
         {
             noun[:-1]: short_name(name), "kind": kind, "phase": phase or "rest",
             "calls a step": whole(each.calls), "ms a step": each.us / 1e3,
             "mean µs": each.us / each.calls if each.calls else None,
-            "share %": 100 * each.us / in_all, "rule": rule,
+            "share %": 100 * each.us / step_us, "rule": rule,
         }
-        for (name, kind, phase, rule), each in most
+        for (name, kind, phase, rule), each in longest
     ]  # fmt: skip
-    covered = 100 * sum(each.us for _, each in most) / in_all
-    caption = f"{noun.capitalize()} with most time, {len(rows)} of {len(sums)}: {covered:.0f} %."
+    covered = 100 * sum(each.us for _, each in longest) / step_us
+    caption = f"The {len(rows)} of {len(sums)} {noun} with most time: {covered:.0f} % of all {noun}' time."
     return Table.from_rows(rows, caption=caption, names=3, formats={"share %": ".1f"})
 
 
-def attention_table(found: Analysis) -> Table:
-    """Inside attention: scores, softmax and value product, time against FLOPs."""
+def attention_table(analysis: Analysis) -> Table:
+    """Returns time and FLOPs of the parts of attention: scores, softmax and value product."""
     rows = []
     for part in ATTENTION_PARTS:
-        for phase in found.phases_us:
-            mine = (c for c in found.cells if c.range.endswith(f".{part}") and c.phase == phase)
-            each = total(mine, found.steps)
+        for phase in analysis.phases_us:
+            mine = (c for c in analysis.cells if c.range.endswith(f".{part}") and c.phase == phase)
+            each = total(mine, analysis.steps)
             if each.us:
                 rows.append({
                     "part of attention": part, "phase": phase, "µs a step": each.us,
@@ -236,67 +234,70 @@ def attention_table(found: Analysis) -> Table:
                     "TFLOP/s": each.flops / each.us / 1e6 or None,
                     "GB/s": each.bytes / each.us / 1e3 or None,
                 })  # fmt: skip
-    return Table.from_rows(rows, caption="Softmax against the matrix products of attention.")
+    return Table.from_rows(rows, caption="Attention: softmax compared with the matrix products.")
 
 
-def operations_table(found: Analysis) -> Table:
-    """What matrix products and memory-bound operations reach, against the roofline of this device."""
-    roof = found.ceilings
+def operations_table(analysis: Analysis) -> Table:
+    """Returns the rates of the operations with most time, and their share of the roofline."""
+    roofline = analysis.ceilings
     rows = []
-    for row in found.operations[:SHOWN_OPERATIONS]:
+    for row in analysis.operations[:MAX_OPERATIONS]:
         seconds = row.us / row.calls / 1e6 if row.calls else 0.0
         share = None
-        if roof and seconds:
-            # The roofline: an operation takes at least as long as its FLOPs, and at least as long
-            # as its bytes.
-            least = max(row.flops / roof.flop_per_s, row.bytes / roof.bytes_per_s)
+        if roofline and seconds:
+            least = max(row.flops / roofline.flop_per_s, row.bytes / roofline.bytes_per_s)
             share = round(100 * least / seconds)
         flop_per_s, bytes_per_s = (
-            value / seconds if seconds and value / seconds < most else 0.0
-            for value, most in ((row.flops, MOST_FLOP_PER_S), (row.bytes, MOST_BYTES_PER_S))
+            amount / seconds if seconds and amount / seconds < limit else 0.0
+            for amount, limit in ((row.flops, MAX_FLOP_PER_S), (row.bytes, MAX_BYTES_PER_S))
         )
         rows.append({
             "operation": row.operation, "kind": row.kind, "shapes": truncated(row.shapes, LONGEST_SHAPES),
-            "type": row.dtype.removeprefix("c10::"), "calls a step": whole(row.calls / found.steps),
-            "ms a step": row.us / 1e3 / found.steps, "mean µs": seconds * 1e6,
+            "type": row.dtype.removeprefix("c10::"), "calls a step": whole(row.calls / analysis.steps),
+            "ms a step": row.us / 1e3 / analysis.steps, "mean µs": seconds * 1e6,
             "TFLOP/s": flop_per_s / 1e12 or None, "GB/s": bytes_per_s / 1e9 or None,
             "FLOP/byte": row.flops / row.bytes or None, "of roofline %": share,
         })  # fmt: skip
     caption = (
-        "Operations with shapes against the roofline, those with most time; bytes are the least."
+        "Operations with most time, by shape. Their bytes are the least that they can move: each "
+        "argument read once, the result written once."
     )
-    return Table.from_rows(rows, caption=f"{caption}{_limits(roof)}" if roof else caption, names=4)
+    if roofline:
+        caption += _limits(roofline)
+    return Table.from_rows(rows, caption=caption, names=4)
 
 
-def _limits(roof: Ceilings) -> str:
-    reached = f"{number(roof.flop_per_s / 1e12)} TFLOP/s, {number(roof.bytes_per_s / 1e9)} GB/s"
-    told = f" Measured ceilings: {reached} ({roof.condition})."
-    if roof.missed_cores <= LEAST_MISSED:
-        return told
-    return (
-        f"{told} They are too low and the shares too high: other work had "
-        f"{roof.missed_cores:.1f} of the cores meanwhile."
+def _limits(roofline: Ceilings) -> str:
+    text = (
+        f" The roofline was measured: {number(roofline.flop_per_s / 1e12)} TFLOP/s, "
+        f"{number(roofline.bytes_per_s / 1e9)} GB/s ({roofline.condition})."
     )
+    if roofline.missed_cores > LEAST_MISSED:
+        text += (
+            f" It is too low, and the shares are too high, because other work took "
+            f"{roofline.missed_cores:.1f} of the cores meanwhile."
+        )
+    return text
 
 
-def idle_table(found: Analysis) -> Table:
-    """Times in which the device stood still, and why."""
+def idle_table(analysis: Analysis) -> Table:
+    """Returns the idle time of the device by reason and phase."""
     rows = [
-        [row.reason, row.phase or "rest", row.gaps / found.steps, row.us / 1e3 / found.steps, row.us / row.gaps]
-        for row in sorted(found.idle, key=lambda row: -row.us)
+        [row.reason, row.phase or "rest", row.gaps / analysis.steps, row.us / 1e3 / analysis.steps, row.us / row.gaps]
+        for row in sorted(analysis.idle, key=lambda row: -row.us)
     ]  # fmt: skip
-    head = ["why the device stood still", "phase", "gaps a step", "ms a step", "mean µs"]
-    return Table(head, rows, caption="Idle time of the device, by cause.", names=2)
+    head = ["why the device was idle", "phase", "gaps a step", "ms a step", "mean µs"]
+    return Table(head, rows, caption="Idle time of the device by reason.", names=2)
 
 
-def collectives_table(found: Analysis) -> Table:
-    """This rank's collectives; the time in each includes waiting for other ranks."""
+def collectives_table(analysis: Analysis) -> Table:
+    """Returns this rank's collectives. Their times include waiting for other ranks."""
     rows = []
-    for row in found.collectives[:SHOWN_OPERATIONS]:
+    for row in analysis.collectives[:MAX_OPERATIONS]:
         calls = len(row.calls_us)
         busbw = bus_bytes_per_s(row, row.us / calls) / 1e9
         rows.append([row.name, range_name(row.range), row.dtype, row.group_size or None, row.bytes or None,
-                     calls / found.steps, row.us / 1e3 / found.steps, row.us / calls, busbw or None])  # fmt: skip
+                     calls / analysis.steps, row.us / 1e3 / analysis.steps, row.us / calls, busbw or None])  # fmt: skip
     head = [
         "collective",
         "range",
@@ -308,7 +309,10 @@ def collectives_table(found: Analysis) -> Table:
         "mean µs",
         "busbw GB/s",
     ]
-    caption = "Collectives of this rank; their times include waiting for the others, so busbw is the least."
+    caption = (
+        "Collectives of this rank. Their times include waiting for other ranks, so the real bus "
+        "bandwidth is at least as high."
+    )
     return Table(head, rows, caption=caption, names=5)
 
 
@@ -316,5 +320,5 @@ def _ms(us: float) -> str:
     return number(us / 1e3)
 
 
-def _noun(found: Analysis) -> str:
-    return "kernels" if found.on_device else "operations"
+def _noun(analysis: Analysis) -> str:
+    return "kernels" if analysis.on_device else "operations"

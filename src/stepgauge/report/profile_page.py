@@ -1,4 +1,4 @@
-"""What a profile leaves on disk: the analysis, and one page of all traces."""
+"""Files of a profile: the analysis, and the HTML page of all traces."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -10,34 +10,33 @@ from stepgauge.report.profile_ranks import overlap_table, ranks_table, sentences
 from stepgauge.report.table import Table
 from stepgauge.spec.analysis import AcrossRanks, Analysis
 from stepgauge.spec.record import Record
-from stepgauge.trace.ranks import numbers
+from stepgauge.trace.ranks import rank_numbers
 
 ANALYSIS = "analysis.json"
 METHOD = (
-    "The step runs under torch.profiler. A kernel belongs to the host call that launched it, a "
-    "backward kernel to the part of the model whose forward made its operation. On a device, a "
-    "step lasts from the end of the work of the step before to the end of its own, and so does a "
-    "phase. On a CPU every operation counts for what it did itself."
+    "The step runs under torch.profiler. A kernel belongs to the module whose host call launched it; "
+    "a kernel in backward belongs to the module whose forward created the operation. On a device, a "
+    "step or phase lasts from the end of the previous one's work to the end of its own. On a CPU, "
+    "each operation counts only its own time, without the operations that it calls."
 )
 
 
 def folder_of(record: Record, run: Path) -> Path:
-    """Where the run keeps the profile's trace and analysis."""
+    """Returns the folder in which the run keeps the profile's trace and analysis."""
     digest = hashlib.sha256(record.key.encode()).hexdigest()[:8]
     spec = record.spec
     length = spec["model"].get("context_length")  # a user's model has none
-    named = [spec["size"], *([str(length)] if length else []), spec["precision"], digest]
-    return run / "profiles" / "-".join(named)
+    parts = [spec["size"], *([str(length)] if length else []), spec["precision"], digest]
+    return run / "profiles" / "-".join(parts)
 
 
-def write(found: Analysis, place: Path) -> None:
-    """The analysis."""
-    place.mkdir(parents=True, exist_ok=True)
-    (place / ANALYSIS).write_text(found.to_json(), encoding="utf-8")
+def write(analysis: Analysis, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ANALYSIS).write_text(analysis.to_json(), encoding="utf-8")
 
 
 def read(record: Record, run: Path) -> Analysis | None:
-    """The analysis beside the record; None for a row that has none."""
+    """Returns the record's analysis, or None if it has none."""
     path = folder_of(record, run) / ANALYSIS
     return (
         Analysis.from_json(path.read_text(encoding="utf-8"))
@@ -47,10 +46,10 @@ def read(record: Record, run: Path) -> Analysis | None:
 
 
 def trace_names(files: Sequence[Path]) -> list[str]:
-    """Each file's name after as many of its folders as it takes to tell all apart, without its
-    endings where these tell none apart.
+    """Returns a short name for each file: its name with as many parent folders as are needed to tell
+    all files apart, without .json and .json.gz unless two files differ only in that.
 
-    Raises ValueError for a file that is given twice.
+    Raises ValueError if a file is given twice.
     """
     full = [(file.parent.resolve() / file.name).parts[1:] for file in files]
     paths = [(*folders, name.removesuffix(".gz").removesuffix(".json")) for *folders, name in full]
@@ -64,46 +63,46 @@ def trace_names(files: Sequence[Path]) -> list[str]:
     raise ValueError(f"FILE is {twice} twice; give each trace once")
 
 
-def ranks_tables(found: Sequence[Analysis], across: AcrossRanks) -> list[Table]:
-    """The tables that are of all ranks."""
-    shown = [ranks_table(found, across), shared_table(across, found[0].steps)]
-    return [table for table in shown if table.rows]
+def ranks_tables(analyses: Sequence[Analysis], across: AcrossRanks) -> list[Table]:
+    """Returns the tables that compare all ranks."""
+    tables = [ranks_table(analyses, across), shared_table(across, analyses[0].steps)]
+    return [table for table in tables if table.rows]
 
 
-def of_one_rank(tables: Sequence[Table], found: Analysis) -> list[Table]:
-    """Those that the tables of all ranks do not say better."""
-    said = {
-        overlap_table([found.overlap] if found.overlap else []).caption,
-        collectives_table(found).caption,
+def of_one_rank(tables: Sequence[Table], analysis: Analysis) -> list[Table]:
+    """Returns the tables of one rank without those that the tables of all ranks replace."""
+    replaced = {
+        overlap_table([analysis.overlap] if analysis.overlap else []).caption,
+        collectives_table(analysis).caption,
     }
-    return [table for table in tables if table.caption not in said]
+    return [table for table in tables if table.caption not in replaced]
 
 
-def section(title: str, found: Analysis | None, note: str = "") -> Section:
-    """One profile's part of the page."""
+def section(title: str, analysis: Analysis | None, note: str = "") -> Section:
+    """Returns the section of one profile."""
     question = "Why does a step take this long?"
-    if found is None:
+    if analysis is None:
         return Section(title, question, reason=note or "its analysis is not on disk")
-    return Section(title, question, blocks(found), answer(found), METHOD)
+    return Section(title, question, blocks(analysis), answer(analysis), METHOD)
 
 
 def write_trace_report(
-    found: Mapping[str, Analysis], folder: Path, across: AcrossRanks | None = None
+    by_name: Mapping[str, Analysis], folder: Path, across: AcrossRanks | None = None
 ) -> Path:
-    """One page of all traces, by name; what they say together first."""
-    devices = dict.fromkeys(one.device for one in found.values() if one.device)
+    """Writes one page for all traces; with `across`, a section on all ranks comes first."""
+    devices = dict.fromkeys(analysis.device for analysis in by_name.values() if analysis.device)
     facts = {"Device": ", ".join(devices) or "not in the trace"}
     if not across:
-        sections = [section(name, one) for name, one in found.items()]
+        sections = [section(name, analysis) for name, analysis in by_name.items()]
         return write_page("stepgauge profile trace", sections, facts, folder)
-    together = list(found.values())
-    ranks = numbers(together)
-    facts |= {f"Rank {rank}": name for rank, name in zip(ranks, found, strict=True)}
-    question = "Which rank makes the others wait, and in what?"
-    said = " ".join(sentences(across, together))
+    analyses = list(by_name.values())
+    ranks = rank_numbers(analyses)
+    facts |= {f"Rank {rank}": name for rank, name in zip(ranks, by_name, strict=True)}
+    question = "Which rank makes the others wait, and in which operation?"
+    summary = " ".join(sentences(across, analyses))
     sections = [
-        Section("All ranks", question, ranks_tables(together, across), said),
-        *(section(f"Rank {rank}", one) for rank, one in zip(ranks, together, strict=True)),
+        Section("All ranks", question, ranks_tables(analyses, across), summary),
+        *(section(f"Rank {rank}", each) for rank, each in zip(ranks, analyses, strict=True)),
     ]
     return write_page("stepgauge profile trace", sections, facts, folder)
 

@@ -1,4 +1,4 @@
-"""Tables of several ranks' traces: the ranks, their collectives, who made the others wait."""
+"""Tables of several ranks' traces: the ranks, their collectives, and which rank others waited for."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,9 +6,9 @@ from stepgauge.report.kernel_names import range_name
 from stepgauge.report.numbers import number
 from stepgauge.report.table import Table
 from stepgauge.spec.analysis import AcrossRanks, Analysis, Overlap, total
-from stepgauge.trace.ranks import numbers
+from stepgauge.trace.ranks import rank_numbers
 
-SHOWN = 20
+MAX_COLLECTIVES = 20
 OF_A_RANK = ("rank", "step ms", "busy ms", "idle ms", "communication ms", "overlap", "exposed ms")
 OF_WAITING = ("waited ms", "made others wait ms", "times last")
 SHARED_FIGURES = frozenset(
@@ -16,8 +16,8 @@ SHARED_FIGURES = frozenset(
 )
 
 
-def overlap_table(found: Iterable[Overlap]) -> Table:
-    """Communication hidden behind computing, a row a rank."""
+def overlap_table(overlaps: Iterable[Overlap]) -> Table:
+    """Returns how much communication computation hides, one row per rank."""
     rows = [
         {
             "rank": o.rank,
@@ -27,23 +27,23 @@ def overlap_table(found: Iterable[Overlap]) -> Table:
             "exposed ms": o.exposed_us / 1e3 / o.steps,
             "overlap": o.ratio,
         }
-        for o in found
+        for o in overlaps
     ]
     caption = (
-        "Overlap a step: time in which a rank both communicates and computes, over its time "
-        "communicating."
+        "Overlap: the time in a step in which a rank communicates and computes at once, divided by "
+        "the time in which it communicates."
     )
     return Table.from_rows(rows, caption=caption, names=1, formats={"overlap": ".4f"})
 
 
-def ranks_table(found: Sequence[Analysis], across: AcrossRanks | None = None) -> Table:
-    """One line a rank: its step, how long its device worked and stood still, what communication cost
-    it, and how long it waited for others and made them wait.
+def ranks_table(analyses: Sequence[Analysis], across: AcrossRanks | None = None) -> Table:
+    """Returns one row per rank: its step, the device's busy and idle time, communication, and how long
+    it waited for others and made them wait.
     """
     waits = {row.rank: row for row in across.stragglers} if across else {}
     columns = [*OF_A_RANK, *(OF_WAITING if waits else ())]
     rows = []
-    for rank, one in zip(numbers(found), found, strict=True):
+    for rank, one in zip(rank_numbers(analyses), analyses, strict=True):
         cells: dict[str, float] = {"rank": rank, "step ms": one.step_us / 1e3}
         if one.on_device:
             whole = total(one.cells, one.steps)
@@ -57,14 +57,14 @@ def ranks_table(found: Sequence[Analysis], across: AcrossRanks | None = None) ->
             cells["made others wait ms"] = waiting.made_wait_us / 1e3
             cells["times last"] = waiting.calls_last
         rows.append([cells.get(column) for column in columns])
-    caption = "Ranks: means of a step; exposed is communication that no computing hides."
+    caption = "Ranks: means per step. Exposed time is communication that no computation hides."
     return Table(columns, rows, caption=caption, names=1, formats={"overlap": ".4f"})
 
 
 def shared_table(across: AcrossRanks, steps: int) -> Table:
-    """Each collective split into transfer and waiting, across ranks."""
+    """Returns the collectives of all ranks, their time split into transfer and waiting."""
     rows = []
-    for row in across.collectives[:SHOWN]:
+    for row in across.collectives[:MAX_COLLECTIVES]:
         both_us = row.transfer_us + row.waiting_us
         rows.append({
             "collective": row.name,
@@ -81,30 +81,33 @@ def shared_table(across: AcrossRanks, steps: int) -> Table:
             "came last": f"{row.last_calls} of {row.calls}",
         })  # fmt: skip
     caption = (
-        "Collectives across ranks, a step: transfer is the last rank's time in the call, waiting "
-        "what the ranks spent beyond it (mean); busbw is of the transfer alone."
+        "Collectives across ranks, per step. Transfer is the time that the last rank to arrive spends "
+        "in the call; waiting is what the ranks spend beyond that (mean). busbw counts only the "
+        "transfer."
     )
     return Table.from_rows(rows, numeric=SHARED_FIGURES, caption=caption, names=5)
 
 
-def sentences(across: AcrossRanks, found: Sequence[Analysis]) -> list[str]:
-    """Who made the others wait, in which operation, and in what it is slower."""
-    result = list(across.notes)
+def sentences(across: AcrossRanks, analyses: Sequence[Analysis]) -> list[str]:
+    """Returns the notes, and which rank made the others wait: in which operation, and where that rank
+    is slower.
+    """
+    notes = list(across.notes)
     worst = max(across.stragglers, key=lambda row: row.made_wait_us, default=None)
-    step = max(one.step_us for one in found)
+    step = max(analysis.step_us for analysis in analyses)
     if worst is None or worst.made_wait_us < 0.005 * step:
-        return result
-    theirs = [row for row in across.collectives if row.last == worst.rank]
-    most = max(theirs, key=lambda row: row.waiting_us, default=None)
-    said = (
+        return notes
+    waited_for = [row for row in across.collectives if row.last == worst.rank]
+    longest = max(waited_for, key=lambda row: row.waiting_us, default=None)
+    text = (
         f"Rank {worst.rank} made the others wait {number(worst.made_wait_us / 1e3)} ms a step "
         f"({100 * worst.made_wait_us / step:.1f} % of it)"
     )
-    if most:
-        said += f", most of it in {most.name.replace('_', '-')}"
-        said += f" of {most.range}" if most.range else ""
-    said += "."
+    if longest:
+        text += f", most of it in {longest.name.replace('_', '-')}"
+        text += f" of {longest.range}" if longest.range else ""
+    text += "."
     if worst.most_in:
-        more = number(worst.excess_us / 1e3)
-        said += f" Against the others' mean it spends {more} ms more in {worst.most_in}."
-    return [*result, said]
+        excess = number(worst.excess_us / 1e3)
+        text += f" It spends {excess} ms more in {worst.most_in} than the mean of the other ranks."
+    return [*notes, text]

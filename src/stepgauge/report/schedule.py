@@ -1,6 +1,7 @@
-"""Pipeline schedules in the terminal: a table of what each rank waits and holds, and a drawing with
-two lines a rank, what it computes and what it holds, in bands below each other where the step is
-wider than the page.
+"""Pipeline schedules in the terminal: a table of each rank's waiting time and memory, and a drawing.
+
+The drawing has two lines per rank, for its actions and for what it holds. A step that is wider than
+the terminal is drawn in several bands.
 """
 
 import math
@@ -12,15 +13,15 @@ from stepgauge.report.table import Table
 from stepgauge.spec.plan.pipeline.action import Action
 from stepgauge.spec.plan.pipeline.check import Checked
 
-BAR = "─"  # of an action behind its name; a space is where a rank waits
+BAR = "─"  # fills an action after its name; a space means that the rank waits
 EIGHTHS = " ▁▂▃▄▅▆▇█"
-MOST_BANDS = 4
-# An action may be so many times shorter than the longest, and has its name.
+MAX_BANDS = 4
+# The drawing is wide enough to name every action that lasts at least this fraction of the longest.
 SHORTEST_NAMED = 1 / 8
 
 
 def rank_table(timeline: Timeline, checked: Checked) -> Table:
-    """What each rank computes, waits and holds. `held` is in micro-batches of a stage."""
+    """Returns each rank's busy and waiting time, and its memory in micro-batches of a stage."""
     rows = []
     for rank, busy in enumerate(timeline.busy_ms):
         waits, bubble = timeline.step_ms - busy, 100 * timeline.bubbles[rank]
@@ -30,14 +31,16 @@ def rank_table(timeline: Timeline, checked: Checked) -> Table:
     caption = (
         f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
         f"{schedule.num_micro_batches} micro-batches; step {timeline.step_ms:.4g}, "
-        f"{timeline.over_ideal:.3f} of ideal"
+        f"{timeline.over_ideal:.3f} × ideal"
     )
-    head = ["rank", "busy", "waits", "bubble %", "most held", "in flight", "W to come"]
+    head = ["rank", "busy", "waits", "bubble %", "most held", "in flight", "W pending"]
     return Table(head, rows, names=1, caption=caption)
 
 
 class Band(NamedTuple):
-    """A piece of the step: of each rank (text, kinds), a character a column, and what it holds."""
+    """One part of the step. `actions` has (text, kinds) per rank, with one character per column; `held`
+    has a line per rank.
+    """
 
     begin_ms: float
     actions: list[tuple[str, str]]
@@ -45,14 +48,16 @@ class Band(NamedTuple):
 
 
 class Drawing(NamedTuple):
-    """`has_names`: actions are named by stage, kind and micro-batch, else by their kind alone."""
+    """`has_names`: actions are named by stage, kind and micro-batch, otherwise only by their kind."""
 
     bands: list[Band]
     has_names: bool
 
 
 class _Row(NamedTuple):
-    """A rank's actions; `bars` are the columns where each begins, and its name and itself end."""
+    """A rank's actions. `bars` has for each the columns where it begins, where its name ends and where
+    it ends.
+    """
 
     text: str
     kinds: str
@@ -60,11 +65,11 @@ class _Row(NamedTuple):
 
 
 def drawing(timeline: Timeline, width: int) -> Drawing:
-    """The step over as many bands of `width` columns as the names of its actions need. They are left
-    out, and there is one band, where that would be over MOST_BANDS.
+    """Returns the step in as many bands of `width` columns as the names of the actions need. If that
+    exceeds MAX_BANDS, it is one band without names.
     """
     columns = max(width, math.ceil(timeline.step_ms * _columns_per_ms(timeline)))
-    has_names = columns <= MOST_BANDS * width
+    has_names = columns <= MAX_BANDS * width
     columns = columns if has_names else width
     scale = columns / timeline.step_ms
     rows = [_row(row, scale, columns, has_names=has_names) for row in timeline.ranks]
@@ -79,20 +84,20 @@ def drawing(timeline: Timeline, width: int) -> Drawing:
 
 
 def _columns_per_ms(timeline: Timeline) -> float:
-    """So many that names have room, and a column of the bar behind them."""
+    """Returns the scale at which every name fits into its action with one column to spare."""
     needed = [
         (span.end - span.start, len(_name(span.action, row)) + 1)
         for row in timeline.ranks
         for span in row
     ]
-    least_ms = SHORTEST_NAMED * max(ms for ms, _ in needed)
-    return max(columns / ms for ms, columns in needed if ms and ms >= least_ms)
+    shortest_ms = SHORTEST_NAMED * max(ms for ms, _ in needed)
+    return max(columns / ms for ms, columns in needed if ms and ms >= shortest_ms)
 
 
 def _name(action: Action, row: Sequence[Span]) -> str:
-    """As `schedule show` writes it, but without the stage where the rank has one."""
-    has_one = all(span.action.stage == action.stage for span in row)
-    return str(action).removeprefix(str(action.stage)) if has_one else str(action)
+    """Returns the action as `schedule show` writes it, without the stage if the rank has only one."""
+    has_one_stage = all(span.action.stage == action.stage for span in row)
+    return str(action).removeprefix(str(action.stage)) if has_one_stage else str(action)
 
 
 def _row(row: Sequence[Span], scale: float, columns: int, *, has_names: bool) -> _Row:
@@ -110,7 +115,9 @@ def _row(row: Sequence[Span], scale: float, columns: int, *, has_names: bool) ->
 
 
 def _cut(rows: Sequence[_Row], begin: int, width: int) -> int:
-    """Where a band ends that begins there: it cuts no bar, else no name, where that is possible."""
+    """Returns where a band that begins at `begin` ends: if possible between two actions, else behind a
+    name.
+    """
     for until in (2, 1):
         for column in range(begin + width, begin + width // 2, -1):
             if not any(bar[0] < column < bar[until] for row in rows for bar in row.bars):
@@ -119,8 +126,8 @@ def _cut(rows: Sequence[_Row], begin: int, width: int) -> int:
 
 
 def held_drawing(timeline: Timeline, width: int) -> list[str]:
-    """A line a rank of what it holds, in micro-batches of a stage: a column is as high as the most
-    that is held in its time, of the most that any rank ever holds.
+    """Returns one line per rank of what it holds, in micro-batches of a stage. A column is as high as
+    the most that is held during its time, relative to the highest peak of all ranks.
     """
     ranks = timeline.held({})
     most = max(held for points in ranks for _, held in points)
@@ -134,6 +141,6 @@ def held_drawing(timeline: Timeline, width: int) -> list[str]:
 
 
 def _most_within(points: Sequence[tuple[float, float]], begin: float, end: float) -> float:
-    """The highest level between two times; the first begins before, the last ends after."""
+    """Returns the highest level between two times, including the level at `begin`."""
     before = [held for ms, held in points if ms <= begin]
     return max([*before[-1:], *(held for ms, held in points if begin < ms < end)], default=0.0)

@@ -1,4 +1,4 @@
-"""A machine's topology as tables and a picture."""
+"""Tables and a picture of a machine's topology."""
 
 import dataclasses
 import itertools
@@ -14,12 +14,12 @@ from stepgauge.spec.topology import Topology
 from stepgauge.spec.units import GIB
 
 Point = tuple[float, float]
-LABEL_POINTS = 9  # from a line to its label
+LABEL_POINTS = 9  # distance of a label from its line
 
 
 @dataclasses.dataclass(frozen=True)
 class Edge:
-    """A line between two boxes. A usual weight is 1."""
+    """A line between two boxes. `weight` scales its width."""
 
     source: str
     target: str
@@ -29,7 +29,7 @@ class Edge:
 
 
 def rows(levels: Sequence[Sequence[str]]) -> dict[str, Point]:
-    """The boxes in rows, the first row at the top, each centred."""
+    """Returns positions of boxes in centred rows, the first row at the top."""
     widest = max(len(level) for level in levels)
     step = [2.0 * widest / max(1, len(level)) for level in levels]
     return {
@@ -40,7 +40,7 @@ def rows(levels: Sequence[Sequence[str]]) -> dict[str, Point]:
 
 
 def network(places: Mapping[str, Point], edges: Sequence[Edge], *, height: float = 3.4) -> str:
-    """Boxes where they are placed, and edges with their labels beside them."""
+    """Returns an SVG of boxes at their positions and of labelled edges between them."""
     with canvas(7.2, height) as (axes, output):
         axes.set_axis_off()
         for edge in edges:
@@ -62,15 +62,17 @@ def network(places: Mapping[str, Point], edges: Sequence[Edge], *, height: float
 
 
 LEGEND = (
-    "NVn: n NVLinks; PIX, PXB: PCIe switches only; PHB: through the host bridge; NODE: within a "
-    "NUMA node; SYS: between NUMA nodes."
+    "Links: NVn: n NVLinks; PIX, PXB: only PCIe switches; PHB: through the host bridge; NODE: within "
+    "a NUMA node; SYS: between NUMA nodes."
 )
 
 
-def gpu_table(found: Topology) -> Table:
+def gpu_table(topology: Topology) -> Table:
     rows = []
-    for gpu in found.gpus:
-        links = {f"GPU {other.index}": _link(found, gpu.index, other.index) for other in found.gpus}
+    for gpu in topology.gpus:
+        links = {
+            f"GPU {other.index}": _link(topology, gpu.index, other.index) for other in topology.gpus
+        }
         rate = gpu.nvlink_bytes_per_s
         rows.append({
             "": f"GPU {gpu.index}",
@@ -82,24 +84,24 @@ def gpu_table(found: Topology) -> Table:
             "PCI": gpu.pci_address,
             "PCIe": gpu.pcie,
             "NUMA": gpu.numa_node,
-            "cores beside": gpu.affinity,
+            "near cores": gpu.affinity,
         })  # fmt: skip
     return Table.from_rows(rows, caption=LEGEND, names=2)
 
 
-def _link(found: Topology, i: int, j: int) -> str:
-    return "·" if i == j else found.links.get((min(i, j), max(i, j)), "")
+def _link(topology: Topology, i: int, j: int) -> str:
+    return "·" if i == j else topology.links.get((min(i, j), max(i, j)), "")
 
 
-def node_table(found: Topology) -> Table:
+def node_table(topology: Topology) -> Table:
     rows = [
         {"NUMA node": node.index, "cores": node.cores, "GiB": node.memory_bytes / GIB}
-        for node in found.numa_nodes
+        for node in topology.numa_nodes
     ]
     return Table.from_rows(rows, caption="Memory.")
 
 
-def interface_table(found: Topology) -> Table:
+def interface_table(topology: Topology) -> Table:
     rows = [
         {
             "interface": interface.name,
@@ -109,51 +111,55 @@ def interface_table(found: Topology) -> Table:
             else "not stated",
             "NUMA": interface.numa_node,
         }
-        for interface in found.interfaces
+        for interface in topology.interfaces
     ]
     return Table.from_rows(rows, caption="Network.", numeric=frozenset(("Gbit/s", "NUMA")))
 
 
-def picture(found: Topology) -> str:
-    """NUMA nodes, and under each what hangs on it; lines between GPUs are their links."""
-    nodes = [f"NUMA {node.index}\n{node.cores}" for node in found.numa_nodes] or ["host"]
-    interfaces = [interface for interface in found.interfaces if interface.is_up]
+def picture(topology: Topology) -> str:
+    """Returns an SVG of the NUMA nodes with their network interfaces and GPUs, and NVLinks."""
+    nodes = [f"NUMA {node.index}\n{node.cores}" for node in topology.numa_nodes] or ["host"]
+    interfaces = [interface for interface in topology.interfaces if interface.is_up]
     edges = [Edge(one, other) for one, other in itertools.combinations(nodes, 2)]
     for interface in interfaces:
-        edges.append(Edge(_node(nodes, found, interface.numa_node), interface.name, series=1))
-    for gpu in found.gpus:
-        node = _node(nodes, found, gpu.numa_node)
+        edges.append(Edge(_node(nodes, topology, interface.numa_node), interface.name, series=1))
+    for gpu in topology.gpus:
+        node = _node(nodes, topology, gpu.numa_node)
         edges.append(Edge(node, f"GPU {gpu.index}", "PCIe", series=2))
-    for (one, other), link in found.links.items():
+    for (one, other), link in topology.links.items():
         if link.startswith("NV"):
             label = link if other == one + 1 else ""
             edges.append(Edge(f"GPU {one}", f"GPU {other}", label, weight=2.0, series=3))
     names = [interface.name for interface in interfaces]
-    gpus = [f"GPU {gpu.index}" for gpu in found.gpus]
+    gpus = [f"GPU {gpu.index}" for gpu in topology.gpus]
     levels = [level for level in (names, nodes, gpus) if level]
     return network(rows(levels), edges, height=1.2 * len(levels))
 
 
-def _node(nodes: list[str], found: Topology, index: int | None) -> str:
-    known = [node.index for node in found.numa_nodes]
+def _node(nodes: list[str], topology: Topology, index: int | None) -> str:
+    known = [node.index for node in topology.numa_nodes]
     return nodes[known.index(index)] if index in known else nodes[0]
 
 
-def topology_blocks(found: Topology) -> list[Block]:
+def topology_blocks(topology: Topology) -> list[Block]:
     shown: list[Block] = [
-        Plot(picture(found), "Which GPU and network interface is attached to which NUMA node.")
+        Plot(picture(topology), "Which GPU and network interface is attached to which NUMA node.")
     ]
-    shown.append(gpu_table(found) if found.gpus else Text(f"No GPUs: {found.without_gpus}."))
-    return [*shown, node_table(found), interface_table(found)]
+    shown.append(
+        gpu_table(topology) if topology.gpus else Text(f"No GPUs: {topology.without_gpus}.")
+    )
+    return [*shown, node_table(topology), interface_table(topology)]
 
 
-def topology_page(found: Topology) -> str:
-    """The whole HTML document."""
+def topology_page(topology: Topology) -> str:
+    """Returns the HTML document."""
     section = Section(
-        "Topology", "What links which GPU, NUMA node and network?", topology_blocks(found)
+        "Topology",
+        "How are GPUs, NUMA nodes and network interfaces connected?",
+        topology_blocks(topology),
     )
     return page(
         "stepgauge topo",
         [section],
-        facts={"Host": found.host, "CPU": f"{found.cpu}, {found.cores} cores"},
+        facts={"Host": topology.host, "CPU": f"{topology.cpu}, {topology.cores} cores"},
     )

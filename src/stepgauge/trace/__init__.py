@@ -1,8 +1,8 @@
-"""What a trace of torch.profiler says: kernels and their kinds, ranges, idle time, overlap. Needs
-no torch.
+"""Analyses traces of torch.profiler: kernels and their kinds, ranges, idle time, overlap. Needs no
+torch.
 
-read       the file, event by event
-events     what an event means: calls on the host, kernels on the device
-attribution    who asked for each kernel: operation, range and phase
-analysis   all of it together
+read         reads the file event by event
+events       turns events into calls on the host and kernels on the device
+attribution  finds the operation, range and phase of each kernel
+analysis     puts everything together
 """

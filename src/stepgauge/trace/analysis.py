@@ -1,4 +1,4 @@
-"""All that a trace says, as an Analysis."""
+"""Turns a trace into an Analysis."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -20,7 +20,9 @@ from stepgauge.trace.read import TraceError
 
 
 def analyse(path: Path, *later: Path, kinds: Kinds | None = None) -> Analysis:
-    """Raises TraceError where nothing was profiled, or for no trace; `later` as of `load`."""
+    """Analyses a trace file; `later` files as in `load`. Raises TraceError if a file is not a trace, or
+    if nothing was profiled.
+    """
     return analysis(load(path, *later), kinds)
 
 
@@ -29,7 +31,7 @@ def analysis(trace: Trace, kinds: Kinds | None = None) -> Analysis:
     resolver = Resolver(trace, kinds)
     works = list(resolver.work())
     if not works:
-        raise TraceError(f"{trace.path} has nothing within its profiled steps")
+        raise TraceError(f"{trace.path} has no work within its profiled steps")
     tally, edges = _Tally(), Edges()
     for moment in time_line(trace, works, edges) if trace.on_device else _on_host(works):
         tally.add(moment)
@@ -62,7 +64,7 @@ _KEY = ("name", "kind", "rule", "phase", "range")
 
 
 class _Tally:
-    """Sums over the pieces of work as they come, so that they need not all be held."""
+    """Running sums over the pieces of work, so that they need not all be in memory."""
 
     def __init__(self) -> None:
         self.steps: set[int] = set()
@@ -112,13 +114,12 @@ class _Tally:
             row = self._operations[operation] = [0, 0.0]
             self._costs[operation] = flops.cost(*operation)
         row[1] += work.us
-        # The longest kernel of an operation says what it is: a matrix product may clear its result
-        # first.
         if work.first:
             row[0] += 1
             cost = self._costs[operation]
             sums["flops"] += cost.flops or 0.0
             sums["bytes"] += cost.bytes or 0.0
+        # An operation has the kind of its main kernel: a matrix product may first clear its result.
         if work.kind in ("matmul", "attention") or operation not in self._kinds:
             self._kinds[operation] = work.kind
 
@@ -130,7 +131,7 @@ class _Tally:
         return rows
 
     def phases(self) -> dict[str, list[float]]:
-        """Of each phase, those of training first, the time in each step."""
+        """Returns the time of each phase in each step, the phases of training first."""
         first = [phase for phase in TRAINING_PHASES if phase in self._spans]
         order = dict.fromkeys([*first, *self._spans])
         steps = sorted(self.steps)

@@ -1,9 +1,8 @@
-"""Who asked for each piece of work: its operation, its range, its phase, by nesting and
-correlation.
+"""Attributes each piece of work to an operation, a range (module) and a phase.
 
 A kernel belongs to the host call that launched it. The calls on one thread nest by time. A backward
-operation runs on another thread and long after, yet it carries the sequence number of the forward
-operation that made it, and so belongs to that one's range.
+operation runs on another thread and much later, but it has the sequence number of the forward
+operation that created it, and belongs to that operation's range.
 """
 
 import bisect
@@ -20,7 +19,7 @@ from stepgauge.trace.names import joined, readable, split
 from stepgauge.trace.wrappers import wrappers
 
 _PHASE = re.compile(rf"^\W*({'|'.join(TRAINING_PHASES)})\W*$", re.IGNORECASE)
-# Words by which a range of any other name says its phase: "attn(B)", "pre_backward", "wgrad".
+# Words that give the phase of a range with any other name: "attn(B)", "pre_backward", "wgrad".
 _WORDS = {
     "forward": re.compile(r"\(F\)|(?<![a-z])(forward|fwd|fprop)(?![a-z])", re.IGNORECASE),
     "backward": re.compile(
@@ -28,7 +27,7 @@ _WORDS = {
     ),
     "optimizer": re.compile(r"(?<![a-z])(optimizer|optim)(?![a-z])", re.IGNORECASE),
 }
-# What PyTorch annotates by itself: no part of the model.
+# Annotations that PyTorch writes itself; they are not modules.
 _OWN = re.compile(
     r"^(Optimizer\.|nccl:|## Call|Torch-Compiled|TorchDynamo|Pregraph|AOTDispatcher|CompiledF)"
 )
@@ -37,14 +36,15 @@ _EVALUATES = "autograd::engine::evaluate_function"
 
 
 class Work(NamedTuple):
-    """A piece of work, times in µs. Pieces of one call add up; only the first counts as a call.
+    """A piece of work, times in µs. A call may have several pieces; only the first counts as a call.
 
-    range     dotted name of the part of the model, "" outside of all
-    operation the innermost operation around it, with `shapes` where it works itself; `first` for
-              its first piece of work
-    path      node of Paths: where it stands in the flame graph
-    launched  when the host began and ended asking for it, None where the trace does not say
-    by_driver a transfer or a fill, no kernel
+    range      dotted name of the module, "" outside any module
+    operation  the innermost operation around it
+    shapes     the operation's arguments; None if the operation only calls another one
+    first      True for the first piece of work of its operation
+    path       its node in Paths: its place in the flame graph
+    launched   when the host's launch began and ended; None if it is not in the trace
+    by_driver  True for a transfer or fill, which is not a kernel
     """
 
     start: float
@@ -71,7 +71,7 @@ class Work(NamedTuple):
 
 
 class Paths:
-    """Paths of names as nodes of one tree, so that each is kept once. Node 0 is the root."""
+    """Paths of names, stored once as nodes of a tree. Node 0 is the root."""
 
     def __init__(self) -> None:
         self.nodes: list[tuple[int, str]] = [(0, "")]
@@ -100,7 +100,11 @@ class Paths:
 
 @dataclasses.dataclass(slots=True)
 class Frame:
-    """A call that has begun on a thread, and what holds inside it."""
+    """An open call on a thread's stack, and the phase, range and operation of the work inside it.
+
+    whole   name of the operation whose kind everything inside has; "" for none
+    pieces  how many pieces of work it has had
+    """
 
     call: Call | None
     end: float
@@ -114,7 +118,7 @@ class Frame:
 
 
 class Resolver:
-    """Goes through a trace once; `work` gives its pieces."""
+    """Finds the pieces of work of a trace. It can be used once, because it remembers their paths."""
 
     def __init__(self, trace: Trace, kinds: Kinds | None = None):
         self.trace, self.paths, self.kinds = trace, Paths(), kinds or Kinds()
@@ -130,14 +134,16 @@ class Resolver:
         self._path_of_range: dict[tuple[str, str], int] = {}
 
     def work(self) -> Iterator[Work]:
-        """In no order: kernels where there are any, else operations by what each did itself."""
+        """Yields the pieces of work in no order: kernels if there are any, else the self time of
+        operations on the host.
+        """
         if not self.trace.on_device:
             for calls in self._threads():
                 yield from (work for work in self._self_time(calls) if work.step >= 0)
             return
         for calls in self._threads():
             self._note_launches(calls)
-        # Zero is no number where several have it; their kernels go by when they began.
+        # If several kernels have correlation 0, it is not a number; they count by their start time.
         if sum(kernel.correlation == 0 for kernel in self.trace.kernels) > 1:
             self._launches.pop(0, None)
         is_paired = any(self._launch(kernel) for kernel in self.trace.kernels)
@@ -149,7 +155,7 @@ class Resolver:
                 step = self.step_of(launch[0])
             elif not is_paired:
                 step = self.step_of(kernel.start)
-            # else: launched before the trace began to record, it counts as what ran before it
+            # Else its launch was before the trace began: it counts in the step of the kernel before.
             if step >= 0:
                 yield self._kernel(kernel, step, launch, seen)
 
@@ -158,25 +164,26 @@ class Resolver:
         return None if frame is None or frame.call is None else (frame.call.start, frame.call.end)
 
     def step_of(self, time: float) -> int:
-        """Which profiled step a time lies in, -1 for none."""
+        """Returns the index of the profiled step that contains the time, or -1."""
         index = bisect.bisect_right(self._starts, time) - 1
         return index if index >= 0 and time <= self.trace.steps[index].end else -1
 
     def _threads(self) -> list[list[Call]]:
-        """The calls of each thread, outer before inner; threads that only run backward last."""
-
+        """Returns the calls of each thread, outer before inner. Threads that only run backward come
+        last, because they need the ranges of forward.
+        """
         threads = sorted(
             self.trace.threads.values(),
             key=lambda calls: _runs_backward(calls) and not _runs_steps(calls),
         )
         if not self.trace.on_device:
-            # Threads that neither step nor run backward work beside the step, not in it.
+            # Other threads work next to the step and are not part of it.
             within = [calls for calls in threads if _runs_steps(calls) or _runs_backward(calls)]
             threads = within or threads
         return [sorted(calls, key=lambda call: (call.start, -call.end)) for calls in threads]
 
     def _frames(self, calls: list[Call]) -> Iterator[tuple[Frame, float, float]]:
-        """Each call's frame, over each time in which it was the innermost: (frame, start, end)."""
+        """Yields (frame, start, end) for each stretch of time in which a call was the innermost."""
         stack = [Frame(None, float("inf"), "", "", 0, None, False, "")]
         now = 0.0
         for call in calls:
@@ -211,8 +218,8 @@ class Resolver:
         return frame
 
     def _enter_annotation(self, name: str, frame: Frame) -> None:
-        if found := _PHASE.match(name):
-            self._enter_phase(found[1].lower(), frame)
+        if match := _PHASE.match(name):
+            self._enter_phase(match[1].lower(), frame)
         elif name.startswith("Optimizer."):
             frame.in_optimizer = name.startswith("Optimizer.step")
             self._enter_phase("optimizer", frame)
@@ -228,7 +235,7 @@ class Resolver:
 
     def _enter_range(self, name: str, frame: Frame) -> None:
         frame.range = joined(frame.range, name)
-        frame.phase = frame.phase or said_phase(name)
+        frame.phase = frame.phase or phase_in_name(name)
         frame.path = self._range_path(frame.phase or "forward", frame.range)
 
     def _enter_operation(self, call: Call, frame: Frame) -> None:
@@ -308,7 +315,7 @@ class Resolver:
         if operation is not None:
             seen.add(id(operation))
         name = readable(kernel.name)
-        above = frame.path if frame else self.paths.of(["not launched here"])
+        parent = frame.path if frame else self.paths.of(["launch not in the trace"])
         return Work(
             start=kernel.start,
             end=kernel.end,
@@ -320,7 +327,7 @@ class Resolver:
             operation=operation_name,
             shapes=operation.shapes if operation else None,
             first=first,
-            path=self.paths.child(above, name),
+            path=self.paths.child(parent, name),
             step=step,
             stream=(kernel.device, kernel.stream),
             launched=launch,
@@ -330,10 +337,12 @@ class Resolver:
         )
 
 
-def said_phase(name: str) -> str:
-    """The phase that a range's name says: "backward" of "attn(B)"; "" where it says none or two."""
-    said = [phase for phase, words in _WORDS.items() if words.search(name)]
-    return said[0] if len(said) == 1 else ""
+def phase_in_name(name: str) -> str:
+    """Returns the phase that a range's name contains, such as "backward" for "attn(B)"; "" if it has
+    none or several.
+    """
+    phases = [phase for phase, words in _WORDS.items() if words.search(name)]
+    return phases[0] if len(phases) == 1 else ""
 
 
 def _runs_steps(calls: list[Call]) -> bool:
@@ -345,12 +354,14 @@ def _runs_backward(calls: list[Call]) -> bool:
 
 
 def _phase(frame: Frame) -> str:
-    """Forward where nothing says otherwise, but for what is outside of ranges and operations."""
+    """Returns the phase. Work without a phase is forward, unless it is outside all operations and
+    ranges.
+    """
     return frame.phase or ("forward" if frame.operation or frame.range else "")
 
 
 def _is_opener(frame: Frame, call: Call) -> bool:
-    """Whether the frame is the function that opened the range: it returns, the range goes on."""
+    """True if the frame is the Python function that opened the range and returns before it ends."""
     python = frame.call is not None and frame.call.category == "python"
     return python and call.category == "annotation" and call.end > frame.end
 

@@ -1,4 +1,4 @@
-"""Communication kernels with their size and group, as far as the trace says them."""
+"""Finds the collectives of a trace, with their size and group if the trace has them."""
 
 import re
 from collections import defaultdict
@@ -13,7 +13,7 @@ _DTYPE_BYTES = {
     "Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2, "Byte": 1, "Char": 1, "Bool": 1,
     "Float8_e4m3fn": 1, "Float8_e5m2": 1,
 }  # fmt: skip
-# What the trace and the kernels' names call the collectives of `OPS`.
+# Patterns of the names that traces and kernels use for the collectives of `OPS`.
 _NAMES = {
     "all_reduce": r"all_?reduce|cross_device_reduce|(one|two)_?shot",
     "reduce_scatter": r"reduce_?scatter",
@@ -29,7 +29,7 @@ _NAMES = {
 
 
 def collectives(works: Iterable[Work]) -> list[CollectiveRow]:
-    """A row for equal arguments and range, the longest first."""
+    """Returns a row for all calls with the same arguments and range, the longest first."""
     calls: dict[tuple[str, str, str, int, str, int], list[list[float]]] = defaultdict(list)
     for work in works:
         if work.kind == "communication":
@@ -43,19 +43,19 @@ def collectives(works: Iterable[Work]) -> list[CollectiveRow]:
 
 
 def _key(work: Work) -> tuple[str, str, str, int, str, int]:
-    said, part = work.collective, repeated(work.range)
-    if said is None:
-        return _called(work.name), part, "", 0, "", 0
-    # nccl-tests counts the whole operation: the larger of what a rank gives and gets.
-    num_bytes = max(said.num_in, said.num_out) * _DTYPE_BYTES.get(said.dtype, 0)
-    name = _called(said.name)
-    if name == "send_recv" and "to_all" in said.name.replace("alltoall", "all_to_all"):
+    call, range_ = work.collective, repeated(work.range)
+    if call is None:
+        return _op_name(work.name), range_, "", 0, "", 0
+    # nccl-tests counts the size of the whole operation: the larger of a rank's input and output.
+    num_bytes = max(call.num_in, call.num_out) * _DTYPE_BYTES.get(call.dtype, 0)
+    name = _op_name(call.name)
+    if name == "send_recv" and "to_all" in call.name.replace("alltoall", "all_to_all"):
         name = "all_to_all"
-    return name, part, said.group, said.group_size, said.dtype, num_bytes
+    return name, range_, call.group, call.group_size, call.dtype, num_bytes
 
 
-def _called(name: str) -> str:
-    """The collective's name as `OPS` has it; the kernel's own where it is none of them."""
+def _op_name(name: str) -> str:
+    """Returns the collective's name in `OPS`, or the kernel's name if it is none of them."""
     for op, pattern in _NAMES.items():
         if re.search(pattern, name, re.IGNORECASE):
             return op
@@ -63,7 +63,7 @@ def _called(name: str) -> str:
 
 
 def bus_bytes_per_s(row: CollectiveRow, us: float) -> float:
-    """Bus bandwidth as nccl-tests derives it; 0 where size or group is not known."""
+    """Returns the bus bandwidth as nccl-tests defines it; 0 if size or group is unknown."""
     if not row.bytes or row.group_size < 2 or row.name not in OPS or us <= 0:
         return 0.0
     return row.bytes * OPS[row.name].factor(row.group_size) / us * 1e6

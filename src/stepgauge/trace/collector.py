@@ -1,4 +1,4 @@
-"""Python's garbage collector, paused where it would be timed or takes long."""
+"""Pauses Python's garbage collector."""
 
 import contextlib
 import gc
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without_collector() -> Iterator[None]:
-    """The collector looks for cycles among all that lives: within a timed step it is a step that
-    takes longer, and a trace of a million events, which makes none, takes a fifth longer with it.
+    """Pauses the garbage collector. A collection within a timed step would lengthen it, and reading a
+    trace of a million events, which creates no cycles, takes a fifth longer with the collector.
     """
     was_on = gc.isenabled()
     gc.disable()

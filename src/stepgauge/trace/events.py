@@ -1,6 +1,4 @@
-"""What the events of a PyTorch trace mean: calls on the threads of the host, kernels on the streams
-of the device.
-"""
+"""Turns the events of a PyTorch trace into calls on host threads and kernels on device streams."""
 
 import dataclasses
 import functools
@@ -15,7 +13,7 @@ from stepgauge.trace import fields
 from stepgauge.trace.collector import without_collector
 from stepgauge.trace.read import TraceError, read
 
-# What the category names mean; those of PyTorch before 1.13 begin with a capital.
+# Meaning of the category names in lower case; before PyTorch 1.13 they begin with a capital.
 _CATEGORIES = {
     "cpu_op": "op",
     "operator": "op",
@@ -35,7 +33,7 @@ _CATEGORIES = {
     "memcpy": "copy",
     "memset": "copy",
 }
-# What else torch.profiler writes: no work of a device.
+# Other categories of torch.profiler, which are not work of a device.
 _ASIDE = {
     "gpu_user_annotation",
     "overhead",
@@ -52,15 +50,15 @@ _ASIDE = {
     "cpu_instant_event",
     "collective_comm",
 }
-# Processes of Ascend's traces that are not a device either.
+# Processes in Ascend's traces that are not a device.
 _HOST_PROCESSES = {"CANN", "Python", "Overlap Analysis", "Spans", "Traces"}
 STEP = "ProfilerStep#"
-# Calls in which the host waits for the device, of CUDA, HIP and XPU; a copy named so and a free do.
+# Calls of CUDA, HIP and XPU in which the host waits for the device, including some copies and frees.
 _WAITS = re.compile(r"Synchronize|(Memcpy|MemcpyWithStream|Free|QueueFinish|EventWait)$")
 
 
 class Shapes(NamedTuple):
-    """What an operation was called with, as far as record_shapes kept it: one entry an argument."""
+    """The arguments of an operation as record_shapes wrote them, with one entry per argument."""
 
     dims: tuple[tuple[int, ...], ...]
     types: tuple[str, ...]
@@ -68,7 +66,7 @@ class Shapes(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What ran on a thread of the host, in µs. `sequence` pairs a forward with its backward."""
+    """A call on a host thread, times in µs. `sequence` links a forward operation to its backward."""
 
     start: float
     end: float
@@ -81,7 +79,7 @@ class Call(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """What a communication kernel says: elements in and out of this rank, its process group."""
+    """The arguments of a communication kernel: this rank's elements in and out, its process group."""
 
     name: str
     num_in: int
@@ -92,7 +90,7 @@ class Collective(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What ran on a stream of the device, in µs."""
+    """A kernel or copy on a stream of the device, times in µs."""
 
     start: float
     end: float
@@ -105,7 +103,7 @@ class Kernel(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A step as the host marked it, times in µs. Steps of one `run` follow each other."""
+    """A step as the host marked it, times in µs. Steps of one `run` are consecutive."""
 
     start: float
     end: float
@@ -116,13 +114,14 @@ class Mark(NamedTuple):
 class Trace:
     """One rank's trace. A thread is (process, thread).
 
-    transfers  a host backend's collectives
-    steps      as the host marked them, or everything as one where it did not (`marked` is false)
-    unknown    events of devices that are not understood, by the device's name
-    without_duration  events that have none, or a negative one
-    in_order   steps' numbers rise with time
-    repeated   kernels that stood in the file more than once
-    letters    events that are no whole call, by Chrome's letter: "B", "E", "" for none
+    transfers  collectives of a host backend
+    steps      the marked steps; without marks, the whole trace as one step
+    marked     True if the trace marks its steps
+    unknown    number of events of unknown devices, by the device's name
+    in_order   True if the steps' numbers increase with time
+    repeated   number of kernels that are in the file more than once
+    without_duration  number of events with no or a negative duration
+    letters    number of events that are not complete calls, by Chrome's letter: "B", "E", "" for none
     """
 
     path: Path
@@ -146,21 +145,20 @@ class Trace:
         return bool(self.kernels)
 
     def calls(self, category: str) -> Iterator[Call]:
-        """The calls of a category, thread by thread."""
+        """Yields the calls of a category, thread by thread."""
         for thread in self.threads.values():
             yield from (call for call in thread if call.category == category)
 
     def waits(self) -> Iterator[Call]:
-        """The calls in which the host waits for the device."""
+        """Returns the calls in which the host waits for the device."""
         return (call for call in self.calls("runtime") if _WAITS.search(call.name))
 
 
 @without_collector()
 def load(path: Path, *later: Path) -> Trace:
-    """The trace of a process; `later` ones are of the same process, from further cycles of its
-    profiler.
+    """Loads the trace of one process. `later` files come from further cycles of the same profiler.
 
-    Raises TraceError for a file that is no trace, or one in which nothing ran.
+    Raises TraceError if a file is not a trace, or if nothing ran in it.
     """
     trace, shapes, foreign = Trace(path), _Shapes(), _Foreign()
     for key, value in (part for file in (path, *later) for part in read(file)):
@@ -188,9 +186,7 @@ def load(path: Path, *later: Path) -> Trace:
 
 
 class _Foreign:
-    """Events of categories that are not known, by process and category; a process's name may come
-    after them.
-    """
+    """Counts events of unknown categories. A process's name may come after its events in the file."""
 
     def __init__(self) -> None:
         self.seen: Counter[Any] = Counter()
@@ -202,7 +198,9 @@ class _Foreign:
             self.names[fields.key(event.get("pid"))] = str(arguments.get("name", ""))
 
     def devices(self, trace: Trace) -> dict[str, int]:
-        """Of processes that are not the host's; one without a name goes by the category."""
+        """Returns the number of events by device, leaving out the host's processes. A process without a
+        name is named by the category.
+        """
         hosts = {process for process, _ in trace.threads}
         result: Counter[str] = Counter()
         for (process, kind), number in self.seen.items():
@@ -214,15 +212,13 @@ class _Foreign:
 
 def _only(trace: Trace) -> str:
     if trace.unknown:
-        old = "; torch.profiler has written categories (cat) since PyTorch 1.8"
-        return (
-            f", only events of {', '.join(trace.unknown)}{old * ('no category' in trace.unknown)}"
-        )
+        devices = f", only events of {', '.join(trace.unknown)}"
+        if "no category" in trace.unknown:
+            devices += "; torch.profiler has written categories (cat) since PyTorch 1.8"
+        return devices
     if trace.letters["B"]:
-        return (
-            f": {trace.letters['B']:,} calls are pairs of begin and end (ph B and E), not whole (X)"
-        )
-    return f": {trace.letters['']:,} events do not say what they are (ph)" * bool(trace.letters[""])
+        return f": {trace.letters['B']:,} calls are written as pairs of begin and end (ph B and E)"
+    return f": {trace.letters['']:,} events have no type (ph)" if trace.letters[""] else ""
 
 
 def _note(trace: Trace, key: str, value: Any) -> None:
@@ -239,7 +235,7 @@ def _note(trace: Trace, key: str, value: Any) -> None:
 
 
 class _Shapes:
-    """Equal shapes are kept once: a step repeats them by the thousand."""
+    """Stores equal shapes once: the events of a step repeat them thousands of times."""
 
     def __init__(self) -> None:
         self.known: dict[tuple[str, str, str], Shapes] = {}
@@ -261,7 +257,7 @@ def _texts(values: Any) -> tuple[str, ...]:
 
 
 def _sizes(argument: Any) -> tuple[int, ...]:
-    """The sizes of a tensor; nothing of a list of tensors or of what is no tensor."""
+    """Returns the sizes of a tensor; () for a list of tensors and for other arguments."""
     plain = isinstance(argument, list) and all(isinstance(size, int) for size in argument)
     return tuple(argument) if plain else ()
 
@@ -273,7 +269,7 @@ def _add(trace: Trace, category: str, event: dict[str, Any], shapes: _Shapes) ->
         name = sys.intern(event["name"])
     except (KeyError, TypeError, ValueError):
         raise TraceError(
-            f"{trace.path} is no trace of PyTorch: an event has no name or time"
+            f"{trace.path} is not a trace of PyTorch: an event has no valid name or time"
         ) from None
     if duration < 0.0:
         trace.without_duration += 1
@@ -320,14 +316,12 @@ def _kernel(
     )
 
 
-@functools.cache
-def _known(*fields: Any) -> Collective:
-    return Collective(*fields)
+_cached_collective = functools.cache(Collective)  # equal arguments are stored once
 
 
 def _collective(arguments: dict[str, Any]) -> Collective:
     group = arguments.get("Process Group Ranks") or arguments.get("Process Group Name", "")
-    return _known(
+    return _cached_collective(
         str(arguments["Collective name"]),
         fields.whole(arguments.get("In msg nelems")) or 0,
         fields.whole(arguments.get("Out msg nelems")) or 0,
@@ -338,10 +332,10 @@ def _collective(arguments: dict[str, Any]) -> Collective:
 
 
 def _steps(trace: Trace) -> list[Mark]:
-    """The profiled steps; where none is marked, all that is there as one.
+    """Returns the profiled steps; without marks, the whole trace as one step.
 
-    Steps whose numbers do not follow each other are of different cycles of the profiler. A step that
-    several threads mark is one.
+    A gap in the steps' numbers begins a new cycle of the profiler. A step that several threads mark
+    counts once.
     """
     marked = sorted(
         {

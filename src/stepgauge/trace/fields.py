@@ -1,4 +1,4 @@
-"""Fields of an event as the trace has them: numbers may be text, and anything may be missing."""
+"""Parses fields of an event. In a trace, numbers may be text, and any field may be missing."""
 
 import math
 import re
@@ -9,25 +9,25 @@ _WHOLE = re.compile(r"-?\d{1,20}")  # of 64 bits
 
 
 def time(value: Any) -> float:
-    """µs. Raises ValueError or TypeError for what is no time: text, null, NaN, infinity."""
+    """Returns a time in µs. Raises ValueError or TypeError for anything else, such as NaN."""
     try:
         result = float(value)
     except OverflowError:
         result = math.inf
     if not math.isfinite(result):
-        raise ValueError("no number of microseconds")
+        raise ValueError("not a number of microseconds")
     return result
 
 
 def whole(value: Any) -> int | None:
-    """A whole number, which may be text (64 bits are too many for some readers of JSON)."""
+    """Returns an integer, which may be text because some JSON readers cannot hold 64 bits."""
     if isinstance(value, int):
         return value
     return int(value) if isinstance(value, str) and _WHOLE.fullmatch(value) else None
 
 
 def track(value: Any) -> int:
-    """The number of a stream or device: of "stream 7" 7; 0 of what has none."""
+    """Returns the number of a stream or device, such as 7 for "stream 7"; 0 if there is none."""
     number = whole(value)
     if number is None and isinstance(value, str) and (found := _LAST_DIGITS.search(value)):
         number = int(found[0])
@@ -35,5 +35,5 @@ def track(value: Any) -> int:
 
 
 def key(value: Any) -> int | str:
-    """What tells a process or thread apart."""
+    """Returns a hashable identifier of a process or thread."""
     return value if isinstance(value, int | str) else str(value)

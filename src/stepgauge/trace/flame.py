@@ -1,4 +1,4 @@
-"""The nesting of a trace as a flame graph: phases, parts of the model, operations, kernels."""
+"""Builds the flame graph of a trace: phases, modules, operations, kernels."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -7,17 +7,15 @@ from typing import Any
 from stepgauge.trace.attribution import Paths
 from stepgauge.trace.names import repeated
 
-Tree = list[Any]  # [name, µs of its own, children]
-# of the whole: what takes less, together with its like, is left out of the flame graph
+Tree = list[Any]  # [name, own µs, children]
+# Fraction of the total time: boxes whose sum over all repeated blocks is below it are left out.
 SMALLEST = 1e-4
-# of a rank's flame graph, a few more a part: eight ranks make a page of under 3 MB
-MOST_CHARACTERS = 200_000
+# Limit for the flame graph of one rank. A page of eight ranks then stays below 3 MB.
+MAX_CHARACTERS = 200_000
 
 
 def tree(paths: Paths, times: Mapping[int, float]) -> Tree:
-    """Paths that took time: nested [name, own µs, children], in the order in which the host came to
-    them.
-    """
+    """Returns the paths that took time as nested [name, own µs, children], in the host's order."""
     wanted = set(times)
     for node in times:
         while (node := paths.nodes[node][0]) not in wanted:
@@ -31,39 +29,40 @@ def tree(paths: Paths, times: Mapping[int, float]) -> Tree:
 
 
 def thinned(tree: Tree) -> Tree:
-    """The tree without parts that no screen shows; their time goes to their parents.
+    """Returns the tree without boxes that are too small to be seen. Their time goes to their parents.
 
-    Equal parts of repeated blocks count together: each alone is small in a model of many blocks.
+    The same module of repeated blocks is kept or left out as a whole, by the sum over all blocks:
+    in a model with many blocks, each of them is small.
     """
-    together: dict[tuple[str, ...], float] = defaultdict(float)
+    sums: dict[tuple[str, ...], float] = defaultdict(float)
 
     def add(node: Tree, path: tuple[str, ...]) -> float:
         us: float = node[1] + sum(add(child, (*path, repeated(child[0]))) for child in node[2])
-        together[path] += us
+        sums[path] += us
         return us
 
     def kept(node: Tree, path: tuple[str, ...]) -> Tree:
         us, children = node[1], []
         for child in node[2]:
-            place = (*path, repeated(child[0]))
-            if together[place] >= least:
-                children.append(kept(child, place))
+            child_path = (*path, repeated(child[0]))
+            if sums[child_path] >= least:
+                children.append(kept(child, child_path))
             else:
-                us += _size(child)
+                us += _total_us(child)
         return [node[0], round(us, 3), children]
 
     least = SMALLEST * add(tree, ())
-    found = kept(tree, ())
-    while _characters(found) > MOST_CHARACTERS:
+    result = kept(tree, ())
+    while _num_characters(result) > MAX_CHARACTERS:
         least *= 3
-        found = kept(tree, ())
-    return found
+        result = kept(tree, ())
+    return result
 
 
-def _characters(tree: Tree) -> int:
-    return 20 + len(tree[0]) + sum(map(_characters, tree[2]))
+def _num_characters(tree: Tree) -> int:
+    return 20 + len(tree[0]) + sum(map(_num_characters, tree[2]))  # 20 for brackets and the number
 
 
-def _size(tree: Tree) -> float:
-    size: float = tree[1] + sum(map(_size, tree[2]))
-    return size
+def _total_us(tree: Tree) -> float:
+    us: float = tree[1] + sum(map(_total_us, tree[2]))
+    return us

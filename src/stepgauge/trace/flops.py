@@ -1,10 +1,9 @@
-"""FLOPs and least bytes of an operation, from the shapes that it was called with.
+"""FLOPs and least bytes of an operation, computed from its shapes.
 
 Matrix products: 2 per multiply-add. Attention over B, H, T, S, D: 4BHTSD forward, 10BHTSD backward
-(it computes the scores again), half where it is causal. Softmax: 5 per element (maximum,
-difference, exponential, sum, quotient), its backward 4. Everything else: bytes only. Bytes are the
-arguments read once and the result written once; what a kernel reads again out of cache is not in
-them.
+(which recomputes the scores), half of that if it is causal. Softmax: 5 per element (maximum,
+difference, exponential, sum, quotient), its backward 4. All others have only bytes. Bytes count each
+argument read once and the result written once, without repeated reads from the cache.
 """
 
 import math
@@ -20,7 +19,7 @@ _BYTES = {
 
 
 class Cost(NamedTuple):
-    """`flops` is None where no formula is known, `bytes` where the shapes say nothing."""
+    """`flops` is None if there is no formula, `bytes` is None if the shapes do not determine them."""
 
     flops: float | None
     bytes: float | None
@@ -32,39 +31,39 @@ def cost(operation: str, shapes: Shapes | None) -> Cost:
     formula = _FORMULAS.get(operation)
     try:
         flops, result = formula(shapes) if formula else (None, _largest(shapes))
-    except (LookupError, ValueError):  # called in a way that the formula does not know
+    except (LookupError, ValueError):  # the formula does not cover these arguments
         flops, result = None, _largest(shapes)
     width = _BYTES.get(dtype(shapes), 0)
     if operation in _INDEXING:
-        # Only what is touched counts: a cache of which one row is written is not read.
+        # Only the touched elements count: writing one row does not read the whole tensor.
         try:
             touched = _INDEXING[operation](shapes)
         except LookupError:
             touched = 0
         return Cost(flops, 2.0 * touched * width if touched else None)
     if not (formula or operation.startswith(("aten::", "triton_", "stepgauge::"))):
-        return Cost(flops, None)  # somebody's own: what it touches of its arguments is not known
+        return Cost(flops, None)  # a user's operation: unknown how much of its arguments it reads
     read = sum(
         math.prod(d) * _BYTES.get(t, 0)
         for d, t in zip(shapes.dims, shapes.types, strict=False)
         if d
     )
-    # A Triton kernel's arguments hold its result too.
+    # The arguments of a Triton kernel include its result.
     written = 0 if operation.startswith("triton_") else result * width
     return Cost(flops, read + written if read else None)
 
 
 def _argument(place: int) -> Callable[[Shapes], int]:
-    """As many elements as the argument with that place has."""
+    """Counts the elements of the argument at this position."""
     return lambda shapes: math.prod(shapes.dims[place]) if len(shapes.dims) > place else 0
 
 
 def _rows(weight: int, indices: int) -> Callable[[Shapes], int]:
-    """A row of the weight for each index."""
+    """Counts one row of the weight per index."""
     return lambda shapes: math.prod(shapes.dims[indices]) * shapes.dims[weight][-1]
 
 
-# How many elements an operation touches that leaves most of an argument alone; 0: not known.
+# The number of elements touched by operations that index into a tensor; 0 if unknown.
 _INDEXING: Mapping[str, Callable[[Shapes], int]] = {
     "aten::embedding": _rows(0, 1),
     "aten::embedding_dense_backward": _argument(0),
@@ -85,7 +84,7 @@ _INDEXING: Mapping[str, Callable[[Shapes], int]] = {
 
 
 def dtype(shapes: Shapes) -> str:
-    """Of the first argument that is a tensor of floats; "" if there is none."""
+    """Returns the type of the first floating-point tensor; "" if there is none."""
     floats = (
         t
         for d, t in zip(shapes.dims, shapes.types, strict=False)
@@ -105,7 +104,7 @@ Formula = Callable[[Shapes], tuple[float, float]]
 
 
 def _product(first: int, second: int) -> Formula:
-    """Of the arguments with those places: (..., M, K) · (..., K, N)."""
+    """Returns the formula of (..., M, K) · (..., K, N) for the arguments at these positions."""
 
     def formula(shapes: Shapes) -> tuple[float, float]:
         (*_, inner), right = shapes.dims[first], shapes.dims[second]
@@ -122,7 +121,9 @@ def _linear(shapes: Shapes) -> tuple[float, float]:
 
 
 def _attention(query: int, causal: int, per_score: int) -> Formula:
-    """q, k and v from place `query` on, the causal flag at `causal`; no flag, no FLOPs."""
+    """Returns the formula of attention with q, k, v from position `query` on and the causal flag at
+    `causal`. Without the flag, it has no FLOPs.
+    """
 
     def formula(shapes: Shapes) -> tuple[float, float]:
         (*batch, rows, width), keys = shapes.dims[query], shapes.dims[query + 1][-2]
@@ -141,7 +142,7 @@ def _elements(per_element: int) -> Formula:
     )
 
 
-# The arguments' places are those of the operators' schemas.
+# The positions of arguments follow the operators' schemas.
 _FORMULAS: Mapping[str, Formula] = {
     "aten::mm": _product(0, 1),
     "aten::bmm": _product(0, 1),
@@ -168,5 +169,5 @@ _FORMULAS: Mapping[str, Formula] = {
 
 
 def stands_for_all_inside(operation: str) -> bool:
-    """Whether what the operation calls is part of what its formula counts."""
+    """True if the operation's formula includes the operations that it calls."""
     return operation in _FORMULAS

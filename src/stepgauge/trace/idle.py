@@ -1,4 +1,4 @@
-"""The device's time line: which kernel each moment went to, and why it stood still in between."""
+"""Builds the device's time line: busy time by kernel, and the reason of each idle gap."""
 
 import bisect
 import dataclasses
@@ -11,23 +11,23 @@ from stepgauge.trace.attribution import Work
 from stepgauge.trace.events import Call, Trace
 from stepgauge.trace.intervals import merged
 
-HOST_BOUND = "host-bound: launched after the device had run dry"
-SYNCHRONISED = "host-bound: the host had waited for the device before it launched"
+HOST_BOUND = "host-bound: the next kernel was launched too late"
+SYNCHRONISED = "host-bound: the host waited for the device before the next launch"
 DEPENDENCY = "waiting for communication or a transfer on another stream"
 TURNAROUND = "between two kernels that were both launched in time"
-UNKNOWN = "the trace has no launch for the next kernel"
+UNKNOWN = "the launch of the next kernel is not in the trace"
 
 
-BETWEEN = "(idle between steps)"  # stands for a kernel's name
+BETWEEN = "(idle between steps)"  # used as the name of a kernel
 
 
 class Moment(NamedTuple):
-    """A kernel on the device's time line: `gap_us` idle before it, then `busy_us` in which no
-    earlier one ran.
+    """A kernel on the device's time line: `gap_us` of idle time, then `busy_us` in which no earlier
+    kernel was running.
 
-    A gap between two phases may be split: the part until the host ended the first phase is a Moment
-    of that phase's last kernel, the part until the next step's first phase is of no phase. Such a
-    Moment is not `new`: its kernel has, or will have, one of its own.
+    A gap between two phases may be split: the part until the host ended the first phase counts for
+    that phase's last kernel, the part until the next step's first phase for no phase. These parts
+    are Moments that are not `new`, because their kernel also has a Moment of its own.
     """
 
     work: Work
@@ -39,8 +39,8 @@ class Moment(NamedTuple):
 
 @dataclasses.dataclass
 class Edges:
-    """What lies outside of the time line, in µs, over all cycles of the profiler: from the first
-    step's begin on the host to the device's first work, and from its last work to the host's end.
+    """Time outside the time line in µs, over all cycles of the profiler: from the begin of the first
+    step on the host to the device's first work, and from its last work to the end on the host.
     """
 
     lead_in: float = 0.0
@@ -48,8 +48,8 @@ class Edges:
 
 
 def time_line(trace: Trace, works: Iterable[Work], edges: Edges | None = None) -> Iterator[Moment]:
-    """The kernels of the steps by when they began. Gaps and busy times add up to the time from the
-    first one's begin to the last one's end; each belongs to the step that launched its kernel.
+    """Yields the kernels of the steps by start time. Gaps and busy times add up to the time from the
+    first kernel's begin to the last one's end, and count in the step that launched the kernel.
     """
     marks, edges = _Marks(trace), edges or Edges()
     now, before = 0.0, None
@@ -73,7 +73,7 @@ def time_line(trace: Trace, works: Iterable[Work], edges: Edges | None = None) -
 
 
 def _gap(work: Work, now: float, before: Work, marks: "_Marks") -> Iterator[Moment]:
-    """The parts of a gap that are not of the phase of the kernel that ends it."""
+    """Yields the parts of a gap that do not count for the phase of the kernel after it."""
     if (before.step, before.phase) == (work.step, work.phase):
         return
     reason = _reason(work, now, before, marks.waits)
@@ -83,13 +83,13 @@ def _gap(work: Work, now: float, before: Work, marks: "_Marks") -> Iterator[Mome
         now = ended
     begun = min(marks.begins.get(work.step, now), work.start)
     if work.step != before.step and begun > now:
-        rule = "idle from one step's last phase to the next one's first"
+        rule = "idle from the last phase of one step to the first of the next"
         outside = work._replace(name=BETWEEN, kind="host", rule=rule, phase="", range="")
         yield Moment(outside, begun - now, 0.0, reason, new=False)
 
 
 class _Marks:
-    """What the host marked: when phases began and ended, when it waited for the device."""
+    """Times on the host: when phases began and ended, and when it waited for the device."""
 
     def __init__(self, trace: Trace):
         self.trace = trace
@@ -105,7 +105,7 @@ class _Marks:
         return self.begins.get(step, self.trace.steps[step].start)
 
     def _begins(self, phases: Sequence[Call]) -> dict[int, float]:
-        """When each step's first phase began; nothing of a step without phases."""
+        """Returns when the first phase of each step began. A step without phases has no entry."""
         starts = [call.start for call in phases]
         result = {}
         for number, step in enumerate(self.trace.steps):
@@ -115,7 +115,9 @@ class _Marks:
         return result
 
     def _ends(self, phases: Sequence[Call]) -> dict[tuple[int, str], float]:
-        """When the host ended each phase: at an event before the next one, if it recorded one."""
+        """Returns when the host ended each phase: at the event that it recorded before the next phase,
+        if it did, else at the end of the phase's annotation.
+        """
         events = sorted(
             (c.start, c.end) for c in self.trace.calls("runtime") if "EventRecord" in c.name
         )

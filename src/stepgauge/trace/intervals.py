@@ -1,4 +1,4 @@
-"""Sets of times as sorted lists of (start, end) that do not meet."""
+"""Sets of times, as sorted lists of disjoint (start, end)."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ Intervals = list[tuple[float, float]]
 
 
 def merged(times: Iterable[tuple[float, float]]) -> Intervals:
-    """The union: overlapping and touching intervals become one."""
+    """Returns the union. Overlapping and touching intervals become one."""
     result: Intervals = []
     for start, end in sorted(times):
         if result and start <= result[-1][1]:
@@ -18,7 +18,7 @@ def merged(times: Iterable[tuple[float, float]]) -> Intervals:
 
 
 def intersection(first: Intervals, second: Intervals) -> Intervals:
-    """What both contain; both must be merged."""
+    """Returns the times that are in both sets, which must be merged."""
     result: Intervals = []
     left = right = 0
     while left < len(first) and right < len(second):

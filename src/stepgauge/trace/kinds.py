@@ -1,4 +1,4 @@
-"""What kind of work a kernel or an operator is, and the rule that says so: the tables of `rules`."""
+"""Classifies kernels and operators by kind of work, with the tables of `rules`."""
 
 import functools
 import re
@@ -6,28 +6,30 @@ from typing import NamedTuple
 
 from stepgauge.trace.rules import COMPOSITES, KERNELS, OPERATORS, VIEWS, Table
 
-LONGEST_NAME = 60  # of an operator in a reason
+LONGEST_NAME = 60  # of an operator in the text of a rule
 
 
 class Placed(NamedTuple):
+    """The kind of a piece of work, and the rule by which it has that kind."""
+
     kind: str
     rule: str
 
 
-# What the driver calls a copy to the memory of another GPU.
+# In the name of a driver's copy to the memory of another GPU.
 _BETWEEN_GPUS = re.compile(r"PtoP|Peer", re.IGNORECASE)
 _AUTOGRAD = re.compile(r"^autograd::|AccumulateGrad|Backward\d*$|^detach")
 _COMPILER = re.compile(
     r"^(Torch-Compiled|TorchDynamo|Pregraph|AOTDispatcher|CompiledFunction|CompiledF)"
 )
-# around code that the compiler wrote for a CPU, which records nothing itself
+# The annotation around code that torch.compile generated for a CPU. It records nothing itself.
 GENERATED = "## Call Compiled"
-# Operators of these kinds call others that are part of them, a mean inside a norm say.
+# Operators of these kinds call others that count as part of them, such as the mean inside a norm.
 _WHOLE = ("attention", "softmax", "norm", "convolution", "embedding", "quantisation")
 
 
 def _match(table: Table, name: str) -> tuple[str, str]:
-    """The kind of the first rule that matches, and the words that matched."""
+    """Returns the kind of the first rule that matches, and the text that matched."""
     for kind, pattern in table:
         if found := pattern.search(name):
             return kind, found[0]
@@ -35,7 +37,7 @@ def _match(table: Table, name: str) -> tuple[str, str]:
 
 
 class Kinds:
-    """The kind of each piece of work, remembered by its names."""
+    """Classifies pieces of work, and caches the result by their names."""
 
     def __init__(self) -> None:
         self.of_kernel = functools.cache(self._of_kernel)
@@ -43,43 +45,42 @@ class Kinds:
         self.whole = functools.cache(self._whole)
 
     def _whole(self, operation: str) -> bool:
-        """Whether what the operation calls is of the operation's kind."""
+        """True if everything that the operation calls has the operation's kind."""
         return (_match(OPERATORS, operation)[0] or _match(COMPOSITES, operation)[0]) in _WHOLE
 
     def _of_kernel(self, name: str, category: str, operation: str, in_optimizer: bool) -> Placed:
-        """Of something that ran on a device; `operation` launched it."""
+        """Classifies a kernel or copy on a device that `operation` launched."""
         if category == "copy":
-            if found := _BETWEEN_GPUS.search(name):
-                return Placed("communication", f"a transfer whose name has {found[0]!r}")
-            return Placed("copy", "a transfer or fill of the driver")
-        named, words = _match(KERNELS, name)
-        by_name = Placed(named, f"kernel name has {_short(words)!r}")
-        if named == "communication":
+            if match := _BETWEEN_GPUS.search(name):
+                return Placed("communication", f"a transfer with {match[0]!r} in its name")
+            return Placed("copy", "a transfer or fill by the driver")
+        kind, words = _match(KERNELS, name)
+        by_name = Placed(kind, f"kernel name contains {_short(words)!r}")
+        if kind == "communication":
             return by_name
-        by_operator, _ = _match(OPERATORS, operation)
-        if in_optimizer and by_operator != "copy":
+        kind_of_operator, _ = _match(OPERATORS, operation)
+        if in_optimizer and kind_of_operator != "copy":
             return Placed("optimizer", "launched inside Optimizer.step")
-        if by_operator:
-            return Placed(by_operator, f"operator is {_short(operation)}")
-        if named:
+        if kind_of_operator:
+            return Placed(kind_of_operator, f"operator is {_short(operation)}")
+        if kind:
             return by_name
-        whole, _ = _match(COMPOSITES, operation)
-        if whole:
-            return Placed(whole, f"launched by {_short(operation)}")
-        return Placed(
-            "other", f"no rule for this name, launched by {_short(operation) or 'nothing known'}"
-        )
+        composite, _ = _match(COMPOSITES, operation)
+        if composite:
+            return Placed(composite, f"launched by {_short(operation)}")
+        launched_by = _short(operation) or "an unknown operator"
+        return Placed("other", f"no rule for this name, launched by {launched_by}")
 
     def _of_operation(
         self, name: str, category: str, in_optimizer: bool, whole: str = ""
     ) -> Placed:
-        """Of something that ran on the host by itself, without the calls inside it; inside of the
-        operation `whole`, whose kind all of it has.
+        """Classifies the self time of a call on the host. `whole` is the operation around it that gives
+        its kind to everything inside.
         """
-        if host := _on_host_alone(name, category):
-            return Placed("host", host)
+        if reason := _overhead(name, category):
+            return Placed("host", reason)
         if name.startswith(GENERATED):
-            return Placed("other", "code that torch.compile wrote: many operations in one")
+            return Placed("other", "code generated by torch.compile: many operations in one")
         kind, _ = _match(OPERATORS, name)
         if not kind:
             kind, _ = _match(COMPOSITES, name)
@@ -95,18 +96,18 @@ class Kinds:
         return Placed("other", f"no rule for {_short(name)}")
 
 
-def _on_host_alone(name: str, category: str) -> str:
-    """Why it is no work of the model; "" where it is."""
+def _overhead(name: str, category: str) -> str:
+    """Returns why the call is overhead of the host and not an operation of the model; "" if it is one."""
     if name.startswith(GENERATED):
         return ""
     if _COMPILER.match(name):
-        return "torch.compile's own work"
+        return "overhead of torch.compile"
     if category in ("annotation", "python"):
         return "Python between the operations"
     if category == "runtime":
         return "a call of the driver"
     if _AUTOGRAD.search(name):
-        return "autograd's own work"
+        return "overhead of autograd"
     return "views and allocation" if VIEWS.match(name) else ""
 
 

@@ -1,4 +1,4 @@
-"""Names of kernels and ranges, made readable."""
+"""Makes the names of kernels and ranges readable."""
 
 import functools
 import re
@@ -11,7 +11,7 @@ _REPEATED = re.compile(r"(?<=[._])\d+(?=\.|$| \()")
 
 @functools.cache
 def readable(name: str) -> str:
-    """A kernel's name without namespaces of torch, return type and parameters."""
+    """Returns a kernel's name without torch's namespaces, return type and parameters."""
     name = _COMMON.sub("", name)
     templates = parentheses = 0
     for index, character in enumerate(name):
@@ -32,19 +32,18 @@ def readable(name: str) -> str:
 
 
 def repeated(range: str) -> str:
-    """The range with * for numbers of repeated parts: "blocks.*.norm", "Linear_*"."""
+    """Returns the range with * for the numbers of repeated modules: "blocks.*.norm", "Linear_*"."""
     return _REPEATED.sub("*", range)
 
 
 def joined(outer: str, name: str) -> str:
-    """The name inside of the outer range, unless it is a qualified name itself.
-
-    Backward may run a whole block's forward again, inside the range of any of its operations.
+    """Returns the name inside the outer range. A name that is already qualified stays as it is: with
+    checkpointing, backward recomputes a whole block inside the range of one of its operations.
     """
     same_root = outer.partition(".")[0] == name.partition(".")[0]
     return name if not outer or name == outer or (same_root and "." in name) else f"{outer}.{name}"
 
 
 def split(range: str) -> list[str]:
-    """A dotted name by its parts, a number kept with what it counts: "blocks.0.attention" is two."""
+    """Splits a dotted name into modules: "blocks.0.attention" into "blocks.0" and "attention"."""
     return re.split(r"\.(?!\d+(?:\.|$))", range) if range else []

@@ -1,4 +1,4 @@
-"""How much of the communication is hidden behind computing, on merged intervals of one rank."""
+"""Measures how much of one rank's communication is hidden behind computation."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,13 +9,14 @@ from stepgauge.trace.intervals import Intervals, intersection, merged, total
 
 
 def overlap(trace: Trace, works: Sequence[Work] | None = None) -> Overlap | None:
-    """comm_comp_overlap = time in which both communicate and compute / time communicating, as
-    Holistic Trace Analysis defines it, of what the profiled steps launched. Transfers and fills of
-    the driver are neither, but for copies from GPU to GPU, which are communication. None for a
-    trace without communication; `works` as the Resolver gives them, where they are there already.
+    """Returns the overlap of the profiled steps, or None for a trace without communication.
 
-    Of a trace without kernels: a host backend's transfers against the operations of the threads
-    that step.
+    As in Holistic Trace Analysis, the ratio is the time in which the rank both communicates and
+    computes, divided by the time in which it communicates. Transfers and fills by the driver are
+    neither, except copies between GPUs, which are communication. In a trace without kernels, the
+    transfers of a host backend are compared with the operations of the threads that run steps.
+
+    works  what the Resolver gives for the trace, if the caller has it already
     """
     works = list(Resolver(trace).work()) if works is None else works
     communication, computation = busy(trace, works)
@@ -33,9 +34,9 @@ def overlap(trace: Trace, works: Sequence[Work] | None = None) -> Overlap | None
 
 
 def busy(trace: Trace, works: Iterable[Work]) -> tuple[Intervals, Intervals]:
-    """When the rank communicated, and when it computed."""
+    """Returns when the rank communicated, and when it computed."""
     if not trace.on_device:
-        # What is no operation, Python and waiting, does not count as computing.
+        # Only operations count as computing, not Python or waiting.
         return merged((call.start, call.end) for call in trace.transfers), merged(
             (w.start, w.end) for w in works if w.kind not in ("communication", "host")
         )

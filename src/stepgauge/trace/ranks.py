@@ -1,4 +1,4 @@
-"""The traces of several ranks together: each collective split into waiting and transfer."""
+"""Combines the traces of several ranks: splits each collective into waiting and transfer."""
 
 import statistics
 from collections import defaultdict
@@ -14,18 +14,19 @@ from stepgauge.spec.analysis import (
 )
 from stepgauge.trace.collectives import bus_bytes_per_s
 
-PAIRWISE = ("send_recv",)  # between two ranks of a group: the others' calls are not its own
+# Calls between two ranks of a group. Other ranks of the group have other calls.
+PAIRWISE = ("send_recv",)
 
 
 class _Call(NamedTuple):
-    """One collective call of all ranks of a group that have a trace: rank -> (row, duration)."""
+    """One collective call of a group: rank -> (row, duration), for the ranks that have a trace."""
 
     group: str
     ranks: Mapping[int, tuple[CollectiveRow, float]]
 
     @property
     def last(self) -> int:
-        """The rank that came last: it was in the call for the shortest time."""
+        """The rank that arrived last, which is the one that spent the shortest time in the call."""
         return min(self.ranks, key=lambda rank: self.ranks[rank][1])
 
     @property
@@ -34,19 +35,19 @@ class _Call(NamedTuple):
 
     @property
     def waiting(self) -> float:
-        """Mean over all ranks of the time beyond the transfer."""
+        """The time in the call beyond the transfer, as the mean over ranks."""
         return sum(us for _, us in self.ranks.values()) / len(self.ranks) - self.transfer
 
 
-def numbers(found: Sequence[Analysis]) -> list[int]:
-    """Each trace's rank; its place where it does not say one, or two say the same."""
-    ranks = [place if one.rank is None else one.rank for place, one in enumerate(found)]
+def rank_numbers(analyses: Sequence[Analysis]) -> list[int]:
+    """Returns each trace's rank, or its position if a trace has no rank or two have the same."""
+    ranks = [place if each.rank is None else each.rank for place, each in enumerate(analyses)]
     return ranks if len(set(ranks)) == len(ranks) else list(range(len(ranks)))
 
 
-def across(found: Sequence[Analysis]) -> AcrossRanks:
-    """Of at least two ranks' analyses."""
-    by_rank = dict(zip(numbers(found), found, strict=True))
+def across(analyses: Sequence[Analysis]) -> AcrossRanks:
+    """Combines the analyses of at least two ranks."""
+    by_rank = dict(zip(rank_numbers(analyses), analyses, strict=True))
     notes: list[str] = []
     calls = list(_matched(by_rank, notes))
     return AcrossRanks(
@@ -55,58 +56,61 @@ def across(found: Sequence[Analysis]) -> AcrossRanks:
 
 
 def _matched(by_rank: Mapping[int, Analysis], notes: list[str]) -> Iterator[_Call]:
-    """Calls by their place in their group's order, which NCCL makes the same on every rank."""
+    """Yields each call with its ranks. Calls are matched by their order within a group, which NCCL
+    requires to be the same on all ranks.
+    """
     groups: dict[tuple[str, str], dict[int, list[tuple[float, float, CollectiveRow]]]]
     groups = defaultdict(lambda: defaultdict(list))
-    for rank, one in by_rank.items():
-        for row in one.collectives:
+    for rank, analysis in by_rank.items():
+        for row in analysis.collectives:
             if row.name not in PAIRWISE or not row.ranks:
-                mine = groups[row.name, row.ranks][rank]
-                mine += [(start, us, row) for start, us in row.calls_us]
+                calls = groups[row.name, row.ranks][rank]
+                calls += [(start, us, row) for start, us in row.calls_us]
     for (name, ranks), members in groups.items():
         if len(members) < 2:
             continue
         counts = {rank: len(calls) for rank, calls in members.items()}
         if len(set(counts.values())) > 1:
-            said = ", ".join(f"rank {rank}: {n}" for rank, n in sorted(counts.items()))
+            listed = ", ".join(f"rank {rank}: {n}" for rank, n in sorted(counts.items()))
             notes.append(
-                f"{name} of the group {ranks or 'of all ranks'} cannot be matched across ranks: their "
-                f"traces hold different numbers of calls ({said})."
+                f"{name} of the group {ranks or 'of all ranks'} cannot be matched across ranks, because "
+                f"the traces have different numbers of calls ({listed})."
             )
             continue
         in_group = sorted(members)
         ordered = [sorted(members[rank], key=lambda call: call[0]) for rank in in_group]
-        for same in zip(*ordered, strict=True):
-            of_rank = zip(in_group, same, strict=True)
+        for matched in zip(*ordered, strict=True):
+            of_rank = zip(in_group, matched, strict=True)
             yield _Call(ranks, {rank: (row, us) for rank, (_, us, row) in of_rank})
 
 
 def _shared(calls: Sequence[_Call]) -> list[SharedCollective]:
-    alike: dict[tuple[str, str, str, str, int], list[_Call]] = defaultdict(list)
+    """Returns a row for all calls with the same arguments, the longest first."""
+    groups: dict[tuple[str, str, str, str, int], list[_Call]] = defaultdict(list)
     for call in calls:
         row, _ = call.ranks[min(call.ranks)]
-        alike[row.name, row.range, call.group, row.dtype, row.bytes].append(call)
+        groups[row.name, row.range, call.group, row.dtype, row.bytes].append(call)
     rows = []
-    for (name, part, _, dtype, num_bytes), same in alike.items():
-        row, _ = same[0].ranks[min(same[0].ranks)]
-        made: dict[int, float] = defaultdict(float)
-        for call in same:
-            made[call.last] += call.waiting
-        last = max(made, key=lambda rank: made[rank])
-        transfer = sum(call.transfer for call in same)
+    for (name, range_, _, dtype, num_bytes), group in groups.items():
+        row, _ = group[0].ranks[min(group[0].ranks)]
+        caused: dict[int, float] = defaultdict(float)  # rank -> waiting that it caused
+        for call in group:
+            caused[call.last] += call.waiting
+        last = max(caused, key=lambda rank: caused[rank])
+        transfer = sum(call.transfer for call in group)
         rows.append(
             SharedCollective(
                 name=name,
-                range=part,
-                group_size=row.group_size or len(same[0].ranks),
+                range=range_,
+                group_size=row.group_size or len(group[0].ranks),
                 dtype=dtype,
                 bytes=num_bytes,
-                calls=len(same),
+                calls=len(group),
                 transfer_us=transfer,
-                waiting_us=sum(call.waiting for call in same),
-                bus_bytes_per_s=bus_bytes_per_s(row, transfer / len(same)),
+                waiting_us=sum(call.waiting for call in group),
+                bus_bytes_per_s=bus_bytes_per_s(row, transfer / len(group)),
                 last=last,
-                last_calls=sum(call.last == last for call in same),
+                last_calls=sum(call.last == last for call in group),
             )
         )
     return sorted(rows, key=lambda row: -(row.transfer_us + row.waiting_us))
@@ -116,50 +120,50 @@ def _stragglers(by_rank: Mapping[int, Analysis], calls: Sequence[_Call]) -> list
     if not calls:
         return []
     waited: dict[int, float] = defaultdict(float)
-    made: dict[int, float] = defaultdict(float)
-    last: dict[int, int] = defaultdict(int)
+    caused: dict[int, float] = defaultdict(float)
+    times_last: dict[int, int] = defaultdict(int)
     for call in calls:
-        last[call.last] += 1
+        times_last[call.last] += 1
         others = [us - call.transfer for rank, (_, us) in call.ranks.items() if rank != call.last]
-        made[call.last] += sum(others) / len(others)
+        caused[call.last] += sum(others) / len(others)
         for rank, (_, us) in call.ranks.items():
             waited[rank] += us - call.transfer
-    spent = {rank: _spent(one) for rank, one in by_rank.items()}
+    work = {rank: _us_by_work(analysis) for rank, analysis in by_rank.items()}
     rows = []
-    for rank, one in by_rank.items():
-        what, us = _excess(rank, spent)
+    for rank, analysis in by_rank.items():
+        most_in, excess_us = _largest_excess(rank, work)
         rows.append(
             Straggler(
                 rank=rank,
-                waited_us=waited[rank] / one.steps,
-                made_wait_us=made[rank] / one.steps,
-                calls_last=last[rank],
-                most_in=what,
-                excess_us=us,
+                waited_us=waited[rank] / analysis.steps,
+                made_wait_us=caused[rank] / analysis.steps,
+                calls_last=times_last[rank],
+                most_in=most_in,
+                excess_us=excess_us,
             )
         )
     return rows
 
 
-def _spent(one: Analysis) -> dict[str, float]:
-    """µs a step by kind of work and range, and of idle time by its cause, without communication."""
+def _us_by_work(analysis: Analysis) -> dict[str, float]:
+    """Returns µs per step by kind of work and range, and idle time by reason, without communication."""
     sums: dict[str, float] = defaultdict(float)
-    for cell in one.cells:
+    for cell in analysis.cells:
         if cell.kind != "communication":
-            what = f"{cell.kind} in {cell.range}" if cell.range else cell.kind
-            sums[what] += cell.us / one.steps
-    for row in one.idle:
-        cause, _, _ = row.reason.partition(":")
-        sums[f"idle, {cause}"] += row.us / one.steps
+            name = f"{cell.kind} in {cell.range}" if cell.range else cell.kind
+            sums[name] += cell.us / analysis.steps
+    for row in analysis.idle:
+        reason, _, _ = row.reason.partition(":")
+        sums[f"idle, {reason}"] += row.us / analysis.steps
     return sums
 
 
-def _excess(rank: int, spent: Mapping[int, Mapping[str, float]]) -> tuple[str, float]:
-    """In what this rank spends most beyond the mean of the others."""
-    others = [sums for other, sums in spent.items() if other != rank]
-    most, most_us = "", 0.0
-    for what, us in spent[rank].items():
-        beyond_us = us - statistics.fmean(sums.get(what, 0.0) for sums in others)
-        if beyond_us > most_us:
-            most, most_us = what, beyond_us
-    return most, most_us
+def _largest_excess(rank: int, work: Mapping[int, Mapping[str, float]]) -> tuple[str, float]:
+    """Returns the work in which the rank exceeds the others' mean the most, and by how many µs."""
+    others = [sums for other, sums in work.items() if other != rank]
+    largest, largest_us = "", 0.0
+    for name, us in work[rank].items():
+        excess_us = us - statistics.fmean(sums.get(name, 0.0) for sums in others)
+        if excess_us > largest_us:
+            largest, largest_us = name, excess_us
+    return largest, largest_us

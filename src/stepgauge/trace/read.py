@@ -1,4 +1,4 @@
-"""A Chrome trace read event by event, plain or gzip: memory does not grow with the file."""
+"""Reads a Chrome trace event by event, plain or gzipped, in constant memory."""
 
 import gzip
 import io
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-CHUNK = 1 << 15  # characters read at a time: what is decoded together stays in the caches
-LAST_EVENT = 1 << 13  # characters at the end of a chunk that hold a whole event, as a rule
-LONGEST = 1 << 26  # characters of one event; more is no trace but a damaged file
+CHUNK = 1 << 15  # characters read at a time: small enough to stay in the CPU's caches
+LAST_EVENT = 1 << 13  # characters at the end of a chunk, which usually contain a whole event
+LONGEST = 1 << 26  # characters: a file with a longer event is damaged
 LONGEST_LITERAL = len("-Infinity")
 _DECODER = json.JSONDecoder()
 _BLANK = " \t\n\r"
@@ -19,18 +19,19 @@ _BETWEEN_EVENTS = re.compile(r"\}\s*,(?=\s*\{)")
 
 
 class TraceError(ValueError):
-    """A file that is no trace, or one without what was asked of it; the message is one sentence."""
+    """The file is not a trace, or does not have the requested data. The message is one sentence."""
 
 
 class _Window:
-    """The part of the text that is being read."""
+    """The part of the text that is in memory."""
 
     def __init__(self, file: TextIO):
         self.file, self.text, self.at = file, "", 0
-        self.fresh = False  # text came in since `events` last looked
+        self.fresh = False  # True if text was added since the last call of `events`
 
     def more(self) -> bool:
-        # As much again as is there, so that a long value is not begun over and over.
+        """Reads more text. Returns False at the end of the file."""
+        # Doubles the text, so that a long value is not parsed over and over again.
         chunk = self.file.read(max(CHUNK, len(self.text) - self.at))
         self.text = self.text[self.at :] + chunk
         self.at = 0
@@ -38,7 +39,7 @@ class _Window:
         return bool(chunk)
 
     def peek(self) -> str:
-        """The next character that is not blank, "" at the end."""
+        """Returns the next character that is not blank, "" at the end."""
         while True:
             text, at = self.text, self.at
             while at < len(text) and text[at] in _BLANK:
@@ -50,22 +51,23 @@ class _Window:
                 return ""
 
     def take(self, wanted: str) -> str:
-        """Steps over one of the wanted characters."""
-        found = self.peek()
-        if not found:
+        """Consumes and returns the next character, which must be one of those wanted."""
+        character = self.peek()
+        if not character:
             raise TraceError("ends in the middle: it was cut off")
-        if found not in wanted:
+        if character not in wanted:
             raise TraceError(
-                f"is no Chrome trace: {found!r} stands where {' or '.join(wanted)} should"
+                f"is not a Chrome trace: it has {character!r} instead of {' or '.join(wanted)}"
             )
         self.at += 1
-        return found
+        return character
 
     def events(self) -> list[Any]:
-        """The events that the text holds whole, decoded in one call; none where that cannot be.
+        """Decodes all events that are complete in the text with one call, which is faster than one by
+        one. Returns [] if that fails.
 
-        They end where one object follows another for the last time. If that place is none between
-        events, but in a string or within an event, what stands before it is no whole list.
+        The events are assumed to end at the last `}, {` of the text. If that is inside a string or an
+        event, decoding fails.
         """
         if not self.fresh:
             return []
@@ -76,13 +78,14 @@ class _Window:
             return []
         brace, after = places[-1]
         try:
-            found: list[Any] = json.loads(f"[{self.text[self.at : brace + 1]}]")
+            events: list[Any] = json.loads(f"[{self.text[self.at : brace + 1]}]")
         except (ValueError, RecursionError):
             return []
         self.at = after
-        return found
+        return events
 
     def value(self) -> Any:
+        """Decodes and returns the next value."""
         self.peek()
         while True:
             try:
@@ -103,7 +106,7 @@ class _Window:
                 raise TraceError(
                     "is damaged: values are nested too deeply, or a number has thousands of digits"
                 ) from None
-            # A number may go on in the next chunk.
+            # A number may continue in the next chunk.
             if end == len(self.text) and self.more():
                 continue
             self.at = end
@@ -111,18 +114,17 @@ class _Window:
 
 
 def read(path: Path) -> Iterator[tuple[str, Any]]:
-    """(key, value) for what the file says about itself, ("", event) for each event, in the file's
-    order.
+    """Yields (key, value) for the file's other entries and ("", event) for each event, in the file's
+    order. Raises TraceError.
 
-    Both of Chrome's formats: an object with a list `traceEvents`, and the list alone. Raises
-    TraceError.
+    Reads both of Chrome's formats: an object with a list `traceEvents`, and only the list.
     """
     try:
         with _opened(path) as file:
             window = _Window(file)
             yield from _parts(window)
             if (further := window.peek()) and further in "{[":
-                raise TraceError("holds more than one trace: one begins where another ends")
+                raise TraceError("holds more than one trace, one after the other")
     except TraceError as error:
         raise TraceError(f"{path} {error}") from None
     except (EOFError, zlib.error):
@@ -134,7 +136,7 @@ def read(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 class _Gzip(gzip.GzipFile):
-    """Bytes after the packed data are left out, as gzip itself does: some copies have a trailer."""
+    """Ignores bytes after the compressed data, as gzip itself does: some copies have a trailer."""
 
     def read1(self, size: int = -1) -> bytes:
         try:
@@ -148,7 +150,7 @@ class _Gzip(gzip.GzipFile):
 def _opened(path: Path) -> TextIO:
     with path.open("rb") as start:
         packed = start.read(2) == b"\x1f\x8b"
-    # A name of a kernel or range may hold bytes that are no text; they are read as "\ufffd".
+    # The name of a kernel or range may have bytes that are not UTF-8; they are read as "\ufffd".
     file = _Gzip(path) if packed else io.BufferedReader(io.FileIO(path))
     return io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace")
 
@@ -158,18 +160,18 @@ def _parts(window: _Window) -> Iterator[tuple[str, Any]]:
     if not first:
         raise TraceError("is empty")
     if first == "\ufffd":
-        raise TraceError("is no Chrome trace: it is no text")
+        raise TraceError("is not a Chrome trace: it is not text")
     if first == "[":
         yield from _events(window, may_end=True)
         return
     if first != "{":
-        raise TraceError(f"is no Chrome trace: it begins with {first!r}, a trace with {{ or [")
+        raise TraceError(f"is not a Chrome trace: it begins with {first!r}, not with {{ or [")
     window.take("{")
     found, separator = False, window.peek()
     while separator != "}":
         key = window.value()
         if not isinstance(key, str):
-            raise TraceError("is no Chrome trace: a key is no text")
+            raise TraceError("is not a Chrome trace: a key is not text")
         window.take(":")
         if key == "traceEvents":
             yield from _events(window)
@@ -178,12 +180,12 @@ def _parts(window: _Window) -> Iterator[tuple[str, Any]]:
             yield key, window.value()
         separator = window.take(",}")
     if not found:
-        raise TraceError("is no Chrome trace: it has no traceEvents")
+        raise TraceError("is not a Chrome trace: it has no traceEvents")
 
 
 def _events(window: _Window, *, may_end: bool = False) -> Iterator[tuple[str, Any]]:
-    """`may_end`: after any event. Chrome's format lets the list alone go without its bracket, for
-    programs that end early.
+    """Yields the events of a list. With `may_end`, the list may lack its closing bracket, which
+    Chrome's format allows for a trace that is only a list.
     """
     window.take("[")
     if window.peek() == "]":

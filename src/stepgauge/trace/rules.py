@@ -1,8 +1,8 @@
-"""The rules that say what kind of work a kernel or an operator is: (kind, pattern), the first that
-matches holds.
+"""Rules that classify kernels and operators: (kind, pattern), of which the first match counts.
 
-Three tables, asked in this order: operators that do one thing; names of kernels; operators that do
-many things, whose kernels' names did not tell. Patterns ignore case and match anywhere in the name.
+There are three tables, used in this order: operators with one purpose; names of kernels; operators
+that do several things, for kernels whose names match no rule. Patterns ignore case and match anywhere
+in the name.
 """
 
 import re
@@ -21,7 +21,7 @@ def _table(*rows: tuple[str, str]) -> Table:
     return tuple(Rule(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in rows)
 
 
-# Operators with one purpose: their kernels are of that kind whatever they are called.
+# Operators with one purpose: their kernels have that kind whatever their names are.
 OPERATORS = _table(
     ("communication", r"^(c10d|gloo|nccl|_?c10d_functional|symm_mem|_dtensor|record_param_comms$)"),
     ("copy", r"^aten::(copy_|_to_copy|to|clone|contiguous|cat|_cat|stack|pin_memory|_local_scalar_dense|item|"
@@ -52,7 +52,7 @@ OPERATORS = _table(
      r"random|select_scatter|slice_scatter|masked_s)|rotary_embedding|silu_and_mul|gelu_and_mul|_and_mul$|^stepgauge::(swiglu|rotary)_"),
 )  # fmt: skip
 
-# A kernel fused from several parts carries all their names: the most telling comes first.
+# The name of a fused kernel has the names of all its parts, so the most specific rules come first.
 KERNELS = _table(
     ("communication", r"^(nccl|rccl|mscclkernel|hccl|oneccl)|nccl\w*kernel|nvshmem|(one|two)_?shot_?all|multimem_|"
      r"symm_mem|deep_ep::(internode|intranode)|::ep::(internode|intranode)|cross_device_reduce|all_?reduce_"
@@ -85,7 +85,7 @@ KERNELS = _table(
     ("copy", r"transpose|permut|copy|nhwc|nchw|concat"),
 )  # fmt: skip
 
-# Operators that run much else: a function of somebody's own, a layer of a server.
+# Operators that call many others: a user's function, or a layer of an inference server.
 COMPOSITES = _table(
     ("attention", r"scaled_dot_product|attention|flash_?attn|mha(?![a-z])"),
     ("norm", r"(layer|rms|batch|group|instance)_?norm"),
@@ -95,7 +95,7 @@ COMPOSITES = _table(
     ("reduction", r"cross_?entropy"),
 )  # fmt: skip
 
-# Operators that run on a host alone: views and allocation.
+# Operators that run only on the host: views and allocation.
 VIEWS = re.compile(
     r"^aten::(empty|t$|transpose|view|_?reshape|as_strided|expand|slice|select|narrow|split|chunk|unsqueeze|"
     r"squeeze|flatten|unflatten|permute|detach|alias|_unsafe_view|resize|set_|result_type|lift|numpy_T|unbind|"

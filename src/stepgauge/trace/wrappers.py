@@ -1,4 +1,4 @@
-"""Operations of the host that call another one to do their work: linear calls addmm, to calls copy_."""
+"""Finds operations that only call another one: linear calls addmm, to calls copy_."""
 
 from collections.abc import Iterable
 
@@ -8,20 +8,20 @@ from stepgauge.trace.kinds import Kinds
 
 
 def wrappers(calls: Iterable[Call], kinds: Kinds) -> set[int]:
-    """The ids of the calls, given outer before inner, whose time of their own is that of calling:
-    another operation within moves half of their bytes or more, or what is not known.
+    """Returns the ids of calls whose self time is overhead, because an operation inside moves at least
+    half of their bytes, or an unknown number. `calls` must have outer before inner.
     """
-    around: list[Call] = []
-    found: set[int] = set()
+    stack: list[Call] = []
+    ids: set[int] = set()
     for call in calls:
         if call.category != "op":
             continue
-        while around and around[-1].end <= call.start:
-            around.pop()
-        if around and id(around[-1]) not in found and _works_for(call, around[-1], kinds):
-            found.add(id(around[-1]))
-        around.append(call)
-    return found
+        while stack and stack[-1].end <= call.start:
+            stack.pop()
+        if stack and id(stack[-1]) not in ids and _works_for(call, stack[-1], kinds):
+            ids.add(id(stack[-1]))
+        stack.append(call)
+    return ids
 
 
 def _works_for(inner: Call, outer: Call, kinds: Kinds) -> bool:
@@ -29,5 +29,5 @@ def _works_for(inner: Call, outer: Call, kinds: Kinds) -> bool:
         return False
     if kinds.of_operation(inner.name, inner.category, False).kind == "host":
         return False
-    moved, asked = (flops.cost(call.name, call.shapes).bytes for call in (inner, outer))
-    return moved is None or moved >= (asked or 0.0) / 2
+    inner_bytes, outer_bytes = (flops.cost(call.name, call.shapes).bytes for call in (inner, outer))
+    return inner_bytes is None or inner_bytes >= (outer_bytes or 0.0) / 2
