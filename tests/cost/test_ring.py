@@ -7,7 +7,7 @@ import torch
 
 from stepgauge.cost.operations.ring_attention import Ring
 from stepgauge.cost.operations.terms import Term
-from stepgauge.parallel.context_parallel import key_travel
+from stepgauge.parallel.context_parallel import ring_transport
 from stepgauge.parallel.context_parallel.ring_attention import PartialAttention, RingAttention
 
 HEADS, TOKENS, WIDTH = 6, 4, 8
@@ -47,7 +47,7 @@ def predicted(terms):
 @pytest.mark.parametrize(("ranks", "key_heads"), [(2, 2), (2, 1), (3, 3), (4, 6)])
 def test_messages_and_the_attention_beside_them(ranks, key_heads, monkeypatch):
     wire = Wire()
-    monkeypatch.setattr(key_travel, "_Arriving", wire.arriving)
+    monkeypatch.setattr(ring_transport, "_Shift", wire.arriving)
 
     def forward(q, k, v, is_causal, scale):
         wire.met(q)

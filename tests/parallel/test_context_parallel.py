@@ -1,4 +1,4 @@
-"""Ring attention and exchanged heads on 1, 2 and 4 ranks against attention in one process, and a whole step with it."""
+"""Ring attention and head exchange compared with attention in one process, and a whole step."""
 
 import copy
 import dataclasses
@@ -32,19 +32,19 @@ SPEC = ModelSpec(
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_every_pair_of_tokens_meets_once(ranks):
+def test_every_pair_of_a_query_and_a_key_is_in_one_step_of_the_ring(ranks):
     length = 4 * ranks
     for is_causal in (True, False):
-        met = torch.zeros(length, length, dtype=torch.int64)
+        counts = torch.zeros(length, length, dtype=torch.int64)
         for rank in range(ranks):
-            for meeting in plan_ring(rank, ranks, is_causal=is_causal):
-                queries = ring_positions(length, rank, ranks)[chunk_slice(meeting.queries, 4)]
-                keys = ring_positions(length, meeting.source, ranks)[chunk_slice(meeting.keys, 4)]
+            for step in plan_ring(rank, ranks, is_causal=is_causal):
+                queries = ring_positions(length, rank, ranks)[chunk_slice(step.queries, 4)]
+                keys = ring_positions(length, step.source, ranks)[chunk_slice(step.keys, 4)]
                 for i, query in enumerate(queries):
                     for j, key in enumerate(keys):
-                        met[query, key] += i >= j or not meeting.is_causal
-        expected = torch.ones_like(met)
-        assert torch.equal(met, expected.tril() if is_causal else expected)
+                        counts[query, key] += i >= j or not step.is_causal
+        expected = torch.ones_like(counts)
+        assert torch.equal(counts, expected.tril() if is_causal else expected)
 
 
 def on_ranks(_):
@@ -55,7 +55,7 @@ def on_ranks(_):
     compare_attention(context, True, 4, torch.bfloat16, 2e-2)
     context.communicates = False
     q = torch.randn(1, 2, 4, 8, requires_grad=True)
-    context.attend(q, q, q).sum().backward()  # nobody is waited for
+    context.attend(q, q, q).sum().backward()  # does not wait for other ranks
     context.communicates = True
     heads = HeadExchange(dist.group.WORLD)
     for is_causal in (True, False):
@@ -64,9 +64,9 @@ def on_ranks(_):
     compare_heads(heads, True, 4, torch.bfloat16, 2e-2)
     compare_penalty(heads)
     heads.communicates = False
-    compare_heads_alone(heads)
+    check_shapes_without_communication(heads)
     heads.communicates = True
-    with pytest.raises(ValueError, match=f"3 heads of keys, which {heads.ranks} ranks do not"):
+    with pytest.raises(ValueError, match=f"3 key heads, which {heads.ranks} ranks do not"):
         heads.attend(sdpa, *(torch.ones(1, 3, 8, 4) for _ in range(3)))
     for positions in ("rope", "learned"):
         compare_step(context, positions)
@@ -77,7 +77,7 @@ def on_ranks(_):
 
 
 def compare_heads(context, is_causal, kv_heads, dtype, tolerance, **sizes):
-    """By torch's own attention, which knows nothing of ranks."""
+    """Compares head exchange around torch's own attention, which knows nothing of ranks."""
 
     def attend(*qkv, is_causal):
         return context.attend(functools.partial(sdpa, is_causal=is_causal), *qkv)
@@ -88,7 +88,7 @@ def compare_heads(context, is_causal, kv_heads, dtype, tolerance, **sizes):
 
 
 def compare_penalty(context):
-    """Gradients of a loss that has in it the gradients of an attention's output, times constants."""
+    """Compares the gradients of a loss with a gradient penalty, which need second derivatives."""
 
     def plain(q, k, v):
         return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
@@ -108,8 +108,8 @@ def compare_penalty(context):
         torch.testing.assert_close(context.whole(piece.grad, dim=2), expected.grad)
 
 
-def compare_heads_alone(context):
-    """Without communication: results are wrong, of the right shape, and nobody is waited for."""
+def check_shapes_without_communication(context):
+    """Without communication results are wrong but have the right shape."""
     q = torch.randn(1, 4, 8, 8, requires_grad=True)
     o = context.attend(sdpa, q, q, q)
     o.sum().backward()
@@ -117,7 +117,7 @@ def compare_heads_alone(context):
 
 
 def refuse():
-    """What cannot be computed raises before or after keys were sent, and the ranks can go on."""
+    """Errors before and after keys are sent, after which the ranks can continue."""
     context = RingAttention(dist.group.WORLD, ATTENTION)
     odd, even = (torch.ones(1, 2, length, 4, dtype=torch.float64) for length in (5, 4))
     for q, k in ((odd, odd), (even, odd), (odd, even)):
@@ -147,53 +147,56 @@ def compare_attention(
     repeated = [x.repeat_interleave(heads // kv_heads, dim=1) for x in wholes[1:]]
     expected, _ = attention(wholes[0], *repeated, is_causal=is_causal)
     expected.backward(grad.double())
-    wanted = [expected.detach(), *(x.grad for x in wholes)]
-    for found, want in zip((o.detach(), *(x.grad for x in pieces)), wanted, strict=True):
-        assert found.dtype == dtype
-        whole = context.whole(found, dim=2).double()
-        torch.testing.assert_close(whole, want, rtol=tolerance, atol=tolerance)
+    all_expected = [expected.detach(), *(x.grad for x in wholes)]
+    all_actual = [o.detach(), *(x.grad for x in pieces)]
+    for actual, expected in zip(all_actual, all_expected, strict=True):
+        assert actual.dtype == dtype
+        whole = context.whole(actual, dim=2).double()
+        torch.testing.assert_close(whole, expected, rtol=tolerance, atol=tolerance)
 
 
 def compare_step(context, positions):
-    """Two steps of SGD on the rank's tokens, weights kept equal as data parallel does."""
+    """Compares two steps of SGD in which each rank has some tokens and gradients are averaged as in
+    data parallel.
+    """
     spec = dataclasses.replace(SPEC, positions=positions)
-    alone = TransformerLM(spec, seed=1).double()
-    spread = copy.deepcopy(alone)
-    for block in spread.blocks:
+    reference = TransformerLM(spec, seed=1).double()
+    parallel = copy.deepcopy(reference)
+    for block in parallel.blocks:
         block.attention.attend = functools.partial(context.attend, is_causal=True)
-    wrapped = BucketedDataParallel(spread, bucket_mb=0.001)
-    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (spread, alone))
+    wrapped = BucketedDataParallel(parallel, bucket_mb=0.001)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (parallel, reference)]
     tokens, targets = torch.randint(13, (2, 2, 32), generator=torch.Generator().manual_seed(2))
     for _ in range(2):
-        where = context.positions(32)
-        loss = wrapped(context.piece(tokens), context.piece(targets), where)
-        expected = alone(tokens, targets)
-        for module, value in ((wrapped, loss), (alone, expected)):
+        positions = context.positions(32)
+        loss = wrapped(context.piece(tokens), context.piece(targets), positions)
+        expected = reference(tokens, targets)
+        for module, value in ((wrapped, loss), (reference, expected)):
             module.zero_grad()
             value.backward()
         wrapped.synchronize_gradients()
         dist.all_reduce(loss := loss.detach() / context.ranks)
         torch.testing.assert_close(loss, expected.detach())
-        for mine, whole in zip(spread.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, whole.grad, rtol=1e-10, atol=1e-12)
-        ours.step()
-        theirs.step()
+        for actual, whole in zip(parallel.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(actual.grad, whole.grad, rtol=1e-10, atol=1e-12)
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_ring_equals_one_process(ranks):
+def test_attention_over_ranks_equals_one_process(ranks):
     assert launch(on_ranks, None, ranks=ranks) == list(range(ranks))
 
 
 @pytest.mark.gpu
-def test_a_ring_equals_one_process_on_gpus():
+def test_attention_over_gpus_equals_one_process():
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs; this machine has {torch.cuda.device_count()}")
     assert launch(on_gpus, None, ranks=2, device="cuda") == [0, 1]
 
 
 def on_gpus(_):
-    """Attention again and again, while one rank or the other comes late."""
+    """Repeats attention while the ranks take turns at being late."""
     torch.set_default_device(torch.device("cuda", torch.cuda.current_device()))
     heads = HeadExchange(dist.group.WORLD)
     context = RingAttention(dist.group.WORLD, ATTENTION)

@@ -1,3 +1,4 @@
-"""Each rank has some tokens of every sequence. For attention keys travel in a ring
-(`ring_attention`), or tokens of some heads are exchanged for heads of some (`head_exchange`).
+"""Context parallel: each rank has some tokens of every sequence (`split_sequences`). For attention,
+either keys and values are sent around a ring (`ring_attention`, with `ring_transport`), or ranks
+exchange tokens of some heads for heads of some tokens (`head_exchange`).
 """

@@ -1,5 +1,5 @@
-"""Context parallel by a ring: each rank has some tokens of every sequence, and the keys of all travel
-around.
+"""Context parallel by a ring: each rank has some tokens of every sequence, and keys and values are
+sent around the ring.
 
     context = RingAttention(group, PartialAttention(forward, backward))
     o_BHTD = context.attend(q_BHTD, k_BKTD, v_BKTD, is_causal=True)
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stepgauge.parallel.autograd.first_derivatives import without_second_derivative
 from stepgauge.parallel.autograd.operators import define_operator
-from stepgauge.parallel.context_parallel.key_travel import Messages, Staying, Travel
+from stepgauge.parallel.context_parallel.ring_transport import NoTransport, RingMessages, Transport
 from stepgauge.parallel.context_parallel.split_sequences import SplitSequences
 from stepgauge.spec.plan.context import RingStep, chunk_slice, plan_ring, ring_positions
 from stepgauge.spec.units import ceil_div
@@ -26,12 +26,12 @@ from stepgauge.spec.units import ceil_div
 
 @dataclasses.dataclass(frozen=True)
 class PartialAttention:
-    """Attention over some of the keys, of which a whole can be put together.
+    """Attention to some of the keys. The results for all keys can be combined from those for parts.
 
-    forward   (q, k, v, is_causal, scale) -> o, and the log-sum-exp (B, H, T) of the scores in
-              natural logarithms
-    backward  (grad_o, q, k, v, o, lse, is_causal, scale) -> dq, dk, dv, where o and lse may be
-              those of more keys than these
+    forward   (q, k, v, is_causal, scale) -> o, lse: the output, and the log-sum-exp (B, H, T) of the
+              scores in natural logarithms
+    backward  (grad_o, q, k, v, o, lse, is_causal, scale) -> dq, dk, dv, where o and lse may include
+              more keys than k
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -40,25 +40,25 @@ class PartialAttention:
 
 @dataclasses.dataclass
 class RingAttention(SplitSequences):
-    """The ranks of a group, each with two chunks of a sequence: the keys of all travel to all."""
+    """A group of ranks, each with two chunks of every sequence (spec/plan/context.py)."""
 
     attention: PartialAttention
 
     def tokens(self, length: int, rank: int) -> Sequence[int]:
-        """Raises ValueError for a length that 2N does not divide."""
+        """Raises ValueError if the length is not a multiple of 2N."""
         return ring_positions(length, rank, self.ranks)
 
     @contextlib.contextmanager
-    def travel(self, k: Tensor, v: Tensor) -> Iterator[Travel]:
-        """Of the rank's keys and values, to the other ranks. All ranks must begin it."""
+    def transport(self, k: Tensor, v: Tensor) -> Iterator[Transport]:
+        """Starts to send the rank's keys and values to the other ranks. All ranks must call it."""
         kv = torch.stack((k, v)) if self.ranks > 1 else k[None]
         if self.ranks == 1 or not self.communicates:
-            yield Staying(kv, self.ranks)
+            yield NoTransport(kv, self.ranks)
             return
-        messages = Messages(kv, self.group)
+        messages = RingMessages(kv, self.group)
         try:
             yield messages
-        except Exception:  # which all ranks have, and may go on from
+        except Exception:  # an error that all ranks have, and that they may handle
             messages.finish()
             raise
 
@@ -72,18 +72,20 @@ class RingAttention(SplitSequences):
         is_causal: bool = True,
         scale: float | None = None,
     ) -> Tensor:
-        """o_BHTD of the rank's queries over the keys of all ranks. Every rank must call it, with as
-        many tokens. Raises ValueError for an odd number of them with is_causal, which cuts the two
-        chunks of each rank apart.
+        """Returns o_BHTD, the attention of this rank's queries to the keys of all ranks. Every rank
+        must call it with the same number of tokens.
 
-        Sends (N-1) · (k + v) bytes in forward, and in backward as many and as much of their
-        gradients, whose sums travel in fp32.
+        Sends (N-1) · (k + v) bytes in forward. Backward sends these again and as many gradients,
+        whose sums travel in fp32.
+
+        Raises ValueError for an odd number of tokens if is_causal, because it treats the two chunks
+        of a rank separately.
         """
         for tokens in (q_BHTD.shape[-2], k_BKTD.shape[-2]) if is_causal and self.ranks > 1 else ():
             if tokens % 2:
                 raise ValueError(
-                    f"there are {tokens} tokens on this rank; causal context parallel takes two equal "
-                    f"chunks of a sequence on each: choose an even number"
+                    f"there are {tokens} tokens on this rank; causal context parallel needs two equal "
+                    f"chunks of a sequence on each rank: choose an even number"
                 )
         scale = q_BHTD.shape[-1] ** -0.5 if scale is None else scale
         o: Tensor = _Ring.apply(q_BHTD, k_BKTD, v_BKTD, self, is_causal, scale)
@@ -91,49 +93,56 @@ class RingAttention(SplitSequences):
 
 
 class _Ring(torch.autograd.Function):
-    """Saves q, k, v, o and the log-sum-exp over all keys: what attention in one process saves."""
+    """Saves what attention in one process saves: q, k, v, o and the log-sum-exp over all keys."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, context: RingAttention, *how: Any
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: RingAttention,
+        is_causal: bool,
+        scale: float,
     ) -> Tensor:
         _CONTEXTS[id(context)] = context
-        o, lse = ring_attention(q, k, v, id(context), *how)
+        o, lse = ring_attention(q, k, v, id(context), is_causal, scale)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.context, (ctx.is_causal, ctx.scale) = context, how
+        ctx.context, ctx.is_causal, ctx.scale = context, is_causal, scale
         return o
 
     @staticmethod
     @without_second_derivative("ring attention, unlike cp ulysses,")
     def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
-        how = ctx.context, ctx.is_causal, ctx.scale
-        with ctx.context.travel(k, v) as travel:
-            gradients = RingBackward(grad_o, q, k, v, o, lse, *how).gradients(travel)
-        return *gradients, None, None, None
+        ring = RingBackward(grad_o, q, k, v, o, lse, ctx.context, ctx.is_causal, ctx.scale)
+        with ctx.context.transport(k, v) as transport:
+            return *ring.gradients(transport), None, None, None
 
 
 def _ring_forward(
     q: Tensor, k: Tensor, v: Tensor, context_id: int, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """o in q's type, and lse; sums of more than two parts are kept in fp32 or wider."""
+    """Returns o in the dtype of q, and lse. Sums of more than two parts are kept in fp32 or wider."""
     context = _CONTEXTS[context_id]
     attend = context.attention.forward
     own, *others = plan_ring(context.rank, context.ranks, is_causal=is_causal)
-    with context.travel(k, v) as travel:
+    with context.transport(k, v) as transport:
         o, lse = attend(q, k, v, own.is_causal, scale)
         if len(others) > 1:
             o = o.to(torch.promote_types(q.dtype, torch.float32))
-        for meeting, kv in zip(others, travel.keys(), strict=True):
-            rows, columns = _halves(meeting, q, k)
+        for step, kv in zip(others, transport.keys(), strict=True):
+            rows, columns = _slices(step, q, k)
             keys = (x[..., columns, :] for x in kv)
-            part = attend(q[..., rows, :], *keys, meeting.is_causal, scale)
+            part = attend(q[..., rows, :], *keys, step.is_causal, scale)
             _add_part(o[..., rows, :], lse[..., rows], *part)
     return o.to(q.dtype), lse
 
 
-_CONTEXTS: MutableMapping[int, RingAttention] = weakref.WeakValueDictionary()  # by id
-# Selective checkpointing keeps what it gives: backward neither attends nor sends keys again.
+# id -> context, because an operator cannot take the object itself
+_CONTEXTS: MutableMapping[int, RingAttention] = weakref.WeakValueDictionary()
+# An operator, so that selective checkpointing can keep its results: backward then neither computes
+# attention nor sends keys again.
 ring_attention = define_operator(
     "ring_attention",
     "(Tensor q, Tensor k, Tensor v, int context_id, bool is_causal, float scale)"
@@ -143,22 +152,22 @@ ring_attention = define_operator(
 
 
 def _add_part(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor) -> None:
-    """Attention over more keys, in place: each part counts by its share of the sum of exponents, in
-    the type of lse.
+    """Adds attention to more keys to o and lse, in place. Each part is weighted by its share of the sum
+    of exponentials, in the dtype of lse.
     """
     total = torch.logaddexp(lse, part_lse)
-    share, part_share = ((x - total).exp()[..., None] for x in (lse, part_lse))
-    torch.addcmul(o * share, part_o, part_share, out=o)
+    weight, part_weight = ((x - total).exp()[..., None] for x in (lse, part_lse))
+    torch.addcmul(o * weight, part_o, part_weight, out=o)
     lse.copy_(total)
 
 
 @dataclasses.dataclass(frozen=True)
 class RingBackward:
-    """Gradients of q, and of the rank's keys: the own queries' share, and what the others give.
+    """Computes the gradients of q, and of this rank's keys and values from the queries of all ranks.
 
-    The rank meets its own keys with the first half of the heads while the others' keys arrive, and
-    with the second half while gradients go home. Sums of more than two parts are in fp32 or wider;
-    that of two is rounded once in any case.
+    For the rank's own keys, the first half of the heads is computed while the others' keys arrive,
+    and the second half while gradients travel back. Sums of more than two parts are in fp32 or
+    wider; a sum of two is rounded once in any case.
     """
 
     grad_o: Tensor
@@ -171,53 +180,54 @@ class RingBackward:
     is_causal: bool
     scale: float
 
-    def gradients(self, travel: Travel) -> list[Tensor]:
-        context, given = self.context, (self.q, self.k, self.v)
+    def gradients(self, transport: Transport) -> list[Tensor]:
+        """Returns dq, dk and dv."""
+        context, inputs = self.context, (self.q, self.k, self.v)
         own, *others = plan_ring(context.rank, context.ranks, is_causal=self.is_causal)
         wide = torch.promote_types(self.q.dtype, torch.float32) if len(others) > 1 else None
-        found = [torch.empty_like(x, dtype=wide) for x in given]
-        first, second = self._halves_of_heads() if others else (slice(None), slice(0))
-        self._meet_own(own, first, found)
-        shares = []
-        for meeting, kv in zip(others, travel.keys(), strict=True):
-            rows, columns = _halves(meeting, self.q, self.k)
-            dq, *parts = self._meet(meeting, rows, *(x[..., columns, :] for x in kv))
-            travel.give(meeting.source, parts, columns)
-            shares.append((rows, dq))
-        self._meet_own(own, second, found)
-        for rows, dq in shares:
-            found[0][..., rows, :] += dq
-        for dkv in travel.home() if others else ():
-            for total, part in zip(found[1:], dkv, strict=True):
-                total += part
-        return [x.to(like.dtype) for x, like in zip(found, given, strict=True)]
-
-    def _halves_of_heads(self) -> tuple[slice, slice]:
-        """Of the key heads."""
+        sums = [torch.empty_like(x, dtype=wide) for x in inputs]
         middle = ceil_div(self.k.shape[1], 2)
-        return slice(middle), slice(middle, None)
+        first, second = (slice(middle), slice(middle, None)) if others else (slice(None), slice(0))
+        self._write_own(own, first, sums)
+        dq_parts = []
+        for step, kv in zip(others, transport.keys(), strict=True):
+            rows, columns = _slices(step, self.q, self.k)
+            dq, *dkv = self._run_step(step, rows, *(x[..., columns, :] for x in kv))
+            transport.add_gradients(step.source, dkv, columns)
+            dq_parts.append((rows, dq))
+        self._write_own(own, second, sums)
+        for rows, dq in dq_parts:
+            sums[0][..., rows, :] += dq
+        for received in transport.own_gradients() if others else ():
+            for total, part in zip(sums[1:], received, strict=True):
+                total += part
+        return [total.to(x.dtype) for total, x in zip(sums, inputs, strict=True)]
 
-    def _meet_own(self, meeting: RingStep, heads: slice, found: Sequence[Tensor]) -> None:
-        """Writes the gradients of these key heads and of the query heads that read them."""
-        begin, end, _ = heads.indices(self.k.shape[1])
+    def _write_own(self, step: RingStep, key_heads: slice, sums: Sequence[Tensor]) -> None:
+        """Writes the gradients from the step with the rank's own keys, for some key heads and the
+        query heads that read them.
+        """
+        begin, end, _ = key_heads.indices(self.k.shape[1])
         if begin == end:
             return
         group = self.q.shape[1] // self.k.shape[1]
-        queries = slice(begin * group, end * group)
-        keys = self.k[:, heads], self.v[:, heads]
-        parts = self._meet(meeting, slice(None), *keys, queries)
-        for total, part, own in zip(found, parts, (queries, heads, heads), strict=True):
-            total[:, own] = part
+        query_heads = slice(begin * group, end * group)
+        keys = self.k[:, key_heads], self.v[:, key_heads]
+        parts = self._run_step(step, slice(None), *keys, query_heads)
+        for total, part, heads in zip(
+            sums, parts, (query_heads, key_heads, key_heads), strict=True
+        ):
+            total[:, heads] = part
 
-    def _meet(
-        self, meeting: RingStep, rows: slice, k: Tensor, v: Tensor, heads: slice = slice(None)
+    def _run_step(
+        self, step: RingStep, rows: slice, k: Tensor, v: Tensor, heads: slice = slice(None)
     ) -> tuple[Tensor, ...]:
+        """Returns dq, dk and dv of one step, for these rows and heads of the queries."""
         grad_o, q, o = (x[:, heads, rows] for x in (self.grad_o, self.q, self.o))
         lse = self.lse[:, heads, rows].contiguous()
-        return self.context.attention.backward(
-            grad_o, q, k, v, o, lse, meeting.is_causal, self.scale
-        )
+        return self.context.attention.backward(grad_o, q, k, v, o, lse, step.is_causal, self.scale)
 
 
-def _halves(meeting: RingStep, q: Tensor, k: Tensor) -> tuple[slice, slice]:
-    return chunk_slice(meeting.queries, q.shape[-2]), chunk_slice(meeting.keys, k.shape[-2])
+def _slices(step: RingStep, q: Tensor, k: Tensor) -> tuple[slice, slice]:
+    """Returns the slices of queries and of keys that take part in a step."""
+    return chunk_slice(step.queries, q.shape[-2]), chunk_slice(step.keys, k.shape[-2])

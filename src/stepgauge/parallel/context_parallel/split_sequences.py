@@ -1,8 +1,8 @@
 """Context parallel: each rank has some tokens of every sequence.
 
-Everything in a network but attention works on each token alone: a module runs on its rank's tokens
-as it is, with their positions, and the gradients of its weights are averaged over the group as
-those of data parallel are. Attention is that of ring_attention or of head_exchange.
+Everything in a network except attention works on each token separately. So modules run unchanged on
+their rank's tokens and the tokens' positions, and weight gradients are averaged over the group as in
+data parallel. Attention is that of ring_attention or head_exchange.
 """
 
 import dataclasses
@@ -16,13 +16,13 @@ from torch import Tensor
 
 @dataclasses.dataclass
 class SplitSequences:
-    """The ranks of a group, each with its tokens of a sequence.
+    """A group of ranks that share sequences.
 
-    communicates  False: each rank computes as much on its own tokens alone, to see what sending
-                  costs
+    communicates  False: each rank computes the same amount on its own tokens only, to time everything
+                  except communication
 
-    Ranks' means over their tokens are weighed by how many count (CountedMean): targets of -100 lie
-    on some ranks more than on others.
+    The mean losses of the ranks must be weighted by the number of tokens that count (CountedMean),
+    because targets of -100 are not spread evenly.
     """
 
     group: dist.ProcessGroup
@@ -32,7 +32,7 @@ class SplitSequences:
     )
 
     def __deepcopy__(self, _: Any) -> Self:
-        return dataclasses.replace(self)  # a copy talks to the same ranks
+        return dataclasses.replace(self)  # the copy keeps the process group
 
     @property
     def rank(self) -> int:
@@ -43,26 +43,26 @@ class SplitSequences:
         return self.group.size()
 
     def tokens(self, length: int, rank: int) -> Sequence[int]:
-        """The positions of a rank's tokens in a sequence of that length."""
+        """Returns the positions of a rank's tokens in a sequence of that length."""
         raise NotImplementedError
 
     def positions(self, length: int, device: torch.device | str = "cpu") -> Tensor:
-        """`tokens` of this rank, (length / N,)."""
+        """Returns the positions of this rank's tokens, (length / N,)."""
         key = length, str(device)
         if key not in self._positions:
-            with torch.inference_mode(False):  # it is kept, and used in training too
+            with torch.inference_mode(False):  # it is cached and also used in training
                 self._positions[key] = torch.tensor(self.tokens(length, self.rank), device=device)
         return self._positions[key]
 
     def piece(self, whole: Tensor, dim: int = 1) -> Tensor:
-        """The rank's tokens of what has all of them along `dim`."""
+        """Returns the rank's tokens of a tensor that has all tokens along `dim`."""
         return whole.index_select(dim, self.positions(whole.shape[dim], whole.device))
 
     def whole(self, piece: Tensor, dim: int = 1) -> Tensor:
-        """The inverse of `piece`. All ranks must call it."""
-        gathered = [torch.empty_like(piece) for _ in range(self.ranks)]
-        dist.all_gather(gathered, piece.contiguous(), group=self.group)
-        found = torch.cat(gathered, dim)
-        tokens = [self.tokens(found.shape[dim], rank) for rank in range(self.ranks)]
-        places = torch.tensor(tokens, device=piece.device).flatten().argsort()
-        return found.index_select(dim, places)
+        """Returns all tokens from the ranks' pieces. All ranks must call it."""
+        pieces = [torch.empty_like(piece) for _ in range(self.ranks)]
+        dist.all_gather(pieces, piece.contiguous(), group=self.group)
+        by_rank = torch.cat(pieces, dim)
+        positions = [self.tokens(by_rank.shape[dim], rank) for rank in range(self.ranks)]
+        order = torch.tensor(positions, device=piece.device).flatten().argsort()
+        return by_rank.index_select(dim, order)
