@@ -27,7 +27,7 @@ from stepgauge.cost.rates.prices import GLOO, Prices
 from stepgauge.cost.step import predict
 from stepgauge.cost.streams.program import DATA, RankStep
 from stepgauge.cost.traced.network import TracedOperations
-from stepgauge.measure.fusion import Moved, fused
+from stepgauge.measure.fusion import TracedTerm, fuse
 from stepgauge.measure.memory.fake_device import fake_device
 from stepgauge.measure.operators import OperatorTrace
 from stepgauge.runtime.workers import run_isolated
@@ -338,7 +338,7 @@ def test_launches_are_counted_in_blocks_of_a_network_that_ranks_share(presets):
 
 def test_passes_that_follow_one_another_read_and_write_what_others_do():
     def moved(operation, reads, writes):
-        return Moved(Term(operation, operation, (1.0,)), reads, writes)
+        return TracedTerm(Term(operation, operation, (1.0,)), reads, writes)
 
     forward = [
         moved("traffic", {1: 10}, {2: 10}),
@@ -347,7 +347,7 @@ def test_passes_that_follow_one_another_read_and_write_what_others_do():
         moved("traffic", {5: 8, 3: 5}, {6: 8, 7: 2}),
     ]
     backward = [moved("traffic", {6: 8}, {8: 8}), moved("optimizer adamw fp32", {8: 8}, {1: 10})]
-    found = fused({"forward": forward, "backward": backward})
+    found = fuse({"forward": forward, "backward": backward})
     sizes = {name: [term.sizes[0] for term in terms] for name, terms in found.items()}
     assert sizes == {"forward": [10 + 5, 1.0, 8 + 5 + 8], "backward": [8 + 8, 1.0]}
 
@@ -415,7 +415,7 @@ def test_what_has_no_price_is_named(nets):
     for name, words in (
         ("bilinear", "the model runs aten._trilinear"),
         ("frozen_encoder", "the model runs aten._transformer_encoder_layer_fwd"),
-        ("orthogonal", "the optimizer runs mm; of a user's optimizer"),
+        ("orthogonal", "the optimizer runs mm; a user's optimizer"),
     ):
         with pytest.raises(ValueError, match=words):
             traced(StepSpec(model=nets(name)), "cpu")
@@ -477,7 +477,7 @@ def test_predict_takes_a_user_model_over_a_data_axis(stepgauge, nets):
 
 def test_presets_without_formulas_are_predicted_by_their_operators(monkeypatch):
     """Each block's products: of experts those that tokens go to, of a window what SDPA computes."""
-    monkeypatch.setattr(operators, "_in_a_process", operators._traced)  # a CPU needs none
+    monkeypatch.setattr(operators, "_trace_in_process", operators._trace)  # a CPU needs none
     machine = wired(2)
     dense = ModelSpec.preset("nano", num_layers=1, context_length=64, vocab_size=256)
     bert = BertSpec.preset("bert-tiny", num_layers=1, context_length=64)

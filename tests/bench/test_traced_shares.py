@@ -35,13 +35,13 @@ EXPERTS = dataclasses.replace(DENSE, num_experts=4, experts_per_token=2)
 WINDOWED = dataclasses.replace(DENSE, window=8)
 
 
-ONCE = functools.cache(operators._traced)
+ONCE = functools.cache(operators._trace)
 
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch):
     """A CPU needs no other; each stage is traced once there too."""
-    monkeypatch.setattr(operators, "_in_a_process", ONCE)
+    monkeypatch.setattr(operators, "_trace_in_process", ONCE)
 
 
 def flops(terms, prefix="matmul"):
@@ -194,7 +194,7 @@ def test_what_selective_checkpointing_keeps_is_not_sent_again(layout):
 def test_a_share_that_is_all_of_the_network_is_the_step_of_one_process():
     work = WorkSpec(model=BERT, batch=2)
     alone, all_parts = (
-        operators._counted(Stage(work, parts=parts), "cpu")
+        operators._trace_step(Stage(work, parts=parts), "cpu")
         for parts in (None, range(num_parts(BERT.num_layers)))
     )
     for phase, runs in alone.runs.items():

@@ -128,7 +128,7 @@ def test_layouts_for_other_machines_are_not_run_here(stepgauge, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     status, out, err = stepgauge("plan", *asked)
     assert status == 2 and "Communication beside computing" in out
-    assert "nothing of the plan can be run here: --device 'cuda' is not there" in err
+    assert "nothing of the plan can be run here: --device 'cuda' is not available" in err
     spec = LayoutSpec(model=ModelSpec.preset("nano"), layout="none", device="cuda")
     gpu = types.SimpleNamespace(type="cuda", __str__=lambda self: "cuda")
     monkeypatch.setattr(runnable.devices, "resolve", lambda name: gpu)
@@ -165,7 +165,7 @@ def device_us(row):
 def test_a_network_without_formulas_is_screened_as_a_dense_one_and_traced(
     stepgauge, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(operators, "_in_a_process", functools.cache(operators._traced))
+    monkeypatch.setattr(operators, "_trace_in_process", functools.cache(operators._trace))
     wired(8).write(tmp_path / "cpu.json")
     asked = (
         "plan", "--size", "nano", "--num-layers", 2, "--context", 32, "--vocab-size", 64, "--gpus", 2,
