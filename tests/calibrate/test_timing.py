@@ -9,7 +9,7 @@ from stepgauge.calibrate import timing
 from stepgauge.calibrate.grids import GPU
 from stepgauge.calibrate.operations import operations
 from stepgauge.calibrate.timing import time_of
-from stepgauge.runtime.recording import on_its_stream, repeated
+from stepgauge.runtime.recording import on_capture_stream, record_repeated
 from stepgauge.spec.calibration import CalibrationSpec
 from stepgauge.spec.fallbacks import requested_kernels
 from stepgauge.spec.record import Record
@@ -105,9 +105,9 @@ def test_after_a_capture_that_failed_all_goes_on_as_before():
         assert timing.us > 0 and timing.at_host_pace
         torch.cuda.empty_cache()
         assert torch.randn(1000, device=device).std() > 0.5
-    with on_its_stream(device):
+    with on_capture_stream(device):
         x, count = torch.zeros(1, device=device), 3
-        replay = repeated(lambda: x.add_(1), count, device)
+        replay = record_repeated(lambda: x.add_(1), count, device)
         assert replay is not None
         replay()
         assert x.item() == count

@@ -32,4 +32,4 @@ def test_ranks_have_the_threads_that_a_user_has_set_or_their_part_of_the_cores(
 ):
     monkeypatch.setattr(host, "available_cores", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", given)
-    assert host.threads_of_a_rank(2) == threads
+    assert host.threads_per_rank(2) == threads

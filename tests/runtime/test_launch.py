@@ -72,7 +72,7 @@ def test_the_rank_that_failed_is_named_not_those_that_waited_for_it(how, words, 
 
 def test_a_rank_that_waits_for_one_that_has_returned_says_so():
     """As where one has fewer batches than the others."""
-    words = "rank 0 of 2: RuntimeError: rank 1 has returned already, and this one waited for it"
+    words = "rank 0 of 2: RuntimeError: rank 1 has already returned while this rank waited"
     with pytest.raises(RankError, match=words):
         launch(fail, "returns", ranks=2, timeout_s=20)
 
@@ -90,7 +90,7 @@ def test_a_rank_that_hangs_ends_the_job_when_the_timeout_is_over():
 
 
 def test_more_ranks_than_can_be_started_are_refused():
-    with pytest.raises(ValueError, match="ranks is 300; 100 at most are started here"):
+    with pytest.raises(ValueError, match="ranks is 300; at most 100 can be started here"):
         launch(total, 1, ranks=300)
 
 

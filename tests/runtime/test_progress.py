@@ -15,7 +15,7 @@ def speaks(value):
     def tell_after(seconds, text, **how):
         clock = types.SimpleNamespace(monotonic=lambda: begun + seconds)
         with mock.patch.object(progress, "time", clock):
-            progress.tell(text, **how)
+            progress.report_progress(text, **how)
 
     tell_after(0.0, "builds")
     for number in range(3):

@@ -28,7 +28,7 @@ def ended(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 7))
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(recording, "stream_of", lambda device: "stream")
+    monkeypatch.setattr(recording, "capture_stream", lambda device: "stream")
     monkeypatch.setattr(recording, "_end_failed_capture", lambda pool, device: pools.append(pool))
     return pools
 
@@ -47,7 +47,7 @@ def test_a_failed_recording_is_ended_and_says_why(ended, pool):
     with pytest.raises(recording.CannotRecordError, match="graphs: operation not permitted; run"):
         recording.record(run, DEVICE, pool)
     assert ended == [pool or (0, 7)]
-    assert recording.repeated(run, 3, DEVICE) is None
+    assert recording.record_repeated(run, 3, DEVICE) is None
 
 
 def test_running_out_of_memory_is_not_hidden(ended):
@@ -55,12 +55,12 @@ def test_running_out_of_memory_is_not_hidden(ended):
         raise torch.OutOfMemoryError("no memory")
 
     with pytest.raises(torch.OutOfMemoryError):
-        recording.repeated(run, 1, DEVICE)
+        recording.record_repeated(run, 1, DEVICE)
 
 
 def test_calls_are_repeated_in_one_recording(ended):
     ran = []
-    assert recording.repeated(lambda: ran.append(1), 3, DEVICE) is not None
+    assert recording.record_repeated(lambda: ran.append(1), 3, DEVICE) is not None
     assert len(ran) == 3
 
 
@@ -68,6 +68,8 @@ def test_a_device_has_one_stream_however_it_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "Stream", lambda index: object())
     recording._stream.cache_clear()
-    streams = [recording.stream_of(torch.device(name)) for name in ("cuda", "cuda:1", "cuda:0")]
+    streams = [
+        recording.capture_stream(torch.device(name)) for name in ("cuda", "cuda:1", "cuda:0")
+    ]
     recording._stream.cache_clear()
     assert streams[0] is streams[1] and streams[0] is not streams[2]

@@ -27,7 +27,7 @@ from stepgauge.bench.ranks import OnRanks, slowest
 from stepgauge.bench.rates import rates
 from stepgauge.measure import devices
 from stepgauge.measure.timing import Phases, time_phases
-from stepgauge.runtime.progress import tell
+from stepgauge.runtime.progress import report_progress
 from stepgauge.runtime.world import this_world
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.plan.recompute import RecomputePlan
@@ -140,7 +140,7 @@ def _time_without_axes(
     """Returns ms of the step without one axis's communication, for each axis that can be left out."""
     contexts, times = step.parallel.without_axis, {}
     for axis in sorted(contexts, reverse=True):
-        tell(f"without communication of {axis}")
+        report_progress(f"without communication of {axis}")
         with contexts[axis]():
             times[axis] = time_phases(phases, device, warmup=2, steps=steps)["step"]
     return times

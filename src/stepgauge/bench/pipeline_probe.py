@@ -17,7 +17,7 @@ from stepgauge.cost.pipeline.timeline import Durations, transfers_of
 from stepgauge.measure import devices
 from stepgauge.parallel.pipeline import Pipeline
 from stepgauge.parallel.pipeline.step import Batch
-from stepgauge.runtime.progress import tell
+from stepgauge.runtime.progress import report_progress
 from stepgauge.spec.plan.pipeline.check import Held
 
 MICRO_BATCHES = 4  # micro-batches per timing of a stage
@@ -128,7 +128,7 @@ class StageProber:
         # Twice the mean, because the host takes longer for some kinds than for others.
         lead_s = 2 * MICRO_BATCHES * first.launch_ms / 1e3
         rounds: list[_StageProbe] = []
-        tell(f"times stage {number} alone")
+        report_progress(f"times stage {number} alone")
         end = time.perf_counter() + (PROBE_S if self.device.type == "cuda" else 0.0)
         while len(rounds) < REPEATS or (time.perf_counter() < end and len(rounds) < MOST_REPEATS):
             rounds.append(self._round(number, lead_s))

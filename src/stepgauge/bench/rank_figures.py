@@ -11,7 +11,7 @@ from stepgauge.bench.ranks import slowest
 from stepgauge.measure import devices, footprint
 from stepgauge.measure.environment import environment
 from stepgauge.measure.timing import Phases, time_phases
-from stepgauge.runtime.progress import tell
+from stepgauge.runtime.progress import report_progress
 from stepgauge.spec.record import Record, Sample
 from stepgauge.train.step import TrainingStep
 
@@ -33,7 +33,7 @@ def time_steps(spec: Any, phases: Phases, device: torch.device) -> dict[str, lis
     The first step allocates optimizer state, communicators and library workspaces. Peak memory is
     counted from the second step on.
     """
-    tell("first step" if spec.compile == "off" else "compiles in its first step")
+    report_progress("first step" if spec.compile == "off" else "compiles in its first step")
     for phase in phases.values():
         phase()
     devices.reset_peak_memory(device)

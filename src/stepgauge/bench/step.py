@@ -11,7 +11,7 @@ from stepgauge.bench.rates import rates
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
 from stepgauge.measure.timing import time_phases
-from stepgauge.runtime.progress import tell
+from stepgauge.runtime.progress import report_progress
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec
 
@@ -26,7 +26,7 @@ def run(spec: StepSpec) -> Record:
     device = torch.device(spec.device)
     if device.type == "cpu":
         devices.require_host_memory(least_bytes(spec))
-    tell("builds")
+    report_progress("builds")
     solution = solve(spec)
     step, batch = build(spec, device, recompute=solution.plan)
     phases = step.phases(batch, until=spec.phases)
@@ -43,7 +43,7 @@ def run(spec: StepSpec) -> Record:
 
 def _first_call(phases: dict[str, Callable[[], None]], device: torch.device) -> float:
     """Runs the step once, in which torch.compile compiles it, and returns its seconds."""
-    tell("compiles in its first step")
+    report_progress("compiles in its first step")
     start = time.perf_counter()
     for phase in phases.values():
         phase()

@@ -19,7 +19,7 @@ from stepgauge.runtime.fork_server import preload
 from stepgauge.runtime.host import thread_settings
 from stepgauge.runtime.launch import RankError
 from stepgauge.runtime.load_file import user_line
-from stepgauge.runtime.progress import Hear
+from stepgauge.runtime.progress import Listener
 from stepgauge.runtime.torchrun import is_first_process
 from stepgauge.runtime.workers import Workers, run_isolated
 from stepgauge.spec.disturbance import MISSED_CORES, is_disturbed, with_tries
@@ -68,7 +68,7 @@ def sweep(
     *,
     fresh: bool = False,
     starting: Callable[[Job], None] = lambda job: None,
-    hear: Hear = lambda text: None,
+    hear: Listener = lambda text: None,
     is_command: bool = False,
 ) -> Iterator[JobResult]:
     """Measures the jobs and yields each one's record, in order, once it is on disk.
@@ -103,7 +103,7 @@ def sweep_in_turns(
     turns: int,
     fresh: bool = False,
     starting: Callable[[Job], None] = lambda job: None,
-    hear: Hear = lambda text: None,
+    hear: Listener = lambda text: None,
     is_command: bool = False,
 ) -> Iterator[JobResult]:
     """Measures every job `turns` times, in rounds through all jobs, and yields one record per job.

@@ -23,7 +23,7 @@ from stepgauge.calibrate.timing import OtherWork, loop
 from stepgauge.measure.footprint import tensors_in
 from stepgauge.measure.operator_calls import call_of
 from stepgauge.models.parts import ATTENTIONS, OPTIMIZERS
-from stepgauge.runtime.recording import Call, on_its_stream
+from stepgauge.runtime.recording import Call, on_capture_stream
 from stepgauge.spec.calibration import ALONE, BATCHED, FULL_MASK, GROUPED
 
 PRODUCTS, PASSES = "products", "passes"  # what an operation takes turns with
@@ -244,7 +244,7 @@ def other_work(name: str, device: torch.device) -> OtherWork | None:
     """
     if device.type == "cpu":
         return None
-    with on_its_stream(device):
+    with on_capture_stream(device):
         is_product = name == PRODUCTS
         product = functools.partial(_matmul, "nt", torch.bfloat16, 4096, 4096, 4096)
         call = product(device) if is_product else _traffic(2**28, device)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from stepgauge.measure import devices
-from stepgauge.runtime.recording import Call, on_its_stream, repeated
+from stepgauge.runtime.recording import Call, on_capture_stream, record_repeated
 
 LOOPS = 3
 # Of the operation, then as long of the other work: products of a block last so long.
@@ -58,7 +58,7 @@ def time_of(
     with the other work, which together last as long as all loops. A GPU does the same for
     `heat_ms` before.
     """
-    with on_its_stream(device):
+    with on_capture_stream(device):
         call = make()
         call()
         once = loop(call, device, 2)
@@ -66,7 +66,7 @@ def time_of(
         if beside:
             return _in_turns(call, once, device, milliseconds, beside, heat_ms, is_short=is_short)
         count = max(2, min(MOST_CALLS, round(milliseconds * 1e3 / max(once, 1e-3))))
-        replay = repeated(call, count, device) if is_short else None
+        replay = record_repeated(call, count, device) if is_short else None
         if replay is not None:
             heat(replay, count * once, heat_ms)
             return Timing(statistics.median(loop(replay, device, 2) for _ in range(LOOPS)) / count)
@@ -80,12 +80,12 @@ def _in_turns(
     heat_ms: float, *, is_short: bool,
 ) -> Timing:  # fmt: skip
     count = _calls(once)
-    replay = repeated(call, count, device) if is_short else None
+    replay = record_repeated(call, count, device) if is_short else None
     if replay is not None:
         once = loop(replay, device, 2) / count
         if _calls(once) > 2 * count:  # the host was so much slower
             count = _calls(once)
-            replay = repeated(call, count, device)
+            replay = record_repeated(call, count, device)
     turn = Turn(replay or call, 1 if replay else count, beside, count * once)
     heat(turn, 2 * turn.us, heat_ms)
     rounds = max(LEAST_TURNS, round(LOOPS * milliseconds * 1e3 / (2 * turn.us)))

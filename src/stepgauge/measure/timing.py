@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from stepgauge.measure.devices import synchronize
-from stepgauge.runtime.progress import tell
+from stepgauge.runtime.progress import report_progress
 from stepgauge.trace.collector import without_collector
 
 Phases = Mapping[str, Callable[[], None]]
@@ -26,7 +26,7 @@ def time_phases(
     """
     clock = clock_of(device)
     for number in range(warmup):
-        tell(f"warm-up {number + 1} of {warmup}", count=True)
+        report_progress(f"warm-up {number + 1} of {warmup}", count=True)
         for phase in phases.values():
             phase()
     synchronize(device)
@@ -38,7 +38,7 @@ def time_phases(
             for name, milliseconds in zip(phases, phase_ms, strict=True):
                 times[name].append(milliseconds)
             times["step"].append(sum(phase_ms))
-            tell(
+            report_progress(
                 f"timed {len(times['step'])}, at least {steps}", count=True
             )  # outside of the timing
     return times

@@ -1,8 +1,8 @@
-"""A C++ file as a shared library, compiled against torch where it runs and kept in the user's cache.
+"""Compiles a C++ file against torch into a shared library, and keeps it in the user's cache.
 
-The compiler is called directly: torch.utils.cpp_extension needs ninja, and would leave a lock behind
-if the process ended during the build. Here the result is moved into place in one step: two processes
-that compile the same at once make the same.
+The compiler is called directly, because torch.utils.cpp_extension needs ninja and leaves a lock
+behind if the process ends during the build. Here the library is moved into place atomically, so
+that two processes may build the same one at the same time.
 """
 
 import hashlib
@@ -19,21 +19,22 @@ from pathlib import Path
 import torch
 
 COMPILERS = ("c++", "g++", "clang++")
-STANDARDS = ("c++20", "c++17")  # what torch's headers want has changed between versions
-LIMIT_S = 300  # of one run of the compiler
+STANDARDS = ("c++20", "c++17")  # tried in order: torch versions need different ones
+LIMIT_S = 300  # for one run of the compiler
 
 
 class BuildError(RuntimeError):
-    """Why there is no library, in one sentence."""
+    """The library could not be built; the message is one sentence."""
 
 
 def shared_library(source: Path, *, name: str) -> Path:
-    """The library, from the cache or compiled now. Raises BuildError without a compiler, and where
-    compiling fails.
+    """Returns the path of the library, from the cache or newly compiled.
+
+    Raises BuildError if there is no compiler or compiling fails.
     """
     command = _command(source)
-    told = "\n".join([*command, torch.__version__, sys.version]).encode()
-    digest = hashlib.sha256(source.read_bytes() + told).hexdigest()[:16]
+    settings = "\n".join([*command, torch.__version__, sys.version]).encode()
+    digest = hashlib.sha256(source.read_bytes() + settings).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stepgauge"
     library = folder / f"{name}-{digest}.so"
     if not library.exists():
@@ -44,21 +45,21 @@ def shared_library(source: Path, *, name: str) -> Path:
 
 def _compile(command: Sequence[str], library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made = Path(folder) / library.name
+        output = Path(folder) / library.name
         for standard in STANDARDS:
             try:
-                done = subprocess.run(
-                    [*command, f"-std={standard}", "-o", str(made)],
+                result = subprocess.run(
+                    [*command, f"-std={standard}", "-o", str(output)],
                     capture_output=True,
                     text=True,
                     timeout=LIMIT_S,
                 )
             except (OSError, subprocess.TimeoutExpired) as error:
                 raise BuildError(f"{command[0]}: {error}") from None
-            if done.returncode == 0:
-                made.replace(library)
+            if result.returncode == 0:
+                output.replace(library)
                 return
-    raise BuildError(f"{command[0]} failed: {done.stderr.strip()[:500]}")
+    raise BuildError(f"{command[0]} failed: {result.stderr.strip()[:500]}")
 
 
 def _command(source: Path) -> list[str]:
@@ -75,10 +76,10 @@ def _command(source: Path) -> list[str]:
 
 
 def _compiler() -> list[str]:
-    """The command, of the variable CXX if it is set."""
-    asked = shlex.split(os.environ.get("CXX", ""))
-    names = asked[:1] or COMPILERS
-    found = next(filter(None, map(shutil.which, names)), None)
-    if found is None:
+    """Returns the compiler's command: that of the environment variable CXX if it is set."""
+    command = shlex.split(os.environ.get("CXX", ""))
+    names = command[:1] or COMPILERS
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None:
         raise BuildError(f"no C++ compiler: there is no {', '.join(names)}")
-    return [found, *asked[1:]]
+    return [path, *command[1:]]

@@ -1,11 +1,11 @@
-"""Ranks that end with status 0 before their function has returned, by os._exit(0) or sys.exit().
+"""Detects ranks that exit with status 0, by os._exit(0) say, before their function has returned.
 
-torch's launcher waits for the value of such a rank for ever, and its peers wait in a collective. So
-each rank is a file for as long as it has not returned, and the launcher looks after who is gone.
+torch's launcher would wait for the value of such a rank forever, while its peers wait in a
+collective. So each rank keeps a file until it has returned, and a thread of the launcher checks
+whether the process of each file is still alive.
 """
 
 import contextlib
-import functools
 import os
 import signal
 import threading
@@ -13,81 +13,74 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-LOOK_EVERY_S = 0.2
-# A rank that raised or died has as long to be found by the launcher, which knows why; ranks that
-# fail because of it wait for longer (launch.CONSEQUENCE_S).
-TOLD_WITHIN_S = 2.0
+POLL_S = 0.2
+# torch's launcher notices a rank that raised or died within this time, and knows the reason. Ranks
+# that fail in consequence wait longer (launch.CONSEQUENCE_S).
+GRACE_S = 2.0
 
 
 @contextlib.contextmanager
-def running(folder: str, rank: int) -> Iterator[None]:
-    """Around what a rank runs."""
+def file_while_running(folder: str, rank: int) -> Iterator[None]:
+    """Keeps the rank's file while the block runs; it stays if the block raises or exits."""
     file = Path(folder, f"{rank}.{os.getpid()}")
     file.touch()
     yield
-    file.unlink()  # not when it is left by an exception or an exit
+    file.unlink()
 
 
-def returned(folder: str, ranks: int) -> list[int]:
-    """The ranks that have, of those which all have begun."""
-    return sorted({*range(ranks)} - {_rank_and_pid(name)[0] for name in _names(folder)})
+def returned_ranks(folder: str, ranks: int) -> list[int]:
+    """Returns the ranks whose function has returned, provided that all have started."""
+    return sorted({*range(ranks)} - _unreturned_pids(folder).keys())
 
 
 @contextlib.contextmanager
-def watched(
-    folder: str, left: Callable[[int], None], nobody_is_left: Callable[[], None]
+def watch_for_early_exit(
+    folder: str, on_exit: Callable[[int], None], on_stuck: Callable[[], None]
 ) -> Iterator[None]:
-    """Around the launcher. Tells the rank that has gone without having returned, and kills the
-    others, which ends the launcher; tells if that does not, since nobody is left to be killed.
+    """Watches the ranks while the launcher runs in the block.
+
+    If a rank exits early, calls on_exit(rank) and kills the other ranks, which makes the launcher
+    return. If it still does not, because no other rank is left, calls on_stuck().
     """
-    over = threading.Event()
-    watch = functools.partial(_watch, folder, over, left, nobody_is_left)
-    thread = threading.Thread(target=watch, daemon=True)
+    done = threading.Event()
+    thread = threading.Thread(target=_watch, args=(folder, done, on_exit, on_stuck), daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        done.set()
         thread.join()
 
 
 def _watch(
     folder: str,
-    over: threading.Event,
-    left: Callable[[int], None],
-    nobody_is_left: Callable[[], None],
+    done: threading.Event,
+    on_exit: Callable[[int], None],
+    on_stuck: Callable[[], None],
 ) -> None:
-    missing_since: dict[str, float] = {}
-    while not over.wait(LOOK_EVERY_S):
-        for name in _missing(folder):
-            since = missing_since.setdefault(name, time.monotonic())
-            if time.monotonic() - since > TOLD_WITHIN_S:
-                left(_rank_and_pid(name)[0])
-                _kill(folder)
-                if not over.wait(TOLD_WITHIN_S):
-                    nobody_is_left()
+    dead_since: dict[int, float] = {}
+    while not done.wait(POLL_S):
+        pids = _unreturned_pids(folder)
+        for rank, pid in sorted(pids.items()):
+            if _is_alive(pid):
+                continue
+            since = dead_since.setdefault(rank, time.monotonic())
+            if time.monotonic() - since > GRACE_S:
+                on_exit(rank)
+                for other in _unreturned_pids(folder).values():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(other, signal.SIGKILL)
+                if not done.wait(GRACE_S):
+                    on_stuck()
                 return
 
 
-def _missing(folder: str) -> list[str]:
-    return [name for name in sorted(_names(folder)) if not _is_alive(_rank_and_pid(name)[1])]
-
-
-def _kill(folder: str) -> None:
-    for name in _names(folder):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(_rank_and_pid(name)[1], signal.SIGKILL)
-
-
-def _names(folder: str) -> list[str]:
-    with contextlib.suppress(FileNotFoundError):  # the interpreter ends, and has removed it
-        return [file.name for file in Path(folder).iterdir()]
-    return []
-
-
-def _rank_and_pid(name: str) -> tuple[int, int]:
-    rank, _, pid = name.partition(".")
-    return int(rank), int(pid)
+def _unreturned_pids(folder: str) -> dict[int, int]:
+    """Returns rank -> process id, from the files of ranks that have not returned."""
+    with contextlib.suppress(FileNotFoundError):  # removed because the interpreter is exiting
+        names = [file.name.split(".") for file in Path(folder).iterdir()]
+        return {int(rank): int(pid) for rank, pid in names}
+    return {}
 
 
 def _is_alive(pid: int) -> bool:

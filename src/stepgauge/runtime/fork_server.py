@@ -1,4 +1,4 @@
-"""The server that processes fork from: it imports once what each of them would take seconds to."""
+"""The fork server: it imports slow modules once, so that processes forked from it start quickly."""
 
 import contextlib
 import multiprocessing
@@ -11,23 +11,23 @@ _PRELOADED: list[str] = []
 
 
 def preload(*modules: str) -> None:
-    """Names modules that the server imports before it forks; only before it is started."""
+    """Adds modules that the server imports when it starts. Must be called before that."""
     _PRELOADED.extend(modules)
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
 
 
 def start_server() -> None:
-    """Starts it where it does not run yet. Ctrl-C, which reaches the whole group, passes it and what
-    it forks by: while it imports, it would end with a traceback.
+    """Starts the server if it is not running.
+
+    Ctrl-C, which the terminal sends to the whole process group, does not reach the server or its
+    children; otherwise it would end with a traceback while it imports.
     """
-    with _interrupts_held():
+    with _interrupts_blocked():
         forkserver.ensure_running()
 
 
 def stop_server() -> None:
-    """Ends it, and with it whatever waits for a process that it was to fork; the next one that is
-    asked for starts another.
-    """
+    """Kills the server; requests that wait for it to fork end. The next fork starts a new server."""
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     if server is not None:  # None: it was never started
         with contextlib.suppress(ProcessLookupError):
@@ -35,9 +35,10 @@ def stop_server() -> None:
 
 
 @contextlib.contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C is delivered afterwards; processes that start meanwhile never have it."""
-    # The server starts this one else, and it lets interrupts through in the end.
+def _interrupts_blocked() -> Iterator[None]:
+    """Delays Ctrl-C until the block ends; processes started in the block never receive it."""
+    # Start the resource tracker first: otherwise the server starts it, and the tracker unblocks
+    # interrupts.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:

@@ -1,4 +1,4 @@
-"""What is known of this machine without loading torch, which takes seconds."""
+"""Facts about this machine that can be found without importing torch, which takes seconds."""
 
 import ctypes
 import functools
@@ -9,12 +9,13 @@ import runpy
 import sys
 from pathlib import Path
 
-# What the libraries that run a CPU's threads read of how many there shall be.
+# Prefixes of the environment variables that set the number of CPU threads.
 THREADING = ("OMP_", "MKL_", "KMP_", "GOMP_")
 
 
 @functools.cache
 def cpu_name() -> str:
+    """Returns the model name of the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -24,39 +25,42 @@ def cpu_name() -> str:
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def threads_of_a_rank(ranks: int) -> int:
-    """Of each of so many that share this machine: as many as OMP_NUM_THREADS says, else an equal part
-    of the cores.
-    """
-    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # the rest is of nested regions
-    return int(given) if given.isdecimal() and int(given) else max(1, available_cores() // ranks)
+def threads_per_rank(ranks: int) -> int:
+    """Returns OMP_NUM_THREADS if it is set, else an equal share of the cores."""
+    # "4,2" sets 4 threads, and 2 in nested parallel regions.
+    setting = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if setting.isdecimal() and int(setting):
+        return int(setting)
+    return max(1, available_cores() // ranks)
 
 
 def thread_settings() -> str:
-    """The environment's settings of threads: of one CPU with as many cores, equal ones give torch as
-    many threads.
+    """Returns the environment variables that set the number of threads, as "NAME=value ...".
+
+    On the same CPU and number of cores, equal settings give torch the same number of threads.
     """
-    given = sorted(item for item in os.environ.items() if item[0].startswith(THREADING))
-    return " ".join(f"{name}={value}" for name, value in given)
+    settings = sorted(item for item in os.environ.items() if item[0].startswith(THREADING))
+    return " ".join(f"{name}={value}" for name, value in settings)
 
 
 @functools.cache
 def installed_torch() -> dict[str, str | None]:
-    """What torch's version.py says: `__version__`, and `cuda` and `hip`, None in a build without."""
-    found = importlib.util.find_spec("torch")
-    assert found and found.origin, "torch is a dependency of this package"
-    return runpy.run_path(str(Path(found.origin).with_name("version.py")))
+    """Returns the content of torch/version.py: `__version__`, and `cuda` and `hip`, which may be None."""
+    torch = importlib.util.find_spec("torch")
+    assert torch and torch.origin, "torch is a dependency of this package"
+    return runpy.run_path(str(Path(torch.origin).with_name("version.py")))
 
 
 def has_only_cpu() -> bool:
-    """Whether torch surely finds no accelerator: its build has none, or the machine no driver. False
-    where only torch can say.
+    """Returns True if torch certainly finds no accelerator: no support in its build, or no driver.
+
+    Returns False if only torch itself can tell.
     """
     torch = installed_torch()
     if sys.platform != "linux" or torch.get("hip") or torch.get("xpu"):

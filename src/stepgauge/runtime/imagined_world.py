@@ -1,17 +1,16 @@
-"""Ranks that are not there: what one of many would run can be seen by it alone."""
+"""A process group of imaginary ranks, to see in one process what one of many ranks would run."""
 
 import contextlib
 from collections.abc import Iterator
 
 import torch.distributed as dist
 
-IMAGINED = "fake"  # as torch names the backend of its own tests
+IMAGINED = "fake"  # torch's name of the backend, which it uses in its own tests
 
 
 @contextlib.contextmanager
 def imagined_world(ranks: int) -> Iterator[None]:
-    """The default group while the block runs: of so many ranks this process is the first, and what it
-    sends goes nowhere.
+    """Makes this process rank 0 of so many while the block runs; its messages go nowhere.
 
     torch has no public backend of this kind; the way out: one that torch.distributed documents.
     """

@@ -1,6 +1,4 @@
-"""Runs a function on many ranks: started here through torch's elastic launcher, or already there
-through torchrun.
-"""
+"""Runs a function on many ranks, started by torch's elastic launcher or already by torchrun."""
 
 import contextlib
 import gc
@@ -22,9 +20,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from stepgauge.runtime.early_exit import returned, running, watched
+from stepgauge.runtime.early_exit import file_while_running, returned_ranks, watch_for_early_exit
 from stepgauge.runtime.fork_server import preload, start_server, stop_server
-from stepgauge.runtime.host import threads_of_a_rank
+from stepgauge.runtime.host import threads_per_rank
 from stepgauge.runtime.parent import end_with_parent
 from stepgauge.runtime.world import (
     KEPT_GROUP,
@@ -38,24 +36,24 @@ from stepgauge.runtime.world import (
     this_world,
 )
 
-# A rank that fails because another has died waits this long, so that the launcher sees the other's
-# end first.
+# A rank that fails because another one died waits this long, so that the launcher notices the death
+# first and reports that.
 CONSEQUENCE_S = 3.0
-STARTED_S = 0.5  # that ranks take which the server can fork at once
-# multiprocessing hands each process at most 256 descriptors, torch's launcher two a rank.
+STARTED_S = 0.5  # time to start ranks if the fork server is ready
+# multiprocessing passes at most 256 file descriptors to a process; torch's launcher needs two per rank.
 MOST_STARTED = 100
 _LOOPBACK = ("lo", "lo0")
-
 
 preload(__name__, "torch.distributed.fsdp", "torch.distributed.nn.functional")
 
 
 class RankError(Exception):
-    """A rank, or a single process, raised or died.
+    """A rank, or a single process, raised an exception or died.
 
-    type      name of the exception; empty if it died
-    reason    the exception's message; `trace` its traceback
-    ended_by  the signal that ended it; None if it raised or exited
+    type      name of the exception; "" if the process died
+    reason    message of the exception
+    trace     its traceback
+    ended_by  the signal that ended the process; None if it raised or exited
     """
 
     def __init__(
@@ -81,13 +79,12 @@ def launch(
     backend: str | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> list[Any]:
-    """function(*arguments) on every rank, in a process group; the values that the ranks returned,
-    in their order.
+    """Runs function(*arguments) on every rank of a process group and returns the values by rank.
 
-    Function, arguments and values must be picklable. In a process of torchrun, that process is one
-    of the ranks and nothing is started. device "cuda" gives each rank the GPU of its local rank. A
-    collective that takes longer than `timeout_s` fails. Raises RankError for the first rank that
-    raised or died; the others have ended by then.
+    Function, arguments and values must be picklable. Under torchrun nothing is started: this process
+    is one of the ranks. With device "cuda", each rank uses the GPU of its local rank. Collectives
+    that take longer than `timeout_s` fail. Raises RankError for the first rank that raised or died,
+    after the other ranks have ended.
     """
     backend = backend or default_backend(device)
     world = joined_world()
@@ -99,7 +96,7 @@ def launch(
                 world, function, *arguments, device=device, backend=backend, timeout_s=timeout_s
             )
         finally:
-            KEPT_GROUP.close()  # while all ranks are there, rather than when the interpreter ends
+            KEPT_GROUP.close()  # now, while all ranks still run, instead of at interpreter exit
     with Ranks(
         function, *arguments, ranks=ranks, device=device, backend=backend, timeout_s=timeout_s
     ) as started:
@@ -114,16 +111,16 @@ def run_joined(
     backend: str,
     timeout_s: float = TIMEOUT_S,
 ) -> list[Any]:
-    """As `launch`, in a process that is a rank already. Raises what the function raises here."""
+    """Does the same as `launch` in a process of torchrun. Raises what the function raises here."""
     KEPT_GROUP.use(world, backend=backend, device=world.device(device), timeout_s=timeout_s)
     return gathered_objects(function(*arguments))
 
 
 class Ranks:
-    """Ranks that run a function on this machine. A context manager: no rank is left when it ends.
+    """A context manager that runs a function on ranks of this machine, and ends them at its exit.
 
-    Raises ValueError for a network interface that is not there, and for more ranks than one process
-    can start.
+    Raises ValueError for an unknown network interface, and for more ranks than one process can
+    start.
     """
 
     def __init__(
@@ -137,7 +134,7 @@ class Ranks:
     ):
         if ranks > MOST_STARTED:
             raise ValueError(
-                f"ranks is {ranks}; {MOST_STARTED} at most are started here, more by torchrun"
+                f"ranks is {ranks}; at most {MOST_STARTED} can be started here: use torchrun for more"
             )
         check_interfaces()
         settings = {
@@ -149,38 +146,39 @@ class Ranks:
         self._ranks = ranks
         self._values: dict[int, Any] = {}
         self._error: BaseException | None = None
-        self._before: set[BaseProcess] = set()
-        # The launcher's loop has a thread of its own, so that Ctrl-C is this one's.
+        self._earlier_children: set[BaseProcess] = set()
+        # The launcher runs in another thread, so that this one can handle Ctrl-C.
         self._ended = threading.Event()
         self._launcher = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Self:
-        self._before = set(multiprocessing.active_children())
-        start_server()  # here: the launcher's thread cannot keep Ctrl-C from it
+        self._earlier_children = set(multiprocessing.active_children())
+        start_server()  # here, because the launcher's thread cannot shield it from Ctrl-C
         self._launcher.start()
         return self
 
     def __exit__(self, type: object, *_: object) -> None:
         if type is not None:
-            self._end()
+            self._kill()
         self._ended.wait()
 
-    def _end(self) -> None:
-        """Ends the ranks; more than once, for some may not have been started yet."""
-        late = time.monotonic() + STARTED_S
+    def _kill(self) -> None:
+        """Kills the ranks, repeatedly, because some may not have been started yet."""
+        deadline = time.monotonic() + STARTED_S
         while not self._ended.wait(0.1):
-            for process in set(multiprocessing.active_children()) - self._before:
+            for process in set(multiprocessing.active_children()) - self._earlier_children:
                 process.kill()
-            if time.monotonic() > late:  # the launcher waits for a server that still imports
+            if time.monotonic() > deadline:  # the launcher waits for a server that still imports
                 stop_server()
 
     @property
     def running(self) -> bool:
+        """True until all ranks have ended."""
         return not self._ended.is_set()
 
     def wait(self) -> list[Any]:
-        """The ranks' values, when all have returned. Raises RankError."""
-        # Not the thread's join: interrupted by Ctrl-C, it takes the thread for ended.
+        """Waits for the ranks and returns their values by rank. Raises RankError."""
+        # Thread.join, interrupted by Ctrl-C, would mark the thread as ended.
         while not self._ended.wait(0.2):
             pass
         if self._error is not None:
@@ -196,7 +194,7 @@ class Ranks:
             ):
                 launcher = elastic_launch(_config(self._ranks, logs), _rank)
                 try:
-                    with watched(folder, self._left, self._ended.set):
+                    with watch_for_early_exit(folder, self._exited_early, self._ended.set):
                         self._values = launcher(folder, *self._call)
                 except ChildFailedError as error:
                     rank, failure = error.get_first_failure()
@@ -207,9 +205,9 @@ class Ranks:
         finally:
             self._ended.set()
 
-    def _left(self, rank: int) -> None:
-        words = f"rank {rank} of {self._ranks} ended with status 0 before it returned"
-        self._error = RankError(words, rank=rank)
+    def _exited_early(self, rank: int) -> None:
+        message = f"rank {rank} of {self._ranks} ended with status 0 before it returned"
+        self._error = RankError(message, rank=rank)
 
 
 def _config(ranks: int, folder: str) -> LaunchConfig:
@@ -219,7 +217,7 @@ def _config(ranks: int, folder: str) -> LaunchConfig:
         nproc_per_node=ranks,
         run_id=f"stepgauge-{os.getpid()}-{time.monotonic_ns()}",
         rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",  # a port that is free
+        rdzv_endpoint="127.0.0.1:0",  # any free port
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.05,
@@ -230,18 +228,18 @@ def _config(ranks: int, folder: str) -> LaunchConfig:
 
 @contextlib.contextmanager
 def _quiet_launcher() -> Iterator[None]:
-    """What went wrong is told once, by RankError."""
+    """Silences the loggers of torch's launcher, because RankError reports what went wrong."""
     loggers = [
         logging.getLogger(name)
         for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")
     ]
-    before = [logger.level for logger in loggers]
+    levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, before, strict=True):
+        for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
 
 
@@ -251,64 +249,66 @@ def _rank(
     arguments: tuple[Any, ...],
     settings: dict[str, Any],
 ) -> Any:
-    """A rank's whole life."""
-    gc.freeze()  # else each collection looks through all that torch has loaded
-    # Ctrl-C reaches the whole group; the parent ends us
+    """Main function of a rank."""
+    gc.freeze()  # otherwise each garbage collection scans everything that torch has loaded
+    # The terminal sends Ctrl-C to the whole process group; the parent ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent()
     world = this_world()
-    torch.set_num_threads(threads_of_a_rank(world.local_size))
+    torch.set_num_threads(threads_per_rank(world.local_size))
     interfaces = {name for _, name in socket.if_nameindex()}
     if loopback := interfaces.intersection(_LOOPBACK):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback.pop())
     device, backend, timeout_s = settings["device"], settings["backend"], settings["timeout_s"]
     try:
         with (
-            running(folder, world.rank),
+            file_while_running(folder, world.rank),
             process_group(world, backend=backend, device=world.device(device), timeout_s=timeout_s),
         ):
             return function(*arguments)
-    except SystemExit as error:  # of a user's code; the launcher would take 0 for success
+    except SystemExit as error:  # from a user's code; the launcher would take status 0 for success
         raise RuntimeError(f"SystemExit: {error.code}") from error
     except Exception as error:
         if _is_consequence(error):
             time.sleep(CONSEQUENCE_S)
-            for rank in returned(folder, world.size):
+            for rank in returned_ranks(folder, world.size):
                 raise RuntimeError(
-                    f"rank {rank} has returned already, and this one waited for it: do all ranks "
-                    f"have equally many batches? ({error})"
+                    f"rank {rank} has already returned while this rank waited for it: do all ranks "
+                    f"have the same number of batches? ({error})"
                 ) from error
         raise
 
 
 def _is_consequence(error: BaseException | None) -> bool:
-    """Whether a rank fails because its peers do not answer, or raises this while it handles that:
-    a checkpoint that cannot be written, for one.
+    """Returns True if a peer that does not answer caused the error.
+
+    The error may also have been raised while that was handled: a checkpoint that cannot be written,
+    for example.
     """
     if error is None:
         return False
     words = ("connection", "timed out", "timeout", "socket", "peer")
-    is_unanswered = isinstance(error, dist.DistError | RuntimeError | EOFError) and any(
-        w in str(error).lower() for w in words
+    is_network_error = isinstance(error, dist.DistError | RuntimeError | EOFError) and any(
+        word in str(error).lower() for word in words
     )
-    return is_unanswered or _is_consequence(error.__context__)
+    return is_network_error or _is_consequence(error.__context__)
 
 
 def _rank_error(rank: int, failure: ProcessFailure, ranks: int) -> RankError:
-    who = f"rank {rank} of {ranks}"
-    told = failure.error_file_data.get("message", "")
-    if not isinstance(told, dict):
-        ended = (
+    name = f"rank {rank} of {ranks}"
+    details = failure.error_file_data.get("message", "")
+    if not isinstance(details, dict):  # the rank died without an exception
+        end = (
             f"was ended by {failure.signal_name()}"
             if failure.exitcode < 0
             else f"exited with {failure.exitcode}"
         )
-        return RankError(f"{who} {ended}", rank=rank)
-    message = str(told.get("message", "")).strip()
+        return RankError(f"{name} {end}", rank=rank)
+    message = str(details.get("message", "")).strip()
     type, _, reason = message.partition(": ")
     first_line = (reason or "no message").partition("\n")[0]
-    trace = str(told.get("extraInfo", {}).get("py_callstack", ""))
+    trace = str(details.get("extraInfo", {}).get("py_callstack", ""))
     return RankError(
-        f"{who}: {type}: {first_line}", rank=rank, type=type, reason=first_line, trace=trace
+        f"{name}: {type}: {first_line}", rank=rank, type=type, reason=first_line, trace=trace
     )

@@ -1,4 +1,4 @@
-"""A person's own Python file as a module."""
+"""Imports a user's Python file as a module."""
 
 import contextlib
 import importlib.util
@@ -9,25 +9,24 @@ from pathlib import Path
 
 
 def load_file(path: Path) -> types.ModuleType:
-    """The file, run as a module that may import its neighbours meanwhile. Raises ValueError where
-    it cannot be, with the line.
+    """Imports the file; it may import modules from its own folder. Raises ValueError on failure.
 
-    It is known by a name of ours, so that a file called json.py takes no other module's place, and
-    meanwhile sys.argv is its own: a file that parses the command line gets none of ours. What it
-    prints goes to standard error: standard output has the tables.
+    The module is registered under a special name, so that a file called json.py does not replace
+    another module. During the import sys.argv is just the file, in case it parses the command line,
+    and what it prints goes to standard error, because standard output is for tables.
     """
-    imported = importlib.util.spec_from_file_location(f"own_file_{path.stem}", path.resolve())
-    assert imported is not None and imported.loader is not None
-    module = importlib.util.module_from_spec(imported)
-    # dataclasses, pickle and compilers look their module up there
-    sys.modules[imported.name] = module
+    spec = importlib.util.spec_from_file_location(f"own_file_{path.stem}", path.resolve())
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # dataclasses, pickle and compilers look up their module there.
+    sys.modules[spec.name] = module
     sys.path.insert(0, str(path.resolve().parent))
     before, sys.argv = sys.argv, [str(path)]
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            imported.loader.exec_module(module)
+            spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        del sys.modules[imported.name]
+        del sys.modules[spec.name]
         raise ValueError(
             f"{path} cannot be imported: {_line(error, path)}{type(error).__name__}: {error}"
         ) from error
@@ -38,7 +37,7 @@ def load_file(path: Path) -> types.ModuleType:
 
 
 def own_names(module: types.ModuleType) -> list[str]:
-    """Functions and classes that the file defines, without what it imports and what is private."""
+    """Returns the public functions and classes that the file defines itself."""
     return [
         name
         for name, value in vars(module).items()
@@ -48,20 +47,20 @@ def own_names(module: types.ModuleType) -> list[str]:
 
 
 def _line(error: BaseException, path: Path) -> str:
-    """ "line 3: " of the file, the last that the error went through; nothing where it has none."""
+    """Returns the last line of the file in the error's traceback as "line 3: ", or ""."""
     if isinstance(error, SyntaxError):
-        return ""  # its message has the line
+        return ""  # its message contains the line
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename) == path.resolve()]
     return f"line {lines[-1]}: " if lines else ""
 
 
 def user_line(trace: str, path: Path) -> str:
-    """Where a traceback last went through the file's folder: "model.py:12"; else nothing."""
+    """Returns the last place in a traceback that is in the file's folder, as "model.py:12", or ""."""
     folder = f'  File "{path.resolve().parent}/'
     lines = [line for line in trace.splitlines() if line.startswith(folder)]
-    inside = [line for line in lines if "site-packages" not in line]
-    if not inside:
+    own = [line for line in lines if "site-packages" not in line]
+    if not own:
         return ""
-    file, number = inside[-1].split('"')[1], inside[-1].split("line ")[1].split(",")[0]
+    file, number = own[-1].split('"')[1], own[-1].split("line ")[1].split(",")[0]
     return f"{Path(file).name}:{number}"

@@ -1,4 +1,4 @@
-"""A process that must not outlive the one that started it."""
+"""Ends a process together with the one that started it."""
 
 import multiprocessing
 import os
@@ -6,7 +6,7 @@ import threading
 
 
 def end_with_parent() -> None:
-    """From now on this process ends when its multiprocessing parent does, however that was ended."""
+    """Makes this process exit as soon as its multiprocessing parent ends, even if that is killed."""
     threading.Thread(target=_wait_and_end, daemon=True).start()
 
 

@@ -1,32 +1,33 @@
-"""What a long measurement does now, told to whoever shows it; to nobody in a process that nobody
-listens to.
-"""
+"""Progress messages of long measurements. They are dropped if the process has no listener."""
 
 import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-Hear = Callable[[str], None]
-EVERY_S = 0.5  # between two counts that are told
-_hearers: list[Hear] = []
+Listener = Callable[[str], None]
+EVERY_S = 0.5  # least time between two counts
+_listeners: list[Listener] = []
 _last = 0.0
 
 
-def tell(text: str, *, count: bool = False) -> None:
-    """Says what is done from now on. Of what counts steps, two a second are told at most."""
+def report_progress(text: str, *, count: bool = False) -> None:
+    """Sends the listener what is done from now on.
+
+    count  the text counts steps: sent only EVERY_S seconds after the last message
+    """
     global _last
     now = time.monotonic()
-    if not _hearers or (count and now - _last < EVERY_S):
+    if not _listeners or (count and now - _last < EVERY_S):
         return
     _last = now
-    _hearers[-1](text)
+    _listeners[-1](text)
 
 
 @contextlib.contextmanager
-def heard_by(hear: Hear) -> Iterator[None]:
-    """While the block runs, `hear` is told."""
-    _hearers.append(hear)
+def progress_sent_to(listener: Listener) -> Iterator[None]:
+    """Sends progress messages to `listener` while the block runs."""
+    _listeners.append(listener)
     try:
         yield
     finally:
-        _hearers.pop()
+        _listeners.pop()

@@ -1,8 +1,8 @@
-"""Ranks that go on together: what one of them suffers alone, all of them learn.
+"""Raises the error of one rank on all ranks, so that they can continue together.
 
-A rank that fails leaves its peers in a collective that it will never join. They are told over the
-rendezvous store, which no collective blocks: a thread of each rank looks there, and aborts the
-process group.
+If a rank fails, its peers wait in a collective that it will never join. So the rank writes its error
+to the rendezvous store, which works even while collectives hang. A thread on each rank polls the
+store and aborts the process group.
 """
 
 import itertools
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from stepgauge.runtime.launch import RankError
 from stepgauge.runtime.world import TIMEOUT_S, GroupError, World, abort_groups, shared_store
 
-LOOK_EVERY_S = 0.25
+POLL_S = 0.25
 _FAILURE = "failure"
 _blocks = itertools.count()
 Value = TypeVar("Value")
@@ -27,11 +27,11 @@ Value = TypeVar("Value")
 def propagate_errors(
     world: World, action: Callable[[], Value], *, timeout_s: float = TIMEOUT_S
 ) -> Value:
-    """The action's value, on ranks that are all in here, if no rank's action failed.
+    """Runs the action and returns its value; every rank must call this.
 
-    Otherwise raises the RankError of the first that failed, on every rank, and the process group is
-    gone. Raises GroupError if a rank does not end; a collective of the action takes `timeout_s` at
-    most.
+    If the action fails on a rank, all ranks raise the RankError of the first failure, and the
+    process group is gone. Raises GroupError if a rank does not finish within twice `timeout_s`,
+    the timeout of collectives.
     """
     name = f"propagate{next(_blocks)}"
     store = shared_store(name)
@@ -39,32 +39,32 @@ def propagate_errors(
         try:
             value = action()
         except Exception as error:
-            store.compare_set(_FAILURE, "", _encoded(error, world))  # the first one's stays
+            store.compare_set(_FAILURE, "", _encoded(error, world))  # keeps the first error
             abort_groups()
         store.set(f"ended{world.rank}", "")
         _wait_for_all(store, world, timedelta(seconds=2 * timeout_s))
     if store.check([_FAILURE]):
         abort_groups()
-        raise _decoded(store.get(_FAILURE))
+        raise RankError(**json.loads(store.get(_FAILURE)))
     return value
 
 
 class _Watch:
-    """Aborts this rank's groups when a peer has failed, while the block runs."""
+    """Aborts this rank's process groups if a peer fails while the block runs."""
 
     def __init__(self, store: dist.Store):
-        self._store, self._over = store, threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._store, self._done = store, threading.Event()
+        self._thread = threading.Thread(target=self._poll, daemon=True)
 
     def __enter__(self) -> None:
         self._thread.start()
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._done.set()
         self._thread.join()
 
-    def _look(self) -> None:
-        while not self._over.wait(LOOK_EVERY_S):
+    def _poll(self) -> None:
+        while not self._done.wait(POLL_S):
             if self._store.check([_FAILURE]):
                 abort_groups()
                 return
@@ -82,14 +82,15 @@ def _wait_for_all(store: dist.Store, world: World, limit: timedelta) -> None:
 def _encoded(error: Exception, world: World) -> str:
     reason = _first_line(error) or "no message"
     type_ = type(error).__name__
-    return json.dumps({
-        "message": f"rank {world.rank} of {world.size}: {type_}: {reason}", "rank": world.rank, "type": type_,
-        "reason": reason, "trace": "".join(traceback.format_exception(error)),
-    })  # fmt: skip
-
-
-def _decoded(text: bytes) -> RankError:
-    return RankError(**json.loads(text))
+    return json.dumps(
+        {
+            "message": f"rank {world.rank} of {world.size}: {type_}: {reason}",
+            "rank": world.rank,
+            "type": type_,
+            "reason": reason,
+            "trace": "".join(traceback.format_exception(error)),
+        }
+    )
 
 
 def _first_line(error: BaseException) -> str:

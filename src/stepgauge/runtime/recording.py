@@ -1,8 +1,7 @@
-"""Work that is recorded once as a CUDA graph and replayed: short calls are else launched slower than
-they run.
+"""Captures work in a CUDA graph and replays it, for calls that run faster than they are launched.
 
-Autograd runs a backward on the stream that its forward ran on, and a capture takes one stream: what
-is recorded is made, warmed up and captured on the same one, `stream_of`.
+Autograd runs a backward on the stream of its forward, and a capture covers one stream. So captured
+work is built, warmed up and captured on the same stream: `capture_stream`.
 """
 
 import collections
@@ -16,24 +15,27 @@ from torch import nn
 
 T = TypeVar("T")
 Call = Callable[[], object]
-WARM_UPS = 3  # libraries set themselves up, autotuners and compilers run, gradients come into being
+WARM_UPS = 3  # for the set-up of libraries, autotuning, compilation and the first gradients
 
 
 class CannotRecordError(RuntimeError):
-    """The work cannot be captured, as what waits for the device. The process can go on."""
+    """The work cannot be captured, for example because it waits for the device.
+
+    The process can continue.
+    """
 
 
 def record(run: Callable[[], T], device: torch.device, pool: Any = None) -> tuple[T, Call]:
-    """What the function gives, to be read after a replay; and the replay.
+    """Captures a call of the function. Returns its result, valid after each replay, and the replay.
 
-    pool  memory that several recordings share, if they run one after the other as they were recorded
+    pool  memory that several captures share; they must be replayed in the order of their capture
 
-    Raises CannotRecordError, OutOfMemoryError.
+    Raises CannotRecordError and OutOfMemoryError.
     """
     graph, pool = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
-    # thread_local: NCCL's own threads ask for events meanwhile
+    # thread_local, because NCCL's own threads query events during the capture
     recording = torch.cuda.graph(
-        graph, pool=pool, stream=stream_of(device), capture_error_mode="thread_local"
+        graph, pool=pool, stream=capture_stream(device), capture_error_mode="thread_local"
     )
     try:
         with recording:
@@ -49,8 +51,11 @@ def record(run: Callable[[], T], device: torch.device, pool: Any = None) -> tupl
     return outputs, graph.replay
 
 
-def repeated(call: Call, count: int, device: torch.device) -> Call | None:
-    """So many calls as one recording; None where they cannot be recorded. Raises OutOfMemoryError."""
+def record_repeated(call: Call, count: int, device: torch.device) -> Call | None:
+    """Captures `count` calls in one graph and returns the replay; None if that is not possible.
+
+    Raises OutOfMemoryError.
+    """
 
     def calls() -> None:
         for _ in range(count):
@@ -62,8 +67,8 @@ def repeated(call: Call, count: int, device: torch.device) -> Call | None:
         return None
 
 
-def stream_of(device: torch.device) -> torch.cuda.Stream:
-    """The one that records; one a device, since cuBLAS keeps a workspace a stream."""
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Returns the device's stream for captures: only one, since cuBLAS has a workspace per stream."""
     return _stream(_index(device))
 
 
@@ -77,34 +82,34 @@ def _index(device: torch.device) -> int:
 
 
 @contextlib.contextmanager
-def on_its_stream(device: torch.device) -> Iterator[None]:
-    """Of a GPU that stream; elsewhere nothing changes."""
+def on_capture_stream(device: torch.device) -> Iterator[None]:
+    """Makes the capture stream current while the block runs; no effect on a CPU."""
     if device.type != "cuda":
         yield
         return
-    with torch.cuda.stream(stream_of(device)):
+    with torch.cuda.stream(capture_stream(device)):
         yield
 
 
 class Recorder(Protocol):
-    """What records: CudaGraphs, or in tests on a CPU something that runs the function again."""
+    """Captures work: CudaGraphs, or in CPU tests a stand-in that runs the function again."""
 
     def warm_up(self, run: Call) -> None:
-        """Runs what is recorded next, where it is recorded."""
+        """Runs the function that is captured next, on the capture stream."""
 
     def record(self, run: Callable[[], T], slot: object) -> tuple[T, Call]:
-        """What the function gives, to be read after a replay; and the replay."""
+        """Captures a call. Returns its result, valid after each replay, and the replay."""
 
 
 class CudaGraphs:
-    """Recordings of a slot share a memory pool."""
+    """Captures CUDA graphs. Those with the same slot share a memory pool."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._pools: dict[object, Any] = collections.defaultdict(torch.cuda.graph_pool_handle)
 
     def warm_up(self, run: Call) -> None:
-        stream, current = stream_of(self._device), torch.cuda.current_stream(self._device)
+        stream, current = capture_stream(self._device), torch.cuda.current_stream(self._device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             run()
@@ -114,21 +119,23 @@ class CudaGraphs:
         return record(run, self._device, self._pools[slot])
 
 
-def places(module: nn.Module) -> list[tuple[int, bool]]:
-    """Where each parameter lies, and whether it is trained: what a recording holds for good."""
+def parameter_locations(module: nn.Module) -> list[tuple[int, bool]]:
+    """Returns address and requires_grad of each parameter, which a captured graph cannot change."""
     return [(p.data_ptr(), p.requires_grad) for p in module.parameters()]
 
 
 def _end_failed_capture(pool: tuple[int, int], device: torch.device) -> None:
-    """Where CUDA refuses the end of a capture, torch (2.11 to 2.13) leaves its allocator and its
-    generator of random numbers as if it still ran: empty_cache and randn raise from then on. The
-    end of a capture that succeeds brings back the generator; for the allocator nothing is public.
-    The way out: a torch.cuda.graph that ends what it began also where it raises.
+    """Restores torch's state after a failed capture.
+
+    If CUDA fails to end a capture, torch (2.11 to 2.13) leaves its allocator and its random number
+    generator as if the capture were still running: empty_cache and randn raise from then on. A
+    successful capture restores the generator; for the allocator there is no public function.
+    The way out: a torch.cuda.graph that cleans up if it raises.
     """
     torch.cuda.synchronize(device)
     index = _index(device)
-    with contextlib.suppress(RuntimeError):  # this capture has ended, and failed after that
+    with contextlib.suppress(RuntimeError):  # the capture did end, and failed later
         torch._C._cuda_endAllocateToPool(index, pool)
         torch._C._cuda_releasePool(index, pool)
-    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream_of(device)):
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=capture_stream(device)):
         torch.zeros(1, device=device)

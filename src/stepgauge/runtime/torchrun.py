@@ -1,4 +1,4 @@
-"""What torchrun tells a process in its environment. Needs no torch, so that help stays quick."""
+"""Reads the environment variables of torchrun, without importing torch, so that help is quick."""
 
 import os
 
@@ -7,9 +7,9 @@ _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def torchrun_numbers() -> tuple[int, int, int, int] | None:
-    """Rank, world size, local rank and local world size; None in a process of another program.
+    """Returns rank, world size, local rank and local world size; None without torchrun.
 
-    Shells in a cluster often have a part of the variables, RANK say: only the full set counts.
+    Only the full set of variables counts, because shells on clusters often define some, such as RANK.
     """
     if not all(os.environ.get(name) for name in _ADDRESS):
         return None
@@ -21,6 +21,6 @@ def torchrun_numbers() -> tuple[int, int, int, int] | None:
 
 
 def is_first_process() -> bool:
-    """Whether this process speaks for all: it does unless torchrun has made it another rank than 0."""
+    """Returns True unless torchrun made this process a rank other than 0."""
     numbers = torchrun_numbers()
     return numbers is None or numbers[0] == 0

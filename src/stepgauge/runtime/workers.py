@@ -1,7 +1,7 @@
-"""Functions called in other processes: in a fresh one, or on the ranks of a process group.
+"""Calls functions in other processes: a fresh one, or the ranks of a process group.
 
-A crash, an exhausted memory or a warm cache stays in the process that had it. Single processes fork
-in milliseconds from a server (runtime.fork_server) that touched no device.
+This isolates crashes, exhausted memory and warm caches. Single processes fork within milliseconds
+from a server (runtime.fork_server) that has not used any device.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from stepgauge.runtime.fork_server import start_server
 from stepgauge.runtime.launch import RankError, Ranks
 from stepgauge.runtime.parent import end_with_parent
-from stepgauge.runtime.progress import Hear, heard_by
+from stepgauge.runtime.progress import Listener, progress_sent_to
 from stepgauge.runtime.propagate_errors import propagate_errors
 from stepgauge.runtime.world import KEPT_GROUP, TIMEOUT_S, World, default_backend, joined_world
 
@@ -28,26 +28,25 @@ Function = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Told:
-    """What a process says that it does, on its way to an answer."""
+class Progress:
+    """A progress message that a process sends before its answer."""
 
     text: str
 
 
 def run_isolated(function: Function, *arguments: Any) -> Any:
-    """function(*arguments) in a fresh process. Both must be picklable. Raises RankError."""
+    """Calls function(*arguments) in a fresh process. Both must be picklable. Raises RankError."""
     with Workers() as workers:
         return workers.call(function, *arguments)
 
 
 class Workers:
-    """Calls functions in other processes, and keeps the processes for the next call where both
-    calls name the same `share`. A context manager: no process is left when it ends.
+    """Calls functions in other processes. A context manager that ends all processes at its exit.
 
-    hear  is told what the function says of its progress (runtime.progress)
+    hear  called with the progress messages of the functions (runtime.progress)
     """
 
-    def __init__(self, hear: Hear = lambda text: None) -> None:
+    def __init__(self, hear: Listener = lambda text: None) -> None:
         self._hear = hear
         self._kept: tuple[tuple[Any, ...], _Processes] | None = None
 
@@ -67,24 +66,24 @@ class Workers:
         timeout_s: float = TIMEOUT_S,
         share: str = "",
     ) -> Any:
-        """The value of function(*arguments) in a process, or rank 0's on `ranks` ranks.
+        """Returns function(*arguments) as computed in another process, or by rank 0 of `ranks`.
 
-        ranks      processes that join a process group, each with a device of its own; None: a
-                   process without a group. In a process of torchrun the ranks are there already,
-                   and this process is one of them
-        backend    of the process group; None: the device's usual one
-        timeout_s  of a collective: a rank that hangs longer ends the call
-        share      processes are kept for the next call of the same name and settings
+        ranks      number of processes in a process group, each with its own device; None: one
+                   process without a group. Under torchrun this process is one of the ranks
+        backend    of the process group; None: the device's default
+        timeout_s  timeout of collectives, after which a hanging rank ends the call
+        share      if not "", the processes are kept for the next call with the same share and
+                   settings
 
-        Raises RankError where the function raised or a process died; ValueError where torchrun has
-        started another number of ranks.
+        Raises RankError if the function raises or a process dies, ValueError if torchrun has started
+        another number of ranks.
         """
         backend = backend or default_backend(device)
         world = joined_world()
         if ranks is not None and world is not None:
             if world.size != ranks:
                 raise ValueError(f"ranks is {ranks}; torchrun has started {world.size}")
-            with heard_by(self._hear):
+            with progress_sent_to(self._hear):
                 return _call_joined(world, lambda: function(*arguments), device, backend, timeout_s)
         processes = self._processes(share, ranks, device, backend, timeout_s)
         try:
@@ -99,53 +98,53 @@ class Workers:
     def _processes(
         self, share: str, ranks: int | None, device: str, backend: str, timeout_s: float
     ) -> "_Processes":
-        """Those that are kept, where they are such as are asked for, or new ones."""
+        """Returns the kept processes if share and settings are the same, else new ones."""
         key = (share, ranks, device, backend, timeout_s)
         if self._kept is None or not share or self._kept[0] != key:
             self.close()
-            started = _Process() if ranks is None else _Group(ranks, device, backend, timeout_s)
-            self._kept = key, started
+            new = _Process() if ranks is None else _Group(ranks, device, backend, timeout_s)
+            self._kept = key, new
         return self._kept[1]
 
     def close(self, *, kill: bool = False) -> None:
-        """Lets the processes that are kept end by themselves, or ends them."""
+        """Tells the kept processes to end, or kills them."""
         kept, self._kept = self._kept, None
         if kept is not None:
             kept[1].close(kill=kill)
 
 
 class _Processes(Protocol):
-    def call(self, hear: Hear, function: Function, *arguments: Any) -> Any: ...
+    def call(self, hear: Listener, function: Function, *arguments: Any) -> Any: ...
 
     def close(self, *, kill: bool) -> None: ...
 
 
 class _Process:
-    """One process, at the other end of a pipe."""
+    """One process, connected by a pipe."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_answer, args=(theirs,), daemon=False)
+        self._pipe, other_end = context.Pipe()
+        self._process = context.Process(target=_serve, args=(other_end,), daemon=False)
         start_server()
         self._process.start()
-        theirs.close()
+        other_end.close()
 
-    def call(self, hear: Hear, function: Function, *arguments: Any) -> Any:
+    def call(self, hear: Listener, function: Function, *arguments: Any) -> Any:
         try:
             self._pipe.send((function, arguments))
-            while isinstance(answer := self._receive(), Told):
+            while isinstance(answer := self._receive(), Progress):
                 hear(answer.text)
             succeeded, value = answer
         except (EOFError, ConnectionError):
             self._process.join()
-            raise _died(self._process.exitcode or 0) from None
+            raise _death(self._process.exitcode or 0) from None
         if succeeded:
             return value
         raise RankError(**value)
 
     def _receive(self) -> Any:
-        # The process itself is waited for too: what it started may hold the pipe open after it died.
+        # Also wait for the process itself: its children may hold the pipe open after its death.
         multiprocessing.connection.wait([self._pipe, self._process.sentinel])
         if not self._pipe.poll():
             raise EOFError
@@ -159,7 +158,7 @@ class _Process:
             self._process.join()
 
 
-def _died(exit_code: int) -> RankError:
+def _death(exit_code: int) -> RankError:
     if exit_code >= 0:
         return RankError(f"the measuring process exited with {exit_code}", rank=0)
     ended_by = signal.Signals(-exit_code)
@@ -168,13 +167,13 @@ def _died(exit_code: int) -> RankError:
     )
 
 
-def _answer(pipe: Connection) -> None:
-    """The life of a single process: answers calls until the parent closes its end."""
-    # Ctrl-C reaches the whole group; the parent ends us.
+def _serve(pipe: Connection) -> None:
+    """Main function of a single process: answers calls until the parent closes the pipe."""
+    # The terminal sends Ctrl-C to the whole process group; the parent ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
-    sys.stdout = sys.stderr  # a user's network may print; standard output has the tables
-    with contextlib.suppress(EOFError), heard_by(lambda text: pipe.send(Told(text))):
+    sys.stdout = sys.stderr  # a user's network may print; standard output is for tables
+    with contextlib.suppress(EOFError), progress_sent_to(lambda text: pipe.send(Progress(text))):
         while True:
             function, arguments = pipe.recv()
             try:
@@ -187,13 +186,13 @@ def _answer(pipe: Connection) -> None:
 
 
 class _Group:
-    """Ranks that wait for calls: rank 0 holds the other end of a pipe and tells its peers."""
+    """Ranks that wait for calls. Rank 0 receives them through a pipe and broadcasts them."""
 
     def __init__(self, ranks: int, device: str, backend: str, timeout_s: float):
-        self._pipe, other = multiprocessing.get_context("forkserver").Pipe()
+        self._pipe, other_end = multiprocessing.get_context("forkserver").Pipe()
         self._ranks = Ranks(
-            _answer_together,
-            other,
+            _serve_on_rank,
+            other_end,
             ranks=ranks,
             device=device,
             backend=backend,
@@ -201,10 +200,10 @@ class _Group:
         )
         self._ranks.__enter__()
 
-    def call(self, hear: Hear, function: Function, *arguments: Any) -> Any:
-        with contextlib.suppress(BrokenPipeError):  # `wait` says why it is broken
+    def call(self, hear: Listener, function: Function, *arguments: Any) -> Any:
+        with contextlib.suppress(BrokenPipeError):  # `wait` raises the reason
             self._pipe.send((function, arguments))
-        while isinstance(answer := self._receive(), Told):
+        while isinstance(answer := self._receive(), Progress):
             hear(answer.text)
         return answer
 
@@ -223,18 +222,18 @@ class _Group:
         self._pipe.close()
 
 
-def _answer_together(pipe: Connection) -> None:
-    """The life of a rank: what rank 0 is told, all call, until it is told to end."""
+def _serve_on_rank(pipe: Connection) -> None:
+    """Main function of a rank: all ranks call what rank 0 receives, until it receives None."""
     sys.stdout = sys.stderr
     is_first = dist.get_rank() == 0
     while True:
-        told = [pipe.recv() if is_first else None]
-        dist.broadcast_object_list(told)
-        if told[0] is None:
+        call = [pipe.recv() if is_first else None]
+        dist.broadcast_object_list(call)
+        if call[0] is None:
             return
-        function, arguments = told[0]
+        function, arguments = call[0]
         if is_first:
-            with heard_by(lambda text: pipe.send(Told(text))):
+            with progress_sent_to(lambda text: pipe.send(Progress(text))):
                 value = function(*arguments)
             pipe.send(value)
         else:
@@ -244,7 +243,7 @@ def _answer_together(pipe: Connection) -> None:
 def _call_joined(
     world: World, action: Callable[[], Any], device: str, backend: str, timeout_s: float
 ) -> Any:
-    """In a process of torchrun: one rank's failure is all ranks', which go on in a new group."""
+    """Calls the action under torchrun. If it fails on a rank, all ranks raise and leave the group."""
     KEPT_GROUP.use(world, backend=backend, device=world.device(device), timeout_s=timeout_s)
     try:
         return propagate_errors(world, action, timeout_s=timeout_s)

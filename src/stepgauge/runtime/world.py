@@ -1,4 +1,4 @@
-"""Which rank this process is, and the process group that it joins."""
+"""The rank of this process, and its process groups."""
 
 import atexit
 import contextlib
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from stepgauge.runtime.imagined_world import IMAGINED
 from stepgauge.runtime.torchrun import torchrun_numbers
 
-# of a collective: longer than any that is measured, short enough to notice a rank that hangs
+# Timeout of collectives: longer than any that is measured, short enough to notice a hanging rank.
 TIMEOUT_S = 120.0
 Object = TypeVar("Object")
 _generations = itertools.count()
@@ -28,12 +28,12 @@ _ABORTING = threading.Lock()
 
 
 class GroupError(Exception):
-    """The ranks could not be brought together, or lost each other; one sentence."""
+    """The ranks could not connect, or lost each other; the message is one sentence."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class World:
-    """This process's rank of `size`, and its local rank of `local_size` on its machine."""
+    """The rank of this process among `size`, and its local rank among `local_size` on its machine."""
 
     rank: int
     size: int
@@ -41,23 +41,23 @@ class World:
     local_size: int
 
     def device(self, name: str) -> torch.device:
-        """The device of this rank where all have one of the kind: "cuda" is the GPU of the local
-        rank.
+        """Returns this rank's device: with "cuda", the GPU of its local rank.
 
-        Raises ValueError if there are fewer GPUs than ranks here.
+        Raises ValueError if this machine has fewer GPUs than ranks.
         """
         device = torch.device(name)
         if device.type != "cuda":
             return device
         if self.local_size > torch.cuda.device_count():
             raise ValueError(
-                f"{self.local_size} ranks on a machine of {torch.cuda.device_count()} GPUs: one GPU a rank"
+                f"there are {self.local_size} ranks on a machine with {torch.cuda.device_count()} "
+                "GPUs; each rank needs its own"
             )
         return torch.device("cuda", self.local_rank)
 
 
 def joined_world() -> World | None:
-    """Read from what torchrun sets in the environment; None in a process that it has not started."""
+    """Returns the world that torchrun set in the environment; None if it did not start this process."""
     numbers = torchrun_numbers()
     if numbers is None:
         return None
@@ -66,15 +66,16 @@ def joined_world() -> World | None:
 
 
 def this_world() -> World:
-    """`joined_world`, of code that runs on ranks alone."""
+    """Returns the world, in code that runs only on ranks."""
     world = joined_world()
     assert world is not None, "the launcher sets the environment"
     return world
 
 
 def gathered_objects(value: Object, group: dist.ProcessGroup | None = None) -> list[Object]:
-    """What each rank of the group gives, by rank. All of them must call it. Ranks that are imagined
-    give what this one does.
+    """Returns the values of all ranks of the group, by rank. All of them must call this.
+
+    Imaginary ranks (imagined_world) give the same value as this one.
     """
     values = [value] * dist.get_world_size(group)
     if dist.get_backend(group) != IMAGINED:
@@ -83,7 +84,7 @@ def gathered_objects(value: Object, group: dist.ProcessGroup | None = None) -> l
 
 
 def default_backend(device: str) -> str:
-    """NCCL for GPU tensors with Gloo beside it for CPU tensors; Gloo where there are no GPUs."""
+    """Returns NCCL for GPU tensors and Gloo for CPU tensors, or Gloo alone without GPUs."""
     return "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
 
 
@@ -91,15 +92,15 @@ def default_backend(device: str) -> str:
 def process_group(
     world: World, *, backend: str, device: torch.device, timeout_s: float = TIMEOUT_S
 ) -> Iterator[None]:
-    """The default process group while the block runs; groups may follow one another in a process.
+    """Creates the default process group for the block; a process may do so several times.
 
-    Raises ValueError for a network interface that is not there, GroupError if the ranks do not find
-    each other.
+    Raises ValueError for an unknown network interface, GroupError if the ranks do not find each
+    other.
     """
     check_interfaces()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    bound = device if device.type == "cuda" and "nccl" in backend else None
+    device_id = device if device.type == "cuda" and "nccl" in backend else None
     timeout = timedelta(seconds=timeout_s)
     try:
         store = shared_store(f"group{next(_generations)}")
@@ -110,7 +111,7 @@ def process_group(
             rank=world.rank,
             world_size=world.size,
             timeout=timeout,
-            device_id=bound,
+            device_id=device_id,
         )
         _wait_until_all_joined(store, world)
     except (dist.DistError, RuntimeError) as error:
@@ -122,14 +123,16 @@ def process_group(
     try:
         yield
     finally:
-        if dist.is_initialized():  # not when it was aborted
+        if dist.is_initialized():  # unless it was aborted
             dist.destroy_process_group()
         _free_groups()
 
 
 def _free_groups() -> None:
-    """Gloo closes the connections of a group when nobody has it any more; ranks that wait for this
-    one learn so that it has gone. DTensor's caches keep meshes, and torch 2.13's meshes their groups.
+    """Drops the last references to destroyed groups, so that Gloo closes their connections.
+
+    Only then do ranks that wait for this one notice that it is gone. DTensor's caches keep meshes,
+    and the meshes of torch 2.13 keep their groups.
     """
     for mesh in (each for each in gc.get_objects() if type(each) is DeviceMesh):
         getattr(mesh, "_pg_registry", {}).clear()  # the way out: a public end of a mesh
@@ -137,13 +140,13 @@ def _free_groups() -> None:
 
 
 def _wait_until_all_joined(store: dist.Store, world: World) -> None:
-    """Gloo connects pair by pair: a rank that ends at once would leave others still connecting."""
+    """Waits for all ranks. Gloo connects in pairs, so a rank that ends early would break the others."""
     store.set(f"joined {world.rank}", "")
     store.wait([f"joined {rank}" for rank in range(world.size)])
 
 
 class KeptGroup:
-    """The group of a process that torchrun started; it stays until another is asked for."""
+    """The default group under torchrun, kept until one with other settings is needed."""
 
     def __init__(self) -> None:
         self._key: tuple[object, ...] = ()
@@ -152,18 +155,18 @@ class KeptGroup:
     def use(
         self, world: World, *, backend: str, device: torch.device, timeout_s: float = TIMEOUT_S
     ) -> None:
-        """Makes it the default group. All ranks must ask for the same."""
+        """Makes a group with these settings the default. All ranks must call it with the same ones."""
         key = (backend, device, timeout_s)
         if key != self._key:
             self.close()
-            _import_what_keeps_a_group()
+            _import_modules_that_keep_the_group()
             self._stack.enter_context(
                 process_group(world, backend=backend, device=device, timeout_s=timeout_s)
             )
             self._key = key
 
     def use_any(self, world: World) -> None:
-        """Makes sure that there is one, for objects that the ranks tell each other."""
+        """Ensures that there is a group, for exchanging objects between ranks."""
         if not self._key:
             self.use(world, backend="gloo", device=torch.device("cpu"))
 
@@ -172,9 +175,11 @@ class KeptGroup:
         self._stack.close()
 
 
-def _import_what_keeps_a_group() -> None:
-    """Modules with functions whose default argument is the group that stands when they are
-    imported. It would outlive its end, and its threads abort the interpreter at its own.
+def _import_modules_that_keep_the_group() -> None:
+    """Imports modules whose functions have the current default group as a default argument.
+
+    If they were imported later, they would keep a group alive beyond its end, and its threads would
+    abort the interpreter at exit.
     """
     import torch.distributed.fsdp
     import torch.distributed.nn.functional
@@ -186,33 +191,33 @@ atexit.register(KEPT_GROUP.close)
 
 
 def abort_groups() -> None:
-    """Ends all groups of this rank: who waits in a collective, here or on a peer, gets an error."""
+    """Aborts all groups of this rank. Collectives that wait, here or on a peer, raise an error."""
     with _ABORTING:
         if dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
 
 
 def shared_store(name: str) -> dist.Store:
-    """Keys that the ranks share, beside their collectives and over a connection of its own."""
+    """Returns a key-value store shared by the ranks, with its own connection."""
     return dist.PrefixStore(name, _rendezvous().clone())  # type: ignore[attr-defined]
 
 
 @functools.cache
 def _rendezvous() -> dist.Store:
-    """One for the life of the process: a second would ask for the same port."""
+    """Returns the one store of this process: a second one would need the same port."""
     store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=TIMEOUT_S)))
     return store
 
 
 def check_interfaces() -> None:
-    """Raises ValueError if an environment variable names an interface that is not there."""
+    """Raises ValueError if an environment variable names an unknown network interface."""
     known = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        asked = os.environ.get(variable, "")
-        if asked.startswith("^"):  # NCCL: all but these
+        value = os.environ.get(variable, "")
+        if value.startswith("^"):  # NCCL: all interfaces except these
             continue
-        exact = variable.startswith("GLOO") or asked.startswith("=")
-        for name in filter(None, asked.removeprefix("=").split(",")):
-            found = name in known if exact else any(there.startswith(name) for there in known)
-            if not found:
-                raise ValueError(f"{variable} is {asked!r}; this machine has {', '.join(known)}")
+        is_exact = variable.startswith("GLOO") or value.startswith("=")
+        for name in filter(None, value.removeprefix("=").split(",")):
+            exists = name in known if is_exact else any(i.startswith(name) for i in known)
+            if not exists:
+                raise ValueError(f"{variable} is {value!r}; this machine has {', '.join(known)}")

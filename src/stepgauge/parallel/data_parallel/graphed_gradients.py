@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from stepgauge.parallel.training import Groups, OptimizerClass, Parallel, Parallelise
 from stepgauge.parallel.trial import trial
-from stepgauge.runtime.recording import WARM_UPS, Call, Recorder, places
+from stepgauge.runtime.recording import WARM_UPS, Call, Recorder, parameter_locations
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -67,7 +67,7 @@ class GraphedGradients:
         trained = [p for p in self.module.parameters() if p.grad is not None]
         self._gradients = list(zip(trained, gradients, strict=True))
         self._forget_gradients()
-        self._recorded_at = places(self.module)
+        self._recorded_at = parameter_locations(self.module)
 
     def _run(self) -> tuple[Tensor, list[Tensor]]:
         with self._context():
@@ -84,7 +84,7 @@ class GraphedGradients:
         given, recorded = ([tuple(x.shape) for x in each] for each in (batch, self._batch))
         if given != recorded:
             raise ValueError(f"the batch has shapes {given}; the recorded step has {recorded}")
-        if places(self.module) != self._recorded_at:
+        if parameter_locations(self.module) != self._recorded_at:
             raise RuntimeError(
                 "weights have moved, or were frozen or unfrozen, since their step was recorded"
             )

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from stepgauge.parallel.pipeline.interfaces import Meta, StageOutputs
 from stepgauge.parallel.pipeline.stage import Stage
 from stepgauge.parallel.trial import trial
-from stepgauge.runtime.recording import WARM_UPS, Call, Recorder, places
+from stepgauge.runtime.recording import WARM_UPS, Call, Recorder, parameter_locations
 from stepgauge.spec.plan.pipeline.action import FORWARD, INPUT, WEIGHT
 
 
@@ -112,7 +112,7 @@ class GraphedStage:
                 self._record_slot(slot, requires_grad)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        self._recorded_places = places(self.module)
+        self._recorded_places = parameter_locations(self.module)
 
     def _run(self, slot: Slot, requires_grad: Sequence[bool]) -> None:
         self._stage.forward(slot.number, slot.inputs, requires_grad, slot.targets)
@@ -139,7 +139,7 @@ class GraphedStage:
 
         Raises RuntimeError if weights have moved, been frozen or been unfrozen since the recording.
         """
-        if places(self.module) != self._recorded_places:
+        if parameter_locations(self.module) != self._recorded_places:
             raise RuntimeError(
                 "weights have moved, or were frozen or unfrozen, since their stage was recorded as "
                 "CUDA graphs; create a new pipeline, or one without graphs"
