@@ -394,9 +394,7 @@ def _cast(inputs: list[Tensor], outputs: list[Tensor]) -> str:
     """Returns the calibrated cast, or "" for other copies and for those below all calibrated sizes."""
     if outputs[0].numel() < SMALLEST_CAST:
         return ""
-    source, target = ("bf16" if x.dtype in KINDS else str(x.dtype) for x in (inputs[0], outputs[0]))
-    casts = {
-        ("torch.float32", "bf16"): "cast fp32 bf16",
-        ("bf16", "torch.float32"): "cast bf16 fp32",
-    }
-    return casts.get((source, target), "")
+    source, target = (KINDS.get(x.dtype, x.dtype) for x in (inputs[0], outputs[0]))
+    if (source, target) == (torch.float32, "bf16"):
+        return "cast fp32 bf16"
+    return "cast bf16 fp32" if (source, target) == ("bf16", torch.float32) else ""

@@ -45,8 +45,7 @@ def profile_phases(
 ) -> tuple[list[Path], dict[str, list[float]]]:
     """Runs the phases under the profiler and writes one gzipped Chrome trace per cycle in the folder.
 
-    Returns the paths of the traces and the ms of each phase in the recorded steps, by the clock of
-    measure.timing. Shapes are always recorded.
+    Returns the paths of the traces, and the ms of each phase in the recorded steps.
 
     stacks        record Python stacks too, which slows the host much more
     kernels_only  on a GPU, record only kernels and driver calls, no operators or ranges. The host
