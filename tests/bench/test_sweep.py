@@ -253,12 +253,14 @@ def test_an_interrupt_during_a_row_ends_it_and_keeps_the_others(tmp_path, sent, 
         # ignored where tests run in the background
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    second = "seconds=60.0: warms up 0 steps, then times at least 1 for 60 s\n"
+    second = "seconds=60.0: warming up for 0 steps, then timing at least 1 steps and 60 s\n"
     before = list(itertools.takewhile(lambda line: not line.endswith(second), run.stderr))
     os.killpg(run.pid, sent)
     _, err = run.communicate(timeout=100)
     assert run.returncode == status, [*before, err]
-    assert f"stepgauge: {word}: 1 of 2 rows are in" in err and "goes on from there" in err
+    assert (
+        f"stepgauge: {word}: 1 of 2 rows are in" in err and "rerun the command to continue" in err
+    )
     assert "Traceback" not in "".join(before) + err
     assert len(RunStore(tmp_path).read().records) == 1
 

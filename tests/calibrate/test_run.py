@@ -120,8 +120,8 @@ def test_the_file_of_a_device_is_found_by_its_name(tmp_path, monkeypatch):
     path.with_name("a.json").write_text("no hardware file")
     assert file_of("Box 9000", 2) == path
     assert file_of("Box 9000", 4) is None and file_of("Box", 2) is None
-    monkeypatch.setattr(predictions, "_this_device", lambda device: ("Box 9000", 4))
-    assert "file box is of 2 threads, and this process has 4" in predictions.why_no_hardware("cpu")
+    monkeypatch.setattr(predictions, "_name_and_threads", lambda device: ("Box 9000", 4))
+    assert "file box is for 2 threads, but this process has 4" in predictions.why_no_hardware("cpu")
 
 
 def test_a_file_of_another_machine_is_not_gone_on_with():

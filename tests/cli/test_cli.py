@@ -479,7 +479,8 @@ def test_rows_that_are_all_on_disk_are_shown_without_torch(stepgauge, tmp_path):
     asked = ("bench", "step", *QUICK, "--hardware", tmp_path / "here.json", "--out", tmp_path / "r")
     _, before, _ = stepgauge(*asked)
     again = [sys.executable, "-c", RESUMED, *map(str, asked)]
-    done = subprocess.run(again, capture_output=True, text=True, timeout=120)
+    # readline, which pytest imports, adds COLUMNS to what children inherit, but not to os.environ.
+    done = subprocess.run(again, capture_output=True, text=True, timeout=120, env=dict(os.environ))
     assert done.stdout == before + "0 False\n", done.stderr
     assert "1 of 1 rows were already in" in done.stderr
     stepgauge(*asked, "--batch", "2,4")

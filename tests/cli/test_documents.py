@@ -29,7 +29,7 @@ def commands(text):
 def test_commands_take_the_options_that_are_shown(path, monkeypatch):
     monkeypatch.setattr(rows, "file_named", Path)  # files of the reader's
     for words in commands(path.read_text("utf-8")):
-        given, cli.app.config = cli._config_of(words)
+        given, cli.app.config = cli._read_config(words)
         cli.app.parse_args(given, exit_on_error=False, print_error=False)
 
 

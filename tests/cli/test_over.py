@@ -31,11 +31,11 @@ def test_figures_are_of_each_rows_mean_and_failed_rows_are_told(tmp_path, capsys
     head, row = out.splitlines()
     found = dict(zip(head.split(","), row.split(","), strict=True))
     assert found["seed"] == "1 2" and float(found["step ms mean"]) == 4.0
-    assert "1 of 3 rows have no figures and are left out" in err
+    assert "1 of 3 rows have no result and are left out" in err
 
 
 def test_rows_of_which_none_has_figures_are_a_sentence(tmp_path):
-    with pytest.raises(ValueError, match="none of the 2 rows has figures"):
+    with pytest.raises(ValueError, match="none of the 2 rows has a result"):
         show(run_of(tmp_path, (1, [], "failed"), (2, [], "oom")), over="seed")
 
 

@@ -39,11 +39,11 @@ def test_rows_are_modelled_and_their_terms_can_be_seen(stepgauge):
         (("--layout", "pp2 1f1b"), "has no send_recv"),
         (
             ("--layout", "tp2", "--phases", "forward"),
-            "phases is no option of a row of bench layout",
+            "phases is not an option of bench layout",
         ),
-        (("--layout", "dp2", "--phases", "forward"), "no option of a row of bench data-parallel"),
+        (("--layout", "dp2", "--phases", "forward"), "not an option of bench data-parallel"),
         (("--layout", "dp2"), "has no all_reduce between 2 ranks"),
-        (("--layout", "dp2", "--batch", "3"), "--batch is 3; 2 data ranks cannot share it"),
+        (("--layout", "dp2", "--batch", "3"), "--batch is 3, which 2 data ranks do not divide"),
     ],
 )
 def test_what_is_not_predicted_is_told(stepgauge, arguments, said):
@@ -111,7 +111,7 @@ def test_whether_each_axis_hides_is_told_by_closed_formula(stepgauge):
     status, _, err = stepgauge(
         *asked, "--layout", "pp2 1f1b m4", "--phases", "backward", "--precision", "bf16-pure"
     )
-    assert status == 2 and "--hides takes whole steps of a preset" in err
+    assert status == 2 and "--hides needs whole steps of a preset" in err
 
 
 def test_a_file_that_is_not_there(stepgauge, tmp_path):
@@ -123,7 +123,7 @@ def test_no_time_of_a_gpu_is_taken_for_a_cpu_s_nor_the_other_way_round(stepgauge
     path = tmp_path / "cpu.json"
     dataclasses.replace(made_up(), threads=2).write(path)
     for asked, file, said in (
-        ("cpu", H100, "is of a GPU: choose cuda"),
+        ("cpu", H100, "is that of a GPU: choose cuda"),
         ("cuda", path, "of a CPU"),
     ):
         for layout in ("none", "tp2"):

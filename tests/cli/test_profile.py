@@ -90,7 +90,7 @@ def test_a_trace_and_its_packed_copy_are_two_and_the_report_is_offered(
     packed.write_bytes(gzip.compress(gpu_trace_text.encode()))
     status, _, err = stepgauge("profile", "trace", plain, packed)
     assert status == 0, err
-    assert "--out FOLDER writes the report" in err
+    assert "--out FOLDER also writes" in err
 
 
 def test_files_are_there_whatever_becomes_of_the_reader(
@@ -194,12 +194,15 @@ def test_a_mistake_about_a_users_model_is_one_sentence(stepgauge, tmp_path):
         ((f"{mine}:make", "--context", "64"), f"--context is 64; {beside}"),
         ((f"{mine}:make", "--batch", "8"), f"--batch is 8; {beside}"),
         ((f"{mine}:make", "--checkpointing", "blocks"), "a user's model chooses its own"),
-        ((f"{mine}:make", "--compile", "blocks"), "--compile is 'blocks'; of a user's model"),
+        (
+            (f"{mine}:make", "--compile", "blocks"),
+            "--compile is 'blocks'; the blocks of a user's model",
+        ),
     ):
         for command in (("profile", "step"), ("profile", "memory"), ("bench", "step")):
             status, _, err = stepgauge(*command, "--device", "cpu", "--model", *arguments)
             assert status == 2
-            assert words in one_sentence(err) or "tracked without compile" in err
+            assert words in one_sentence(err) or "tracked only with off" in err
 
 
 def test_types_have_no_options_that_change_none(stepgauge):
@@ -263,7 +266,7 @@ def test_of_several_ranks_the_first_table_has_one_line_each(stepgauge, tmp_path,
         (tmp_path / name).write_text(text)
     files = [tmp_path / "rank0.json", tmp_path / "rank1.json"]
     status, out, err = stepgauge("profile", "trace", *files, "--format", "csv")
-    assert status == 0 and "what is of all 2 traces comes first" in err
+    assert status == 0 and "tables across all 2 traces come first" in err
     head, *rows = (line.split(",") for line in out.splitlines()[:3])
     assert head == [
         "rank",

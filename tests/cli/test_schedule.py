@@ -86,7 +86,7 @@ def test_files_of_other_editors(stepgauge, tmp_path):
     assert stepgauge("schedule", "show", path)[:2] == (0, "0F0 0B0\n1F0 1B0\n")
     path.write_bytes(b"\xff\xfe\x00")
     status, _, err = stepgauge("schedule", "check", path)
-    assert (status, err) == (2, f"stepgauge: {path} is no text in UTF-8\n")
+    assert (status, err) == (2, f"stepgauge: {path} is not UTF-8 text\n")
     path.write_text("1000000000F0 1000000000B0\n")
     status, _, err = stepgauge("schedule", "simulate", path)
     assert (status, err) == (2, "stepgauge: 0F0 is missing\n")
@@ -109,7 +109,7 @@ def test_a_step_wider_than_the_page_is_drawn_in_bands_with_every_action_named(
 
 def test_of_a_long_step_the_kinds_are_drawn_and_it_is_said(stepgauge):
     _, out, err = stepgauge("schedule", "simulate", "1f1b", "--microbatches", 64)
-    assert "no room in this width" in err and not re.search(r"[FB]\d", out)
+    assert "there is no room for the numbers" in err and not re.search(r"[FB]\d", out)
     assert max(map(len, out.splitlines())) == 80
 
 
@@ -118,8 +118,8 @@ def test_check_says_what_is_held(stepgauge):
     assert status == 0
     assert [row["most held"] for row in json.loads(out)] == [4.0] * 4
     _, out, _ = stepgauge("schedule", "check", "1f1b", "--bound", "4")
-    assert "It can run: each stage runs each micro-batch forward and backward once" in out
-    assert "A rank holds 4 micro-batches of a stage at most, within the bound of 4." in out
+    assert "The schedule can run: each stage runs each micro-batch forward and backward once" in out
+    assert "A rank holds at most 4 micro-batches of a stage, within the bound of 4." in out
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.cpu_machine import wired
 
-from stepgauge.cli.tune import _Measured, _predicted
+from stepgauge.cli.tune import _Measurements, _predict
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
@@ -45,7 +45,7 @@ def test_the_usual_step_and_the_winner_are_measured_again_in_turns(tmp_path, mon
         return [dataclasses.replace(job.asked, note="again") for job in jobs]
 
     monkeypatch.setattr("stepgauge.cli.tune.run_jobs", run_jobs)
-    measured = _Measured(tmp_path, None, fresh=True)
+    measured = _Measurements(tmp_path, None, fresh=True)
     specs = [StepSpec(model=ModelSpec.preset("nano"), size="nano", batch=batch) for batch in (1, 2)]
     found = measured.in_turns(specs)
     assert asked == {"fresh": False, "turns": 3}
@@ -61,9 +61,7 @@ def net():
 """
 
 
-def test_a_users_network_is_predicted_first_and_what_is_not_predicted_is_measured(
-    stepgauge, tmp_path
-):
+def test_a_users_network_is_predict_first_and_what_is_not_predict_is_measured(stepgauge, tmp_path):
     file, hardware = tmp_path / "mine.py", tmp_path / "cpu.json"
     file.write_text(NET)
     wired(1).write(hardware)  # which has no times of bf16
@@ -82,7 +80,7 @@ def test_a_candidate_that_needs_more_memory_than_there_is_is_ranked_last():
     hardware = HardwareFile.read(H100)
     model = ModelSpec.preset("2.7b")
     fits, too_large = (
-        _predicted(hardware, StepSpec(model=model, batch=batch, device="cuda", precision="bf16"))
+        _predict(hardware, StepSpec(model=model, batch=batch, device="cuda", precision="bf16"))
         for batch in (4, 64)
     )
     assert fits.status == "ok" and rate(fits) > 0

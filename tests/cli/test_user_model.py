@@ -121,7 +121,7 @@ def test_failing_user_code_is_named_by_file_and_line(stepgauge, tmp_path, file):
         "mine.py:17: SystemExit: 3",
         "the measuring process was ended by SIGTERM",
     ]
-    assert f"tracebacks of what failed: {tmp_path / 'run' / 'failures.log'}" in err
+    assert f"tracebacks of the failed rows: {tmp_path / 'run' / 'failures.log'}" in err
     types = ("profile", "dtypes", "--device", "cpu", "--out", tmp_path / "types")
     status, _, err = stepgauge(*types, "--model", f"{file}:breaks")
     assert status == 1 and "failed: mine.py:15: RuntimeError: no such tile" in err

@@ -1,4 +1,4 @@
-"""`stepgauge comm ...`: collectives explained, and what was measured of them as a cost per byte."""
+"""`stepgauge comm ...`: explains collectives, and fits a cost per byte to measured ones."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,29 +6,30 @@ from typing import Annotated
 from cyclopts import App, Parameter
 from rich.rule import Rule
 
-from stepgauge.cli.console import Format, Output, print_in, print_table, tell
+from stepgauge.cli.console import Format, Output, info, print_table
 from stepgauge.cli.records import Run, read
 from stepgauge.report.table import Table
 from stepgauge.spec.explain import Explained, names_of
 from stepgauge.spec.hardware import HardwareFile
 
-app = App(name="comm", help="Explain collectives, and fit what bench comm measured.")
+app = App(name="comm", help="Explain collectives, and fit a cost per byte to bench comm's results.")
 
 
 @app.command
 def explain(
     op: Annotated[
-        str, Parameter(help="A collective, or ring for the steps of a ring all-reduce.")
+        str,
+        Parameter(help="A collective; ring for the steps of a ring all-reduce; or all of them."),
     ] = "all",
     /,
     *,
-    ranks: Annotated[int, Parameter(help="Processes that take part.")] = 4,
+    ranks: Annotated[int, Parameter(help="Number of processes.")] = 4,
 ) -> None:
     """Show what a collective does, on small tensors between real processes.
 
-    Each rank before and after, and of a ring every step.
+    Prints each rank's values before and after, and for a ring all-reduce every step.
     """
-    names_of(op, ranks=ranks)  # said before torch is loaded
+    names_of(op, ranks=ranks)  # raises for a wrong value before torch is imported
 
     from stepgauge.bench.explain import explain as run_explained
 
@@ -49,16 +50,16 @@ def _print(explained: Explained) -> None:
 
 
 def _rank_table(explained: Explained) -> Table:
-    """Each rank's values before and after; a point where it has none, or none that are defined."""
+    """Returns each rank's values before and after; a dot if it has none or they are undefined."""
     rows = [
-        [f"rank {r}", " ".join(seen.before) or "·", " ".join(seen.after) or "·", seen.wait_ms]
-        for r, seen in enumerate(explained.ranks)
+        [f"rank {r}", " ".join(rank.before) or "·", " ".join(rank.after) or "·", rank.wait_ms]
+        for r, rank in enumerate(explained.ranks)
     ]
     return Table(["", "before", "after", "ms inside"], rows, caption=explained.summary)
 
 
 def _step_table(explained: Explained) -> Table:
-    """Each rank's chunks after each step of a ring."""
+    """Returns each rank's chunks after each step of a ring."""
     rows = []
     for step in explained.steps:
         for rank, chunks in enumerate(step.chunks):
@@ -75,28 +76,28 @@ def fit(
     *,
     hardware: Annotated[
         Path | None,
-        Parameter(help="Hardware file that the fits are written to; made if it is not there."),
+        Parameter(help="Hardware file to write the fits to; created if it does not exist."),
     ] = None,
-    format: Annotated[Format, Parameter(help="What to print.")] = "table",
+    format: Annotated[Format, Parameter(help="Output format.")] = "table",
 ) -> None:
-    """Fit time = α + β·bytes to a run of bench comm, and try it on sizes that it has not seen.
+    """Fit time = α + β·bytes to a run of bench comm, and test it on held-out sizes.
 
-    Every third size is held out. Where one line does not fit there are several, each for a range of
+    Every third size is held out. If one line does not fit, several are used, each for a range of
     sizes.
     """
     from stepgauge.report.comm import fit_table, links
 
     records = [record for record in read(run) if record.kind == "comm"]
-    found = links(records)
-    if not found:
+    fitted = links(records)
+    if not fitted:
         raise ValueError(
             f"the run at {run} has no collective at three sizes or more; measure one with bench "
             "comm -b 1M -e 64M"
         )
     if hardware is not None:
-        known = (
+        file = (
             HardwareFile.read(hardware) if hardware.exists() else HardwareFile(name=hardware.stem)
         )
-        known.with_links(found).write(hardware)
-        tell(f"{len(found)} links written to {hardware}")
-    print_in(format, fit_table(found))
+        file.with_links(fitted).write(hardware)
+        info(f"{len(fitted)} links written to {hardware}")
+    print_table(fit_table(fitted), format)

@@ -6,10 +6,10 @@ from cyclopts import Parameter
 
 
 def completion(
-    shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(help="The shell to complete in.")],
+    shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(help="Your shell.")],
     /,
 ) -> None:
-    """Print a script that completes commands and options; source it from the shell's start file."""
+    """Print a completion script; source it from the start-up file of your shell."""
     from stepgauge.cli import app
 
     print(app.generate_completion(shell=shell))

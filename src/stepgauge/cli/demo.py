@@ -1,16 +1,16 @@
-"""`stepgauge demo ...`: small demonstrations of what a type or an operation does."""
+"""`stepgauge demo ...`: small demonstrations of types and operations."""
 
 from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from stepgauge.cli.console import Format, print_in, tell
+from stepgauge.cli.console import Format, info, print_table
 from stepgauge.cli.options import Values, expand, spec_options
-from stepgauge.cli.rows import resolve_devices
+from stepgauge.cli.rows import resolve_devices_and_models
 from stepgauge.report.dtypes import EXPLANATION, accumulation_table
 from stepgauge.spec.dtypes import AccumulationSpec
 
-app = App(name="demo", help="Small demonstrations.")
+app = App(name="demo", help="Show effects of floating-point types in small examples.")
 
 
 @app.command
@@ -18,12 +18,12 @@ app = App(name="demo", help="Small demonstrations.")
 def accumulation(
     *,
     values: Values,
-    format: Annotated[Format, Parameter(help="How the table is printed.")] = "table",
+    format: Annotated[Format, Parameter(help="Output format.")] = "table",
 ) -> None:
-    """Add 0.01 a thousand times, in four combinations of types."""
+    """Add 0.01 a thousand times, in four combinations of floating-point types."""
     from stepgauge.bench.dtypes import run_accumulation
 
-    (spec,) = resolve_devices(expand(AccumulationSpec, values))
-    print_in(format, accumulation_table(run_accumulation(spec)))
+    (spec,) = resolve_devices_and_models(expand(AccumulationSpec, values))
+    print_table(accumulation_table(run_accumulation(spec)), format)
     if format == "table":
-        tell(EXPLANATION)
+        info(EXPLANATION)

@@ -1,4 +1,4 @@
-"""Rows that the same command has measured before, found and shown without loading torch."""
+"""Finds rows that the same command measured before, without importing torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +11,10 @@ from stepgauge.spec.store import FILE_NAME, RunStore
 
 
 def earlier_rows(specs: Sequence[Any], out: Path) -> list[Record]:
-    """The run's records of each spec, of each provenance that it has rows of, in the order of a sweep;
-    none where the sweep has to look itself: a row is missing, or is of a GPU, which torch alone can
-    name.
+    """Returns the stored records of all specs and of all their provenances, in the order of a sweep.
+
+    Returns an empty list, so that the caller runs the sweep, if a row is missing or ran on a GPU:
+    only torch can tell whether that GPU is the one in this machine.
     """
     if torchrun_numbers() or any(spec.device != "cpu" for spec in specs):
         return []
@@ -26,15 +27,15 @@ def earlier_rows(specs: Sequence[Any], out: Path) -> list[Record]:
         "cores": available_cores(),
         "thread_settings": thread_settings(),
     }
-    known = {
+    stored = {
         (record.key, record.provenance): record
         for record in contents.records
         if record.status != "failed" and here.items() <= record.environment.items()
     }
-    asked = [
+    requested = [
         (Record.of(spec).key, provenance)
         for spec in specs
         for provenance in getattr(spec, "provenances", ("measured",))
     ]
-    is_complete = all(row in known for row in asked)
-    return [known[row] for row in asked] if is_complete else []
+    is_complete = all(row in stored for row in requested)
+    return [stored[row] for row in requested] if is_complete else []

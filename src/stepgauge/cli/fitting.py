@@ -1,4 +1,4 @@
-"""Which columns of a table fit into a width, how wide each is drawn, and what stands below it."""
+"""Fits a table into a width: which columns are shown, how wide each is, and what goes below."""
 
 from collections.abc import Sequence
 
@@ -6,88 +6,92 @@ from rich.cells import cell_len
 
 from stepgauge.report.table import REMARK, Table
 
-GAP = 2  # between columns
-REMARK_WIDTH = 32  # at least, where it has a column
-WRAPPED = 12  # of a name, at least, where names wrap
+GAP = 2  # characters between columns
+REMARK_WIDTH = 32  # a remark column narrower than this is moved below the table
+WRAPPED_WIDTH = 12  # the least width of a naming column that wraps
 
 
-def that_fit(table: Table, width: int) -> Table | None:
-    """The columns that name the rows and as many figures as fit, the first ones; the remark where
-    there is room beside all of them. Names over half of the width wrap; where they have no room to,
-    the last ones are left out.
+def columns_that_fit(table: Table, width: int) -> Table | None:
+    """Returns the table with the columns that fit: those that name the rows, then figures from the
+    left, and the remark if there is still room. None if no column fits next to the names.
 
-    None where not one column fits beside the names.
+    Names that take more than half of the width wrap; if even that is too wide, the last naming
+    columns are left out.
     """
-    widths = [_width(table, place) + GAP for place in range(len(table.columns))]
+    widths = [_natural_width(table, place) + GAP for place in range(len(table.columns))]
     first = table.name_columns().stop
-    names = _names_with_room(widths[:first], width)
+    names = _count_names(widths[:first], width)
     others = sorted(range(first, len(widths)), key=lambda place: table.columns[place] == REMARK)
-    chosen, taken = list(range(names)), min(sum(widths[:names]), width // 2) - GAP
+    chosen, used = list(range(names)), min(sum(widths[:names]), width // 2) - GAP
     for place in others:
-        taken += widths[place]
-        if taken > width:
+        used += widths[place]
+        if used > width:
             break
         chosen.append(place)
     return None if others and len(chosen) == names else table.select(sorted(chosen))
 
 
-def _names_with_room(widths: Sequence[int], width: int) -> int:
-    """How many of the naming columns fit: as they are, or wrapped in half of the width."""
+def _count_names(widths: Sequence[int], width: int) -> int:
+    """Returns how many of the naming columns fit, unwrapped or wrapped in half of the width."""
     names = len(widths)
     while names > 1 and sum(widths[:names]) > width:
-        if sum(min(each, WRAPPED + GAP) for each in widths[:names]) <= width // 2:
+        if sum(min(each, WRAPPED_WIDTH + GAP) for each in widths[:names]) <= width // 2:
             break
         names -= 1
     return names
 
 
-def _width(table: Table, place: int) -> int:
+def _natural_width(table: Table, place: int) -> int:
     column = table.columns[place]
-    widest = max(map(cell_len, (*lines_of(table, column), *(row[place] for row in table.rows))))
+    texts = (*heading_lines(table, column), *(row[place] for row in table.rows))
+    widest = max(map(cell_len, texts))
     return min(widest, REMARK_WIDTH) if column == REMARK else widest
 
 
-def lines_of(table: Table, column: str) -> list[str]:
-    """The heading; of figures, which are narrow, in several lines."""
+def heading_lines(table: Table, column: str) -> list[str]:
+    """Returns the lines of a column's heading: several for figures, whose columns are narrow."""
     if not table.is_numeric(column):
         return [column]
     return column.split(" ", 2 if "p10" in column else 1)
 
 
 def column_widths(table: Table, width: int, *, may_fold: bool) -> list[int]:
-    """Of each column, so that all fit in the width: the widest text gives way first. None is narrower
-    than its longest word, but with `may_fold` where that is not enough.
+    """Returns a width for each column so that all fit. The widest text column shrinks first, and
+    none below its longest word, unless `may_fold` and there is no other way.
     """
-    taken, least = [], []
+    widths, least = [], []
     for column, *cells in zip(table.columns, *table.rows, strict=True):
-        texts = [*lines_of(table, column), *cells]
+        texts = [*heading_lines(table, column), *cells]
         pieces = texts if table.is_numeric(column) else " ".join(texts).split()
-        taken.append(max(map(cell_len, texts)))
+        widths.append(max(map(cell_len, texts)))
         least.append(max(map(cell_len, pieces), default=0))
-    room = width - GAP * (len(taken) - 1)
-    _narrow(taken, least, room)
+    room = width - GAP * (len(widths) - 1)
+    _shrink(widths, least, room)
     if may_fold:
-        texts = [place for place, name in enumerate(table.columns) if not table.is_numeric(name)]
-        _narrow(taken, [1 if place in texts else each for place, each in enumerate(taken)], room)
-    return taken
+        least = [
+            each if table.is_numeric(name) else 1
+            for name, each in zip(table.columns, widths, strict=True)
+        ]
+        _shrink(widths, least, room)
+    return widths
 
 
-def _narrow(taken: list[int], least: Sequence[int], room: int) -> None:
-    """Makes the widest column that is over its least narrower, until all fit or none is."""
-    while sum(taken) > room:
-        wide = [place for place, each in enumerate(taken) if each > least[place]]
+def _shrink(widths: list[int], least: Sequence[int], room: int) -> None:
+    """Narrows the widest column that is above its least width, until all fit or none can shrink."""
+    while sum(widths) > room:
+        wide = [place for place, each in enumerate(widths) if each > least[place]]
         if not wide:
             return
-        taken[max(wide, key=taken.__getitem__)] -= 1
+        widths[max(wide, key=widths.__getitem__)] -= 1
 
 
-def remarks_below(table: Table) -> list[str]:
-    """The remarks of a table that has no room for their column, each after the rows that it is of."""
-    if REMARK not in table.columns:
-        return []
+def remark_lines(table: Table) -> list[str]:
+    """Returns a line for each different remark, after the names of its rows; for a table whose
+    remark column does not fit.
+    """
     place = list(table.columns).index(REMARK)
-    rows_of: dict[str, list[str]] = {}
+    rows_by_remark: dict[str, list[str]] = {}
     for row in table.rows:
         name = " ".join(row[n] for n in table.name_columns() if row[n])
-        rows_of.setdefault(row[place], []).append(name)
-    return [f"{', '.join(names)}: {remark}" for remark, names in rows_of.items() if remark]
+        rows_by_remark.setdefault(row[place], []).append(name)
+    return [f"{', '.join(names)}: {remark}" for remark, names in rows_by_remark.items() if remark]

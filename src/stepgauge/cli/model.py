@@ -1,4 +1,4 @@
-"""`stepgauge model`: what follows from a network's shape alone."""
+"""`stepgauge model`: parameters, FLOPs and bytes that follow from a network's shape."""
 
 from typing import Annotated
 
@@ -11,10 +11,10 @@ from stepgauge.spec.hf_config import HfConfig
 from stepgauge.spec.model import FLOP_CONVENTION, SIZES, ModelSpec
 from stepgauge.spec.step import StepSpec
 
-OF_PRESETS = (
-    "Presets have the published widths and depths. Their names count a feed-forward of two "
-    "matrices; ours, SwiGLU, has three: 2.7b is 3.4 billion parameters and 10b 12.8, with "
-    "--feed-forward gelu 2.6 and 10.0."
+PRESETS_NOTE = (
+    "Presets have the published widths and depths. Their names assume a feed-forward layer with two "
+    "matrices; SwiGLU, the default here, has three. So 2.7b has 3.4 billion parameters and 10b has "
+    "12.8; with --feed-forward gelu it is 2.6 and 10.0."
 )
 
 
@@ -30,12 +30,12 @@ def model(
         ),
     ] = tuple(SIZES),
     batch: Annotated[int, Parameter(help="Sequences in a batch.")] = 4,
-    format: Annotated[Format, Parameter(help="What to print.")] = "table",
+    format: Annotated[Format, Parameter(help="Output format.")] = "table",
 ) -> None:
-    """Print parameters, FLOPs and residual-stream bytes of a network. Needs no torch and no GPU."""
+    """Print parameters, FLOPs and residual-stream bytes of networks. Needs neither torch nor a GPU."""
     rows = []
-    asked = {"size": size, "batch": (batch,), **values}
-    for spec in expand(StepSpec, asked, network=Networks):
+    chosen = {"size": size, "batch": (batch,), **values}
+    for spec in expand(StepSpec, chosen, network=Networks):
         network, sequence = spec.model, spec.model.context_length
         forward = network.forward_flops(batch=batch, sequence=sequence)
         step = network.step_flops(batch=batch, sequence=sequence)
@@ -51,8 +51,6 @@ def model(
     head = ["size", "d_model", "d_ff", "layers", "heads", "context"]
     figures_head = ["parameters", "forward TFLOP", "step TFLOP", "residual MiB (fp32)"]
     table = Table([*head, *figures_head], rows, numeric=frozenset([*head[1:], *figures_head]))
+    print_table(table, format)
     if format == "table":
-        print_table(table)
-        print(f"\nBatch {batch}. {FLOP_CONVENTION}.\n{OF_PRESETS}")
-    else:
-        print(table.to(format), end="")
+        print(f"\nBatch {batch}. {FLOP_CONVENTION}.\n{PRESETS_NOTE}")

@@ -1,4 +1,4 @@
-"""Options of a command from the declarations of specs: spec.options as cyclopts reads it."""
+"""Builds a command's options from the fields that specs declare with spec.options, for cyclopts."""
 
 import dataclasses
 import functools
@@ -31,11 +31,11 @@ __all__ = [
     "expand",
     "parse_bytes",
     "spec_options",
-]  # what commands need of it
+]  # with the names of spec.options that commands need
 
 
 class Networks(ModelSpec):
-    """Our Transformers and BERT, by the names of all presets."""
+    """The Transformer and BERT presets together."""
 
     @staticmethod
     def preset_names() -> tuple[str, ...]:
@@ -43,11 +43,13 @@ class Networks(ModelSpec):
 
     @classmethod
     def preset(cls, size: str, **changes: Any) -> Any:
-        """Raises ValueError for an unknown name, and for a field that the network does not have."""
+        """Returns the preset's spec. Raises ValueError for an unknown name, or a field that the
+        network does not have.
+        """
         network = BertSpec if size in BertSpec.preset_names() else ModelSpec
         known = {field.name for field in dataclasses.fields(network)}
         for name in changes.keys() - known:
-            raise ValueError(f"{name} is {changes[name]!r}; {size} has no such choice")
+            raise ValueError(f"{name} is {changes[name]!r}; {size} has no such option")
         return network.preset(size, **changes)
 
 
@@ -57,34 +59,36 @@ def spec_options(
     defaults: dict[str, Any] | None = None,
     without: Collection[str] = (),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command the fields of the specs as options; it receives those given as `values`.
+    """Makes the specs' fields options of a command, which receives them as `values`.
 
-    With `sweep` every option takes several values, separated by blanks or commas. `defaults`
-    overrides what the help shows and the command receives for a field: a value, or with `sweep` a
-    tuple of them. No options: fields not declared with `option`, those in `without`, and those that
-    the command has as parameters.
+    sweep     every option accepts several values, separated by spaces or commas
+    defaults  by field, in place of the field's own default: a value, or with `sweep` a tuple
+    without   fields that do not become options. Neither do fields not declared with `option`, nor
+              those that the command has as parameters
     """
-    usual = {n: v if isinstance(v, tuple) else (v,) for n, v in (defaults or {}).items()}
+    all_defaults = {n: v if isinstance(v, tuple) else (v,) for n, v in (defaults or {}).items()}
     network: Network = next((s for s in specs if issubclass(s, ModelSpec | BertSpec)), ModelSpec)
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = inspect.signature(command).parameters
-        fields = options_of(*specs, without={*without, *own})
-        options = {n: _option(f, sweep, usual.get(n), network) for n, f in fields.items()}
+        parameters = inspect.signature(command).parameters
+        fields = options_of(*specs, without={*without, *parameters})
+        options = {n: _option(f, sweep, all_defaults.get(n), network) for n, f in fields.items()}
         given = TypedDict("given", options, total=False)  # type: ignore[misc]
 
         @functools.wraps(command)
         def run(*positional: Any, values: Values | None = None, **others: Any) -> None:
             chosen = {
-                # A default may be a word that only the command understands.
-                name: value if value == usual.get(name) else _value(fields[name], value, sweep)
+                # A default may be a word that only the command understands, so it is not checked.
+                name: value
+                if value == all_defaults.get(name)
+                else _check(fields[name], value, sweep)
                 for name, value in (values or {}).items()
             }
             _require_one_network(chosen, network)
-            command(*positional, values={**usual, **chosen}, **others)
+            command(*positional, values={**all_defaults, **chosen}, **others)
 
         run.fields = fields  # type: ignore[attr-defined]
-        # cyclopts reads the type and default of `values` from the wrapped command.
+        # cyclopts reads the type and the default of `values` from the wrapped command.
         command.__annotations__["values"] = Annotated[given | None, Parameter(name="*")]
         command.__kwdefaults__ = {**(command.__kwdefaults__ or {}), "values": None}
         return run
@@ -92,14 +96,14 @@ def spec_options(
     return decorate
 
 
-def _option(field: Field, sweep: bool, usual: tuple[Any, ...] | None, network: Network) -> Any:
-    """The field's flag as cyclopts takes it: its names, its help with the default, its values."""
-    shape = {each.name for each in dataclasses.fields(network)}
-    of_network = {"size", "hf_config", "model", *shape}
+def _option(field: Field, sweep: bool, default: tuple[Any, ...] | None, network: Network) -> Any:
+    """Returns the field's type for cyclopts, with its flags, help and converter."""
+    network_fields = {"size", "hf_config", "model"}
+    network_fields |= {each.name for each in dataclasses.fields(network)}
     parameter = Parameter(
-        group="Network" if field.name in of_network else "Run",
-        name=_names(field),
-        help=_help(field, usual, network),
+        group="Network" if field.name in network_fields else "Run",
+        name=_flags(field),
+        help=_help(field, default, network),
         metavar=_placeholder(field) + ("..." if sweep else ""),
         consume_multiple=sweep or (0, 1),
         converter=lambda _, tokens: _convert(field, tokens, sweep),
@@ -108,26 +112,28 @@ def _option(field: Field, sweep: bool, usual: tuple[Any, ...] | None, network: N
     return Annotated[tuple[str, ...], parameter]
 
 
-def _help(field: Field, usual: tuple[Any, ...] | None, network: Network) -> str:
+def _help(field: Field, default: tuple[Any, ...] | None, network: Network) -> str:
+    """Returns the field's help with its choices and its default in brackets."""
     text = field.metadata["help"]
     if field.name == "size":
         sizes = ", ".join(network.preset_names())
-        text += f" ({sizes}); stepgauge model has their parameters"
+        text += f" ({sizes}); stepgauge model prints their parameters"
     elif field.metadata["choices"]:
         text += f" ({', '.join(field.metadata['choices'])})"
-    values = " ".join(written(field, value) for value in usual or (field.default,))
-    default = "preset" if field.name in SHAPE else values
-    return f"{text} [{default}]" if default else text
+    values = " ".join(written(field, value) for value in default or (field.default,))
+    shown = "preset" if field.name in SHAPE else values
+    return f"{text} [{shown}]" if shown else text
 
 
 def _placeholder(field: Field) -> str:
-    """What stands for a value in the help; in brackets where the flag alone has a meaning."""
+    """Returns the placeholder of a value in the help, in brackets if the flag may stand alone."""
     name = "SIZE" if is_size(field) else field.type.__name__.upper()  # type: ignore[union-attr]
     name = "true|false" if field.type is bool else name
-    return name if field.metadata["flag_value"] is None else rf"\[{name}]"  # escaped, for rich
+    # The backslash keeps rich from reading the bracket as markup.
+    return name if field.metadata["flag_value"] is None else rf"\[{name}]"
 
 
-def _names(field: Field) -> tuple[str, ...]:
+def _flags(field: Field) -> tuple[str, ...]:
     long = f"--{flag_of(field)}"
     return (long, f"-{field.metadata['short']}") if field.metadata["short"] else (long,)
 
@@ -139,9 +145,9 @@ def _convert(field: Field, tokens: Sequence[Token], sweep: bool) -> tuple[Any, .
     return tuple(read(field, text) for text in texts if text)
 
 
-def _value(field: Field, values: tuple[Any, ...], sweep: bool) -> tuple[Any, ...]:
-    """What a flag stands for: its values, or what it means alone. Raises ValueError for none, too
-    many, or one outside the field's limits.
+def _check(field: Field, values: tuple[Any, ...], sweep: bool) -> tuple[Any, ...]:
+    """Returns the values, or the flag's own meaning if it has none. Raises ValueError for a missing
+    value, several without `sweep`, or one outside the field's limits.
     """
     if not values and field.metadata["flag_value"] is None:
         raise ValueError(f"{field.name} needs a value")
@@ -154,16 +160,16 @@ def _value(field: Field, values: tuple[Any, ...], sweep: bool) -> tuple[Any, ...
 
 def _require_one_network(given: Values, network: Network) -> None:
     """Raises ValueError for an unknown size, for two options that each name a network, and for an
-    option that a user's model leaves without effect.
+    option that has no effect on a user's model.
     """
     for size in given.get("size", ()):
         network.preset(size)
     if "size" in given and "hf_config" in given:
         raise ValueError("--size and --hf-config both name a network; give one of them")
-    useless = {"size", "hf_config", "batch", *(f.name for f in dataclasses.fields(network))}
-    beside = next((name for name in given if name in useless), None)
-    if any(given.get("model", ())) and beside:
+    preset_only = {"size", "hf_config", "batch", *(f.name for f in dataclasses.fields(network))}
+    extra = next((name for name in given if name in preset_only), None)
+    if any(given.get("model", ())) and extra:
         raise ValueError(
-            f"{beside} is {given[beside][0]!r}; a user's model has its own network and batch: "
+            f"{extra} is {given[extra][0]!r}; a user's model has its own network and batch: "
             "leave it out"
         )

@@ -1,4 +1,4 @@
-"""`stepgauge predict`: the rows that a bench command would give on a calibrated machine."""
+"""`stepgauge predict`: predicts the rows that a bench command would measure on another machine."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from stepgauge.cli.console import Format, print_in, print_points, print_records
+from stepgauge.cli.console import Format, print_points, print_records, print_table
 from stepgauge.cli.options import Networks, Values, expand, spec_options
-from stepgauge.cli.rows import existing_hardware
+from stepgauge.cli.rows import hardware_argument
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
@@ -22,16 +22,7 @@ from stepgauge.spec.steps import AnyStep, as_layout_step, kind_for, under
 from stepgauge.spec.user_model import UserModel
 from stepgauge.validate.predicted import predicted
 
-Hardware = Annotated[
-    Path,
-    Parameter(
-        help="Hardware file of a calibrated machine, or its name: dgx-h100.",
-        converter=existing_hardware,
-    ),
-]
-
-
-THAT_OF_THE_FILE = "that of the file"
+DEVICE_OF_FILE = "that of the file"  # the default of --device
 
 
 @spec_options(
@@ -39,50 +30,61 @@ THAT_OF_THE_FILE = "that of the file"
     StepSpec,
     Networks,
     sweep=True,
-    defaults={"size": "small", "device": THAT_OF_THE_FILE, "batch": StepSpec.batch},
+    defaults={"size": "small", "device": DEVICE_OF_FILE, "batch": StepSpec.batch},
 )
 def predict(
     *,
     values: Values,
-    hardware: Hardware,
-    terms: Annotated[bool, Parameter(help="Print every term of every row, too.")] = False,
+    hardware: Annotated[
+        Path,
+        Parameter(
+            help="Hardware file of a calibrated machine, or its name, such as dgx-h100.",
+            converter=hardware_argument,
+        ),
+    ],
+    terms: Annotated[
+        bool, Parameter(help="Also print all terms of each row's time and memory.")
+    ] = False,
     hides: Annotated[
         bool,
-        Parameter(help="Print by closed formula whether what each axis sends hides, too."),
+        Parameter(
+            help="Also print, by closed formula, whether each axis's communication is hidden."
+        ),
     ] = False,
-    format: Annotated[Format, Parameter(help="How the rows are printed.")] = "table",
+    format: Annotated[Format, Parameter(help="Output format.")] = "table",
 ) -> None:
-    """Predict training steps on a machine that was calibrated, without it and without torch.
+    """Predict training steps on a calibrated machine. Needs neither that machine nor torch.
 
-    The batch is that of all ranks, whatever the layout. The rows have the columns of the command
-    that measures them, and are marked as modelled: of bench step; with --layout of a data axis alone
-    of bench data-parallel, which shows a rank's part of the batch; with any other, or --accumulation, of
-    bench layout; of
-    a pipeline alone with --phases backward of bench pipeline. Each is a sum of named terms, from calibrated shapes or
-    interpolated between them; nothing is scaled to fit.
+    The batch is the global batch of all ranks, whatever the layout. Each prediction is a sum of
+    named terms, measured at calibrated shapes or interpolated between them; nothing is scaled to fit.
+
+    Rows have the columns of the command that would measure them. That is bench step; for a --layout
+    with only a data axis bench data-parallel, which shows the batch of one rank; for any other layout
+    or --accumulation bench layout; and for a lone pipeline axis with --phases backward bench pipeline.
     """
     file = HardwareFile.read(hardware)
     texts = values.get("layout", ("none",))
     rest = {name: value for name, value in values.items() if name != "layout"}
-    if rest["device"] == (THAT_OF_THE_FILE,):
+    if rest["device"] == (DEVICE_OF_FILE,):
         rest["device"] = (file.device_kind,)
     specs = [spec for text in texts for spec in specs_of(Layout.parse(text), rest)]
     records = [predicted(spec, file) for spec in specs]
     print_records(records, format)
-    if terms and format != "json":  # whose records have them
+    if terms and format != "json":  # the records printed as JSON contain them
         from stepgauge.report.names import labels
         from stepgauge.report.predict import memory_table, terms_table
 
         for label, record in zip(labels(records), records, strict=True):
-            print_in(format, terms_table(record, label))
+            print_table(terms_table(record, label), format)
             if "memory" in record.tables:
-                print_in(format, memory_table(record, label))
+                print_table(memory_table(record, label), format)
     if hides and format == "table":
         for spec in specs:
-            _print_what_hides(_whole_step(spec), file)
+            _print_hiding(_whole_step(spec), file)
 
 
-def _print_what_hides(spec: LayoutSpec, file: HardwareFile) -> None:
+def _print_hiding(spec: LayoutSpec, file: HardwareFile) -> None:
+    """Prints whether each axis's communication hides behind computation."""
     from stepgauge.cost.planning.hiding import overlaps, scales
     from stepgauge.cost.rates.machine import CalibratedMachine
     from stepgauge.report.plan import magnitudes
@@ -93,19 +95,19 @@ def _print_what_hides(spec: LayoutSpec, file: HardwareFile) -> None:
 
 
 def _whole_step(spec: AnyStep | PipelineSpec) -> LayoutSpec:
-    """Raises ValueError for a step of a user's model, whose shape is not known, and for a pipeline
-    alone.
+    """Returns the spec as a layout's. Raises ValueError for a step of a user's model, whose shape is
+    not known, and for bench pipeline's rows, which are no whole steps.
     """
     if isinstance(spec.model, UserModel) or isinstance(spec, PipelineSpec):
-        raise ValueError("--hides takes whole steps of a preset: leave --model and --phases out")
+        raise ValueError("--hides needs whole steps of a preset: leave --model and --phases out")
     return as_layout_step(spec)
 
 
 def specs_of(layout: Layout, values: Values) -> list[Any]:
-    """The rows of the command that measures a layout. Raises ValueError for options that it does
-    not have, and for a batch that data ranks cannot share.
+    """Returns the specs of the command that measures this layout. Raises ValueError for options that
+    the command does not have, and for a batch that the data ranks cannot share.
     """
-    if "model" in values:  # which brings the batch of a rank
+    if "model" in values:  # its factory brings the batch
         values = {name: value for name, value in values.items() if name != "batch"}
     is_bert = bool(set(values.get("size", ())) & set(BertSpec.preset_names()))
     kind: type = LayoutSpec if is_bert else kind_for(layout, values)
@@ -115,16 +117,18 @@ def specs_of(layout: Layout, values: Values) -> list[Any]:
     known = {field.name for each in (kind, ModelSpec) for field in fields(each)}
     for name in values:
         if name not in known and name not in ("size", "hf_config"):
-            raise ValueError(f"{name} is no option of a row of {COMMANDS[kind]}")
+            raise ValueError(
+                f"{name} is not an option of {COMMANDS[kind]}, which measures such rows"
+            )
     if kind is not PipelineSpec:
         return expand(kind, under(layout, kind, values), network=Networks)
-    of_layout: Values = {
+    layout_values: Values = {
         "ranks": (layout.pipeline,),
         "schedule": (layout.schedule,),
         "micro_batches": (layout.microbatches,),
         "per_rank": (layout.per_rank or DEFAULT_PER_RANK,),
     }
-    return expand(kind, {**values, **of_layout}, network=Networks)
+    return expand(kind, {**values, **layout_values}, network=Networks)
 
 
 COMMANDS = {

@@ -1,4 +1,4 @@
-"""`show`, `compare` and `report`: views of records that are already on disk."""
+"""`stepgauge show`, `compare` and `report`: views of records that are already on disk."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,10 +6,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from stepgauge.cli.console import Format, print_in, print_records, tell, warn
+from stepgauge.cli.console import Format, info, print_records, print_table, warn
 from stepgauge.report.compare import closest_differ_in, difference_table
 from stepgauge.report.compare import compare as compare_records
-from stepgauge.report.merge import merge_over as together
+from stepgauge.report.merge import merge_over
 from stepgauge.report.views import STATISTICS
 from stepgauge.spec.experiments import MACHINE_FILE
 from stepgauge.spec.record import Record
@@ -22,11 +22,11 @@ def show(
     run: Run,
     /,
     *,
-    format: Annotated[Format, Parameter(help="What to print.")] = "table",
+    format: Annotated[Format, Parameter(help="Output format.")] = "table",
     statistics: Annotated[
         tuple[str, ...],
         Parameter(
-            help=f"Of each timing: {', '.join(STATISTICS)}. [median, and the step's range]",
+            help=f"Statistics of each timing: {', '.join(STATISTICS)}. [median, and the step's range]",
         ),
     ] = (),
     kind: Annotated[
@@ -34,7 +34,9 @@ def show(
     ] = None,
     over: Annotated[
         str | None,
-        Parameter(help="Rows that differ in this field alone, seed say, as one: mean and std."),
+        Parameter(
+            help="Merge rows that differ only in this field, such as seed, and print mean and std."
+        ),
     ] = None,
 ) -> None:
     """Print a run's records."""
@@ -47,17 +49,19 @@ def show(
             f"the run at {run} holds no records" + (f" of kind {kind}" if kind else "")
         )
     if over is not None:
-        records = together(_with_figures(records), over.replace("-", "_"))
+        records = merge_over(_with_results(records), over.replace("-", "_"))
     print_records(records, format, statistics or (("mean", "std") if over else ()))
 
 
-def _with_figures(records: Sequence[Record]) -> list[Record]:
-    good = [record for record in records if record.status == "ok"]
-    if not good:
-        raise ValueError(f"none of the {len(records)} rows has figures: each failed or had no room")
-    if left := len(records) - len(good):
-        tell(f"{left} of {len(records)} rows have no figures and are left out")
-    return good
+def _with_results(records: Sequence[Record]) -> list[Record]:
+    ok = [record for record in records if record.status == "ok"]
+    if not ok:
+        raise ValueError(
+            f"none of the {len(records)} rows has a result: each failed or ran out of memory"
+        )
+    if dropped := len(records) - len(ok):
+        info(f"{dropped} of {len(records)} rows have no result and are left out")
+    return ok
 
 
 def compare(
@@ -67,55 +71,59 @@ def compare(
     *,
     ignoring: Annotated[
         tuple[str, ...],
-        Parameter(
-            help="Spec fields that may differ within a pair.",
-        ),
+        Parameter(help="Fields that may differ between two rows of a pair."),
     ] = (),
-    format: Annotated[Format, Parameter(help="What to print.")] = "table",
+    format: Annotated[Format, Parameter(help="Output format.")] = "table",
 ) -> None:
     """Pair the rows of two runs that measured the same thing, and print the ratios.
 
-    A difference is called one where the ranges from p10 to p90 do not meet.
+    Two figures are said to differ only if their ranges from p10 to p90 do not overlap.
     """
     compared = compare_records(
         read(first), read(second), ignoring=[name.replace("-", "_") for name in ignoring]
     )
     pairs = compared.differences
     if not pairs:
-        raise ValueError(f"{first} and {second} share no row{_closest(first, second, ignoring)}")
-    tell(f"A is {first}, B is {second}")
+        raise ValueError(
+            f"{first} and {second} share no row{_closest_rows(first, second, ignoring)}"
+        )
+    info(f"A is {first}, B is {second}")
     for kind in dict.fromkeys(pair.first.kind for pair in pairs):
-        print_in(format, difference_table([pair for pair in pairs if pair.first.kind == kind]))
+        print_table(difference_table([pair for pair in pairs if pair.first.kind == kind]), format)
     for sentence in compared.notes:
-        tell(sentence)
+        info(sentence)
     exceeding = sum(pair.exceeds_spread for pair in pairs)
     with_spread = sum(pair.has_spread for pair in pairs)
-    tell(f"{exceeding} of {with_spread} figures differ by more than their spread")
+    info(f"{exceeding} of {with_spread} figures differ by more than their spread")
 
 
-def _closest(first: Path, second: Path, ignoring: Sequence[str]) -> str:
-    """What keeps the closest rows of two runs apart, and the option that pairs them where one does."""
-    sides = read(first), read(second)
-    fields = closest_differ_in(*sides)
+def _closest_rows(first: Path, second: Path, ignoring: Sequence[str]) -> str:
+    """Returns a clause on the fields in which the closest rows differ, with the --ignoring option
+    that pairs them if there is one; "" if no rows are close.
+    """
+    runs = read(first), read(second)
+    fields = closest_differ_in(*runs)
     if not fields:
         return ""
+    clause = f": the closest differ in {', '.join(fields)}"
     ignored = list(dict.fromkeys([*ignoring, *fields]))
     try:
-        compare_records(*sides, ignoring=ignored)
-    except ValueError:  # rows of one run would be the same without these
-        return f": the closest differ in {', '.join(fields)}"
-    return f": the closest differ in {', '.join(fields)}; --ignoring {' '.join(ignored)} pairs them"
+        compare_records(*runs, ignoring=ignored)
+    except ValueError:  # without these fields, rows within one run would be the same
+        return clause
+    return f"{clause}; --ignoring {' '.join(ignored)} pairs them"
 
 
 def report(
     run: Run,
     /,
     *,
-    out: Annotated[Path | None, Parameter(help="The HTML file. [RUN/report.html]")] = None,
+    out: Annotated[Path | None, Parameter(help="HTML file to write. [RUN/report.html]")] = None,
 ) -> None:
-    """Write one HTML page of a run from its records.
+    """Write an HTML report of a run.
 
-    A study's page has a section an experiment, any other run's a section a kind of record.
+    The report of a study has a section for each experiment; that of any other run has a section for
+    each kind of record.
     """
     records = read(run)
     if not records:
@@ -124,13 +132,13 @@ def report(
 
 
 def write_page(run: Path) -> None:
-    """Writes the page of all of a run's records, and tells where it is."""
+    """Writes the run's report.html and prints its path."""
     page = _write_page(run, RunStore(run).read().latest(), run / "report.html")
-    tell(f"report: {page}")
+    info(f"report: {page}")
 
 
 def _write_page(run: Path, records: Sequence[Record], path: Path) -> Path:
-    """Of a study a section an experiment. Writing it loads no torch."""
+    """Writes the page of a study or of any other run, without torch, and returns its path."""
     from stepgauge.report.run_page import run_page, write
 
     if not (run / MACHINE_FILE).exists():
@@ -142,7 +150,7 @@ def _write_page(run: Path, records: Sequence[Record], path: Path) -> Path:
 
 
 def read(run: Path) -> list[Record]:
-    """The run's records, the last of each thing asked; damaged lines are named on standard error."""
+    """Returns the run's records, the latest for each spec. Warns about damaged lines."""
     contents = RunStore(run).read()
     for problem in contents.problems:
         warn(problem)

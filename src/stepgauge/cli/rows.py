@@ -1,5 +1,5 @@
-"""What commands that measure rows share: their options, the sweep with its progress bar, the
-verdict at the end.
+"""Shared by commands that measure rows: their options, the sweep with its progress bar, and the exit
+status at the end.
 """
 
 import collections
@@ -15,10 +15,10 @@ from cyclopts import Parameter, Token
 from stepgauge.cli.console import (
     Format,
     error_console,
+    info,
     print_records,
     progress,
     summary,
-    tell,
     warn,
 )
 from stepgauge.cli.earlier_rows import earlier_rows
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from stepgauge.spec.record import Record
 
 
-def named_folder(type_: Any, tokens: Sequence[Token]) -> Path:
-    """Raises ValueError for an empty text, which would be the working folder, and StoreError where
-    nothing can be written, before anything is loaded.
+def folder_argument(type_: Any, tokens: Sequence[Token]) -> Path:
+    """Reads --out. Before anything is imported or measured, raises ValueError for an empty text, which
+    would mean the working folder, and StoreError if the folder cannot be written.
     """
     if not tokens[0].value:
         raise ValueError(f"{tokens[0].keyword or 'out'} is empty; name a folder")
@@ -49,63 +49,63 @@ def named_folder(type_: Any, tokens: Sequence[Token]) -> Path:
     return store.folder
 
 
-def named_device(type_: Any, tokens: Sequence[Token]) -> str:
-    """Raises ValueError for what no machine calls a device."""
+def device_argument(type_: Any, tokens: Sequence[Token]) -> str:
+    """Reads --device. Raises ValueError for a text that cannot name a device."""
     return device_name(tokens[0].value)
 
 
-def existing_hardware(type_: Any, tokens: Sequence[Token]) -> Path:
-    """Raises ValueError where there is no such file, before anything is loaded or measured."""
+def hardware_argument(type_: Any, tokens: Sequence[Token]) -> Path:
+    """Reads --hardware. Raises ValueError for a missing file before anything is imported or measured."""
     return file_named(tokens[0].value)
 
 
-Out = Annotated[Path, Parameter(help="Folder of the run.", converter=named_folder)]
+Out = Annotated[
+    Path, Parameter(help="Folder where the records are saved.", converter=folder_argument)
+]
 Device = Annotated[
     str,
     Parameter(
-        help="cpu, cuda, cuda:1, mps; auto takes the fastest there is.", converter=named_device
+        help="cpu, cuda, cuda:1 or mps; auto picks the fastest available.",
+        converter=device_argument,
     ),
 ]
-Fresh = Annotated[
-    bool,
-    Parameter(help="Measure again what the run already holds."),
-]
+Fresh = Annotated[bool, Parameter(help="Measure again the rows that the folder already has.")]
 Turns = Annotated[
     int,
     Parameter(
-        help="Measure every row so many times, in turns: a machine whose speed drifts drifts under "
-        "all rows alike. What a report advises rests on such rows.",
+        help="Measure all rows this many times, one round after another, so that drift in the "
+        "machine's speed affects them alike. Advice in reports needs such rows.",
     ),
 ]
-RowFormat = Annotated[Format, Parameter(help="How the rows are printed at the end.")]
+RowFormat = Annotated[Format, Parameter(help="Output format.")]
 
 
 class RunFailedError(Exception):
-    """Something that was run failed; the message is one sentence."""
+    """A measurement or training run failed; the message is one sentence."""
 
 
 class TerminatedError(KeyboardInterrupt):
-    """SIGTERM, which a scheduler sends; what runs ends as at Ctrl-C."""
+    """The process received SIGTERM, for example from a scheduler. Handled like Ctrl-C."""
 
 
-def resolve_devices(specs: Any) -> list[Any]:
-    """The specs with each device checked and named as what it is, and each user's model tried.
+def resolve_devices_and_models(specs: Sequence[Any]) -> list[Any]:
+    """Resolves each spec's device and tries each user's model.
 
-    Raises ValueError for a device that is not there, or a file without that model.
+    Raises ValueError for a device that is not available, or a file that does not define the model.
     """
-    found = with_devices(specs)
-    require_models(found)
-    return found
+    resolved = resolve_devices(specs)
+    require_models(resolved)
+    return resolved
 
 
-def with_devices(specs: Sequence[Any]) -> list[Any]:
-    """The specs with each device named as what it is. Raises ValueError for one that is not there."""
-    devices = {name: resolved(name) for name in {spec.device for spec in specs}}
+def resolve_devices(specs: Sequence[Any]) -> list[Any]:
+    """Returns the specs with their devices resolved. Raises ValueError for one not available."""
+    devices = {name: resolve_device(name) for name in {spec.device for spec in specs}}
     return [dataclasses.replace(spec, device=devices[spec.device]) for spec in specs]
 
 
-def resolved(device: str) -> str:
-    """Its name, without torch where there can be no other than the CPU."""
+def resolve_device(device: str) -> str:
+    """Returns the device's full name. Imports torch only if it could be other than the CPU."""
     if device == "cpu" or (device == "auto" and has_only_cpu()):
         return "cpu"
 
@@ -115,7 +115,7 @@ def resolved(device: str) -> str:
 
 
 def require_models(specs: Sequence[Any]) -> None:
-    """Raises ValueError for a user's file without that model, which is tried."""
+    """Tries each user's model. Raises ValueError for a file that does not define it."""
     models = (getattr(spec, "model", None) for spec in specs)
     for model in dict.fromkeys(model for model in models if isinstance(model, UserModel)):
         from stepgauge.train.user_model import problem_of
@@ -124,49 +124,50 @@ def require_models(specs: Sequence[Any]) -> None:
 
 
 def require_usable(file: object, problem: Callable[..., str | None], *arguments: Any) -> None:
-    """Raises ValueError for a user's file that has a problem or cannot be imported: tried in a
-    process of its own, for it may take a device, exit or crash.
+    """Raises ValueError with the sentence that `problem(*arguments)` returns, if any, or if the
+    user's file cannot be imported.
+
+    Runs in a separate process, because the file may use a device, exit or crash.
     """
-    import stepgauge.bench.sweep  # noqa: F401 - names what the server of processes preloads
+    import stepgauge.bench.sweep  # noqa: F401 - sets the modules that the fork server preloads
     from stepgauge.runtime.launch import RankError
     from stepgauge.runtime.workers import run_isolated
 
     try:
-        lacks = run_isolated(problem, *arguments)
+        message = run_isolated(problem, *arguments)
     except RankError as error:
-        lacks = f"{file} cannot be imported: {error}"
-    if lacks:
-        raise ValueError(lacks)
+        message = f"{file} cannot be imported: {error}"
+    if message:
+        raise ValueError(message)
 
 
-def distinct(specs: Sequence[Any]) -> list[Any]:
-    """The canonical specs, each once; says which options have no effect in how many of them.
+def canonical_specs(specs: Sequence[Any]) -> list[Any]:
+    """Returns the canonical specs, each once, and prints which options have no effect in some rows.
 
-    Raises ValueError for one that has none in any.
+    Raises ValueError for an option that has no effect in any row.
     """
-    kept = [spec.canonical() for spec in specs]
+    canonical = [spec.canonical() for spec in specs]
     changed = collections.Counter(
         field.name
-        for asked, left in zip(specs, kept, strict=True)
-        for field in dataclasses.fields(asked)
-        if getattr(asked, field.name) != getattr(left, field.name)
+        for before, after in zip(specs, canonical, strict=True)
+        for field in dataclasses.fields(before)
+        if getattr(before, field.name) != getattr(after, field.name)
     )
     for name, count in changed.items():
         if count == len(specs):
             value = getattr(specs[0], name)
             raise ValueError(f"{name} is {value!r}, which has no effect here: leave it out")
-        tell(
+        info(
             f"{name} has no effect in {count} of {len(specs)} rows; rows that differ only in it "
             "run once"
         )
-    return list(dict.fromkeys(kept))
+    return list(dict.fromkeys(canonical))
 
 
-def of_torchrun(values: Values) -> Values:
-    """The values with `ranks` and `nodes` as torchrun has started them, where it has started this
-    process.
+def with_torchrun_ranks(values: Values) -> Values:
+    """Returns the values with the `ranks` and `nodes` of torchrun, if it started this process.
 
-    Raises ValueError for several nodes without it.
+    Raises ValueError for several nodes without torchrun.
     """
     numbers = torchrun_numbers()
     if numbers is None:
@@ -178,45 +179,47 @@ def of_torchrun(values: Values) -> Values:
 
 
 def checked_jobs(specs: Sequence[Any], out: Path) -> list["Job"]:
-    """What measures the specs. Raises ValueError for what one asks together but cannot have."""
+    """Returns the jobs that measure the specs. Raises ValueError for options that exclude each
+    other.
+    """
     from stepgauge.bench import jobs
 
     return jobs.checked_jobs(specs, out)
 
 
 def usable_jobs(specs: Sequence[Any], out: Path) -> list["Job"]:
-    """As checked_jobs, after each user's model was tried."""
+    """Tries each user's model, then returns the jobs as checked_jobs does."""
     require_models(specs)
     return checked_jobs(specs, out)
 
 
-def measured(
+def measure(
     specs: Sequence[Any],
     out: Path,
     *,
     fresh: bool,
-    require: Callable[[], None] = lambda: None,
+    check: Callable[[], None] = lambda: None,
 ) -> list["Record"]:
-    """The records of all specs: where an earlier run has left all of them they are read, which loads
-    no torch; else they are swept, after what `require` refuses.
+    """Returns the records of all specs. If the folder already has all of them they are read without
+    importing torch; otherwise `check` is called, which may raise ValueError, and they are measured.
     """
     earlier = [] if fresh else earlier_rows(specs, out)
     if earlier:
-        tell_of_all(earlier, out, reused=len(earlier))
+        print_notes(earlier, out, reused=len(earlier))
         return earlier
-    require()
+    check()
     return run_jobs(usable_jobs(specs, out), out, fresh=fresh)
 
 
 def measure_and_print(specs: Sequence[Any], out: Path, *, fresh: bool, format: Format) -> None:
-    """Raises RunFailedError where a row failed, after all are printed."""
-    records = measured(specs, out, fresh=fresh)
+    """Measures the specs and prints their rows. Raises RunFailedError at the end if one failed."""
+    records = measure(specs, out, fresh=fresh)
     print_records(records, format)
     require_success(records)
 
 
 def store_for(out: Path) -> RunStore:
-    """The run at the folder, shared between the ranks where torchrun has started this process."""
+    """Returns the folder's run store; under torchrun, one that all ranks share."""
     if torchrun_numbers() is None:
         return RunStore(out)
 
@@ -231,80 +234,84 @@ def run_jobs(
     *,
     fresh: bool,
     turns: int = 1,
-    then: Callable[["Job", "Record"], None] = lambda job, record: None,
+    after_row: Callable[["Job", "Record"], None] = lambda job, record: None,
 ) -> list["Record"]:
-    """Sweeps with a progress bar and a line a row, each job once, or in so many turns; returns all
-    records, those of earlier runs too. `then` is told each record before the next row begins.
+    """Measures each job once, or in several turns, and returns the records of all, including those of
+    earlier runs. Shows a progress bar and a line for each row.
+
+    after_row  called with each job and its record before the next row begins
     """
     from stepgauge.bench.sweep import sweep, sweep_in_turns
     from stepgauge.report.names import labels
 
     store = store_for(out)
     jobs = list({job.asked.identity: job for job in jobs}.values())
-    told = labels([job.asked for job in jobs])
-    names = {job.asked.identity: name for job, name in zip(jobs, told, strict=True)}
+    row_labels = labels([job.asked for job in jobs])
+    names = {job.asked.identity: name for job, name in zip(jobs, row_labels, strict=True)}
     records: list[Record] = []
     reused = 0
-    ends = _ended_in_a_sentence(records, len(jobs), store.folder)
-    with ends, store.held(), progress(len(jobs), "rows") as (bar, task):
-        bar.update(task, description="starts")
-        shown = _Rows(names, bar, task, turns)
+    interruption = _report_interruption(records, len(jobs), store.folder)
+    with interruption, store.held(), progress(len(jobs), "rows") as (bar, task):
+        bar.update(task, description="starting")
+        rows = _RowProgress(names, bar, task, turns)
         for problem in store.read().problems:
             warn(problem)
         run = sweep if turns == 1 else functools.partial(sweep_in_turns, turns=turns)
-        found = run(
-            jobs, store, fresh=fresh, starting=shown.begins, hear=shown.does, is_command=True
+        outcomes = run(
+            jobs, store, fresh=fresh, starting=rows.start, hear=rows.update, is_command=True
         )
-        for outcome in found:
+        for outcome in outcomes:
             records.append(outcome.record)
             reused += outcome.was_there
-            shown.ends(outcome)
-            then(outcome.job, outcome.record)
-    tell_of_all(records, store.folder, reused)
+            rows.finish(outcome)
+            after_row(outcome.job, outcome.record)
+    print_notes(records, store.folder, reused)
     return records
 
 
-class _Rows:
-    """Rows as people see them go: a bar that says what runs in a terminal, a line for each, and
-    where no bar is drawn another at its begin.
+class _RowProgress:
+    """Shows the progress of rows: a line when each is done and, in a terminal, a bar that names the
+    current row. Without a bar each row also prints a line when it starts.
     """
 
     def __init__(
         self, names: Mapping[tuple[str, ...], str], bar: "Progress", task: Any, turns: int
     ):
         self.names, self.bar, self.task = names, bar, task
-        self.again = "disturbed, measured again: " if turns == 1 else "again: "
-        self.is_alone = len(names) == 1
-        self.has_bar = not self.is_alone and error_console.is_terminal
+        self.again = "disturbed, measuring again: " if turns == 1 else "again: "
+        self.is_single = len(names) == 1
+        self.has_bar = not self.is_single and error_console.is_terminal
         self.name = ""
-        self.tried: collections.Counter[str] = collections.Counter()
-        if not self.is_alone and not self.has_bar:
-            tell(f"{len(names)} rows: a line for each when it is done, then the table")
+        self.attempts: collections.Counter[str] = collections.Counter()
+        if not self.is_single and not self.has_bar:
+            info(f"{len(names)} rows; each prints a line when it is done, and a table follows")
 
-    def begins(self, job: "Job") -> None:
-        """A row is measured, for the first time or again."""
+    def start(self, job: "Job") -> None:
+        """A row is about to be measured, for the first time or again."""
         self.name = self.names[job.asked.identity]
         self.bar.update(self.task, description=self.name)
-        doing = _doing(job, again=self.again if self.tried[self.name] else "")
-        self.tried[self.name] += 1
-        if doing and not self.has_bar:
-            tell(f"{self.name}: {doing}")
+        activity = _activity(job)
+        again = self.again if self.attempts[self.name] else ""
+        self.attempts[self.name] += 1
+        if activity and not self.has_bar:
+            info(f"{self.name}: {again}{activity}")
 
-    def does(self, text: str) -> None:
-        """What the row does now."""
+    def update(self, text: str) -> None:
+        """Shows what the current row is doing."""
         self.bar.update(self.task, description=f"{self.name}: {text}")
 
-    def ends(self, outcome: "JobResult") -> None:
+    def finish(self, outcome: "JobResult") -> None:
+        """Prints the row's result, unless it was measured before."""
         self.bar.advance(self.task)
-        # a failure that is all there is, require_success tells
-        if not outcome.was_there and not (self.is_alone and outcome.record.status == "failed"):
-            tell(summary(outcome.record, self.names[outcome.job.asked.identity]))
+        # If the only row failed, require_success prints why.
+        if not outcome.was_there and not (self.is_single and outcome.record.status == "failed"):
+            info(summary(outcome.record, self.names[outcome.job.asked.identity]))
 
 
 @contextlib.contextmanager
-def _ended_in_a_sentence(records: Sequence["Record"], most: int, folder: Path) -> Iterator[None]:
-    """Raises RunFailedError where the ranks have lost one another. An interrupt is told with how
-    many rows there are.
+def _report_interruption(records: Sequence["Record"], total: int, folder: Path) -> Iterator[None]:
+    """Adds to an interrupt how many rows are saved. Raises RunFailedError if the ranks have lost
+    contact.
     """
     from stepgauge.runtime.world import GroupError
 
@@ -313,39 +320,42 @@ def _ended_in_a_sentence(records: Sequence["Record"], most: int, folder: Path) -
     except GroupError as error:
         raise RunFailedError(str(error)) from error
     except KeyboardInterrupt as interrupt:
-        kept = f"{len(records)} of {most} rows are in {folder}; the same command goes on from there"
-        none = "no row was measured yet"
-        raise type(interrupt)(kept if records else none) from None
+        saved = f"{len(records)} of {total} rows are in {folder}; rerun the command to continue"
+        none = "no row has been measured yet"
+        raise type(interrupt)(saved if records else none) from None
 
 
-def _doing(job: "Job", *, again: str) -> str:
-    """What is done before a row has figures; nothing of what takes no steps."""
+def _activity(job: "Job") -> str:
+    """Returns what happens before the row has a result; "" if it is not timed in steps."""
     spec = job.spec
-    takes_steps = hasattr(spec, "warmup") and hasattr(spec, "steps")
-    if not takes_steps or job.provenance == "modelled":
+    has_steps = hasattr(spec, "warmup") and hasattr(spec, "steps")
+    if not has_steps or job.provenance == "modelled":
         return ""
-    compiles = "" if getattr(spec, "compile", "off") == "off" else "compiles, "
-    seconds = f" for {spec.seconds:g} s" if getattr(spec, "seconds", 0.0) else ""
+    compiling = "" if getattr(spec, "compile", "off") == "off" else "compiling, "
+    seconds = f" and {spec.seconds:g} s" if getattr(spec, "seconds", 0.0) else ""
     return (
-        f"{again}{compiles}warms up {spec.warmup} steps, then times at least {spec.steps}{seconds}"
+        f"{compiling}warming up for {spec.warmup} steps, then timing at least {spec.steps} steps"
+        f"{seconds}"
     )
 
 
-def tell_of_all(records: Sequence["Record"], folder: Path, reused: int) -> None:
-    """What launched our kernels, where tracebacks are, and how many rows an earlier run left."""
-    for sentence in dict.fromkeys(told for record in records for told in what_ran(record)):
-        tell(sentence)
+def print_notes(records: Sequence["Record"], folder: Path, reused: int) -> None:
+    """Prints which kernels fell back or were launched how, where tracebacks are, and how many rows
+    were measured before.
+    """
+    for sentence in dict.fromkeys(note for record in records for note in what_ran(record)):
+        info(sentence)
     if any(record.status == "failed" for record in records):
-        tell(f"tracebacks of what failed: {folder / FAILURES}")
+        info(f"tracebacks of the failed rows: {folder / FAILURES}")
     if reused:
-        tell(
+        info(
             f"{reused} of {len(records)} rows were already in {folder}; --fresh measures them again"
         )
 
 
 def require_success(records: Sequence["Record"]) -> None:
-    """Raises RunFailedError, whose sentence says what failed, if any did, or that no row has a figure:
-    out of memory is a result beside rows that fit.
+    """Raises RunFailedError if a row failed, or if no row has a result. A row that ran out of memory
+    counts as a result next to rows that fit.
     """
     from stepgauge.report.names import describe
 
@@ -355,4 +365,4 @@ def require_success(records: Sequence["Record"]) -> None:
     if failed:
         raise RunFailedError(f"{len(failed)} of {len(records)} rows failed: {failed[0].note}")
     if records and all(record.status != "ok" and not record.metrics for record in records):
-        raise RunFailedError(f"no row has a figure: {records[0].note}")
+        raise RunFailedError(f"no row has a result: {records[0].note}")

@@ -1,4 +1,4 @@
-"""`stepgauge schedule show|check|simulate`: pipeline schedules, without torch and without a GPU."""
+"""`stepgauge schedule show|check|simulate`: pipeline schedules. Needs neither torch nor a GPU."""
 
 import dataclasses
 import json
@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 from rich.text import Text
 
-from stepgauge.cli import console
-from stepgauge.cli.console import Output, print_in, print_table, tell
+from stepgauge.cli.console import Output, info, print_table, write_file
 from stepgauge.cost.pipeline.fill import fill_bubbles
 from stepgauge.cost.pipeline.timeline import Durations, Timeline, simulate
 from stepgauge.report.pipeline_steps import Step, tracks
@@ -30,13 +29,15 @@ from stepgauge.spec.plan.pipeline import (
 
 app = App(name="schedule", help="Show, check and simulate a pipeline schedule.")
 
-Form = Literal["text", "csv", "json"]
+Form = Annotated[Literal["text", "csv", "json"], Parameter(help="Output format.")]
 Which = Annotated[
     str,
     Parameter(
-        help=f"One of {', '.join(SCHEDULES)}, or a file that show wrote, text, JSON or torch's CSV."
+        help=f"{', '.join(SCHEDULES)}, or a file as `schedule show` prints it: text, JSON or CSV in "
+        "torch's format."
     ),
 ]
+# Background of an action: forward, whole backward, gradient of the input, gradient of the weights.
 COLOURS = {
     "F": "black on blue",
     "B": "black on green",
@@ -49,14 +50,17 @@ WRITERS = {"text": to_text, "csv": to_csv, "json": to_json}
 @Parameter(name="*")
 @dataclasses.dataclass(frozen=True)
 class Shape:
+    """The size of a schedule; None means the default."""
+
     ranks: Annotated[
-        int | None, Parameter(help="Ranks; a file must be for as many. [4, or the file's]")
+        int | None, Parameter(help="Pipeline ranks; must match a file's. [4, or the file's]")
     ] = None
     microbatches: Annotated[
-        int | None, Parameter(help="Micro-batches of a step. [8, or the file's]")
+        int | None,
+        Parameter(help="Micro-batches per step; must match a file's. [8, or the file's]"),
     ] = None
     per_rank: Annotated[
-        int | None, Parameter(help="Stages a rank of interleaved schedules. [2]")
+        int | None, Parameter(help="Stages per rank of interleaved schedules. [2]")
     ] = None
 
     def __post_init__(self) -> None:
@@ -65,18 +69,24 @@ class Shape:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
 
 
-USUAL = Shape()
+DEFAULT_SHAPE = Shape()
 
 
 @app.command
 def show(
     which: Which,
     *,
-    shape: Shape = USUAL,
-    lowered: Annotated[bool, Parameter(help="With sends, receives and reductions.")] = False,
+    shape: Shape = DEFAULT_SHAPE,
+    lowered: Annotated[
+        bool, Parameter(help="Also print sends, receives and gradient reductions.")
+    ] = False,
     format: Form = "text",
 ) -> None:
-    """Print a schedule: a line a rank, of actions such as 0F3."""
+    """Print a schedule, one line per rank.
+
+    An action such as 0F3 is the stage, what it computes, and the micro-batch: F forward, B backward,
+    or its two halves I (gradient of the input) and W (gradient of the weights).
+    """
     schedule = load(which, shape)
     schedule = check(schedule).schedule if lowered else schedule
     print(WRITERS[format](schedule), end="")
@@ -86,82 +96,82 @@ def show(
 def check_(
     which: Which,
     *,
-    shape: Shape = USUAL,
+    shape: Shape = DEFAULT_SHAPE,
     bound: Annotated[
-        float | None, Parameter(help="Most micro-batches of a stage that a rank may hold.")
+        float | None,
+        Parameter(help="Fail if a rank holds activations of more micro-batches of a stage."),
     ] = None,
     format: Form = "text",
 ) -> None:
-    """Prove that a schedule can run, and say what each rank holds; else name the actions that
-    prove that it cannot.
+    """Prove that a schedule can run, and print how many activations each rank holds.
+
+    If it cannot run, the error names the actions that block each other.
     """
-    found = check(load(which, shape), bound=bound)
-    durations = Durations.of_stages(found.schedule.num_stages)
-    table = rank_table(simulate(found.schedule, durations), found)
+    checked = check(load(which, shape), bound=bound)
+    durations = Durations.of_stages(checked.schedule.num_stages)
+    table = rank_table(simulate(checked.schedule, durations), checked)
     if format == "text":
         print_table(table)
-        print(f"{PROVEN} {_bounded(found, bound)}")
+        within = "" if bound is None else f", within the bound of {bound:g}"
+        print(
+            f"{PROVEN} A rank holds at most {max(checked.peak):g} micro-batches of a stage{within}."
+        )
     else:
-        print_in(format, table)
+        print_table(table, format)
 
 
 PROVEN = (
-    "It can run: each stage runs each micro-batch forward and backward once, everything that is read "
-    "is sent before, and no action waits for itself."
+    "The schedule can run: each stage runs each micro-batch forward and backward once, everything is "
+    "sent before it is needed, and there is no deadlock."
 )
-
-
-def _bounded(found: Checked, bound: float | None) -> str:
-    most = f"A rank holds {max(found.peak):g} micro-batches of a stage at most"
-    return f"{most}." if bound is None else f"{most}, within the bound of {bound:g}."
 
 
 @app.command(name="simulate")
 def simulate_(
     which: Which,
     *,
-    shape: Shape = USUAL,
-    forward: Annotated[float, Parameter(help="ms of a forward of a stage.")] = 1.0,
+    shape: Shape = DEFAULT_SHAPE,
+    forward: Annotated[float, Parameter(help="ms of a stage's forward pass.")] = 1.0,
     input: Annotated[float, Parameter(help="ms of the gradient of its input.")] = 1.0,
     weight: Annotated[float, Parameter(help="ms of the gradient of its weights.")] = 1.0,
-    transfer: Annotated[float, Parameter(help="ms of a transfer.")] = 0.0,
-    host: Annotated[float, Parameter(help="ms that the host needs to issue an action.")] = 0.0,
+    transfer: Annotated[float, Parameter(help="ms of a transfer between ranks.")] = 0.0,
+    host: Annotated[float, Parameter(help="ms that the host needs to launch an action.")] = 0.0,
     stage_weights: Annotated[
         str,
-        Parameter(help="How long each stage takes, such as 1,1,1,1.1. [1 each]"),
+        Parameter(help="Relative durations of the stages, such as 1,1,1,1.1. [1 each]"),
     ] = "",
-    fill: Annotated[bool, Parameter(help="Place each W anew, where its rank would wait.")] = False,
-    write: Annotated[Path | None, Parameter(help="The schedule as text, too.")] = None,
-    report: Annotated[Path | None, Parameter(help="An SVG of it, too.")] = None,
+    fill: Annotated[
+        bool, Parameter(help="Move each W action to where its rank would be idle.")
+    ] = False,
+    write: Annotated[Path | None, Parameter(help="Also write the schedule to a text file.")] = None,
+    report: Annotated[Path | None, Parameter(help="Also write an SVG of the timeline.")] = None,
     format: Form = "text",
 ) -> None:
-    """Draw when everything runs, with the bubble of each rank."""
+    """Simulate a schedule: draw its timeline and print each rank's bubble."""
     schedule = load(which, shape)
     check(schedule)
     times = {"forward": forward, "input": input, "weight": weight, "transfer": transfer}
     weights = _stage_weights(stage_weights, schedule.num_stages)
     durations = Durations.of_stages(schedule.num_stages, **times, host_ms=host, weights=weights)
     schedule = fill_bubbles(schedule, durations) if fill else schedule
-    found = check(schedule)
-    timeline = simulate(found.schedule, durations)
+    checked = check(schedule)
+    timeline = simulate(checked.schedule, durations)
     if write is not None:
-        console.write(to_text(schedule), write, "schedule")
-    _print_timeline(timeline, found, format)
-    if report is not None:
-        console.write(tracks({found.schedule.name: Step.counted(timeline)}), report, "picture")
-
-
-def _print_timeline(timeline: Timeline, found: Checked, format: Form) -> None:
+        write_file(to_text(schedule), write, "schedule")
     if format == "json":
-        print(json.dumps(_values(timeline)))
+        print(json.dumps(_as_json(timeline)))
     elif format == "csv":
-        print_in("csv", rank_table(timeline, found))
+        print_table(rank_table(timeline, checked), "csv")
     else:
-        _draw(timeline, found)
+        _draw(timeline, checked)
+    if report is not None:
+        write_file(tracks({checked.schedule.name: Step.counted(timeline)}), report, "picture")
 
 
 def load(which: str, shape: Shape) -> Schedule:
-    """The schedule of that name or in that file. Raises ValueError."""
+    """Returns the schedule of that name or in that file. Raises ValueError for an unknown schedule, a
+    file that cannot be read, or a shape other than the file's.
+    """
     if which in SCHEDULES:
         ranks, micro_batches = shape.ranks or 4, shape.microbatches or 8
         return build(which, ranks=ranks, micro_batches=micro_batches, per_rank=shape.per_rank or 0)
@@ -173,20 +183,21 @@ def load(which: str, shape: Shape) -> Schedule:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise ValueError(f"{which} is no text in UTF-8") from None
+        raise ValueError(f"{which} is not UTF-8 text") from None
     if text.lstrip().startswith("{"):
         read = from_json
     else:
         read = from_csv if "," in text or path.suffix == ".csv" else from_text
     schedule = read(text, path.stem)
-    has = {"ranks": schedule.num_ranks, "microbatches": schedule.num_micro_batches}
-    for name, count in has.items():
+    counts = {"ranks": schedule.num_ranks, "microbatches": schedule.num_micro_batches}
+    for name, count in counts.items():
         if getattr(shape, name) not in (None, count):
             raise ValueError(f"{name} is {getattr(shape, name)}; {which} is for {count}")
     return schedule
 
 
 def _stage_weights(text: str, stages: int) -> list[float]:
+    """Reads --stage-weights; empty if it is not given."""
     try:
         weights = [float(part) for part in text.split(",") if part]
     except ValueError:
@@ -198,12 +209,12 @@ def _stage_weights(text: str, stages: int) -> list[float]:
     return weights
 
 
-def _draw(timeline: Timeline, found: Checked) -> None:
-    """Two lines a rank: what it computes, and what it holds."""
+def _draw(timeline: Timeline, checked: Checked) -> None:
+    """Prints two lines per rank: the actions that it runs, and how many activations it holds."""
     output = Output(highlight=False)
-    peaks = [f"peak {peak:g}" for peak in found.peak]
+    peaks = [f"peak {peak:g}" for peak in checked.peak]
     label_width = max(8, *(len(label) + 1 for label in peaks))
-    drawn = drawing(timeline, output.width - label_width)  # 80 columns in a file
+    drawn = drawing(timeline, output.width - label_width)  # a file has 80 columns
     for band in drawn.bands:
         if band.begin_ms:
             output.print(f"\nfrom {band.begin_ms:.4g}")
@@ -215,11 +226,11 @@ def _draw(timeline: Timeline, found: Checked) -> None:
             output.print(Text(peaks[rank].ljust(label_width) + held), soft_wrap=True)
     output.print()
     if not drawn.has_names:
-        tell("micro-batches have no room in this width: --report FILE.svg names them")
-    print_table(rank_table(timeline, found))
+        info("there is no room for the numbers of the micro-batches; --report FILE.svg shows them")
+    print_table(rank_table(timeline, checked))
 
 
-def _values(timeline: Timeline) -> dict[str, object]:
+def _as_json(timeline: Timeline) -> dict[str, object]:
     spans = [
         {"rank": rank, "action": str(span.action), "start": span.start, "end": span.end}
         for rank, row in enumerate(timeline.ranks)

@@ -1,11 +1,11 @@
-"""`stepgauge study`: all experiments that this machine can run, and one report."""
+"""`stepgauge study`: runs all experiments that this machine can run, and writes one report."""
 
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from stepgauge.cli.console import tell
+from stepgauge.cli.console import info
 from stepgauge.cli.rows import Device, Fresh, Out, require_success, run_jobs
 from stepgauge.spec import turns
 from stepgauge.spec.experiments import EXPERIMENTS
@@ -18,18 +18,16 @@ def study(
     out: Out = Path("runs/study"),
     only: Annotated[
         tuple[str, ...] | None,
-        Parameter(
-            help=f"Experiments: {', '.join(EXPERIMENTS)}. [all]",
-        ),
+        Parameter(help=f"Experiments to run: {', '.join(EXPERIMENTS)}. [all]"),
     ] = None,
     device: Device = "auto",
     fresh: Fresh = False,
 ) -> None:
-    """Run every experiment that this machine can run, and write one HTML report.
+    """Run all experiments that this machine can run, and write one HTML report.
 
-    Experiments that the machine cannot run are named in the report with the reason. Rows that its
-    advice rests on are measured again at the end, in turns. Interrupted and started again, the study
-    goes on where it stopped.
+    The report also lists the other experiments, with the reason why they cannot run here. Rows that
+    the report's advice is based on are measured again at the end, one round after another. If the
+    study is interrupted, rerun the command to continue.
     """
     if only == ():
         raise ValueError("--only needs a value: the names of experiments")
@@ -44,17 +42,17 @@ def study(
     store = RunStore(out)
     experiments = run.select(only or ())
     store.prepare()
-    notes.remember(machine, out)
-    notes.remember_rows(run.select(()), machine, out)
-    tell(f"{machine.name}, {machine.bytes / GIB:.0f} GiB")
+    notes.write_machine(machine, out)
+    notes.write_rows(run.select(()), machine, out)
+    info(f"{machine.name}, {machine.bytes / GIB:.0f} GiB")
     for experiment in experiments:
         if reason := experiment.needs(machine):
-            tell(f"{experiment.name} is left out: {reason}")
+            info(f"skipping {experiment.name}: {reason}")
     jobs = run.plan(machine, out, experiments)
     records = run_jobs(jobs, out, fresh=fresh)
     if again := run.unconfirmed(jobs, pages.measured_on(machine, store.read().latest())):
-        tell(f"{len(again)} rows that advice may rest on are measured again, in turns")
-        run_jobs(again, out, fresh=False, turns=turns.USUAL)
+        info(f"measuring {len(again)} rows that advice may be based on again, in several rounds")
+        run_jobs(again, out, fresh=False, turns=turns.DEFAULT_TURNS)
     page = pages.page_of(out, store.read().latest())
     print(f"report: {write(page, out / 'report.html')}")
     require_success(records)

@@ -1,4 +1,4 @@
-"""`stepgauge topo`."""
+"""`stepgauge topo`: the links between GPUs, NUMA nodes and network interfaces."""
 
 import dataclasses
 import json
@@ -7,35 +7,37 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from stepgauge.cli.console import print_table, write
+from stepgauge.cli.console import print_table, write_file
 from stepgauge.report.topology import gpu_table, interface_table, node_table, topology_page
 from stepgauge.spec.topology import Topology
 
 
 def topo(
     *,
-    format: Annotated[Literal["table", "json"], Parameter(help="What to print.")] = "table",
-    report: Annotated[Path | None, Parameter(help="An HTML file with the picture, too.")] = None,
+    format: Annotated[Literal["table", "json"], Parameter(help="Output format.")] = "table",
+    report: Annotated[
+        Path | None, Parameter(help="Also write an HTML file with a picture of the links.")
+    ] = None,
 ) -> None:
-    """Show what links which GPU, NUMA node and network interface of this machine."""
+    """Show how this machine's GPUs, NUMA nodes and network interfaces are linked."""
     from stepgauge.measure.topology import topology
 
-    found = topology()
+    machine = topology()
     if format == "json":
-        links = {f"{i}-{j}": name for (i, j), name in found.links.items()}
-        print(json.dumps({**dataclasses.asdict(found), "links": links}, indent=1))
+        links = {f"{i}-{j}": name for (i, j), name in machine.links.items()}
+        print(json.dumps({**dataclasses.asdict(machine), "links": links}, indent=1))
     else:
-        _print(found)
+        _print_tables(machine)
     if report is not None:
-        write(topology_page(found), report, "picture")
+        write_file(topology_page(machine), report, "picture")
 
 
-def _print(found: Topology) -> None:
-    print(f"{found.host}: {found.cpu}, {found.cores} cores\n")
-    if found.gpus:
-        print_table(gpu_table(found))
+def _print_tables(machine: Topology) -> None:
+    print(f"{machine.host}: {machine.cpu}, {machine.cores} cores\n")
+    if machine.gpus:
+        print_table(gpu_table(machine))
     else:
-        print(f"No GPUs: {found.without_gpus}.")
-    for table in (node_table(found), interface_table(found)):
+        print(f"No GPUs: {machine.without_gpus}.")
+    for table in (node_table(machine), interface_table(machine)):
         print()
         print_table(table)

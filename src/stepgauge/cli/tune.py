@@ -1,4 +1,4 @@
-"""`stepgauge tune`: the fastest measured configuration of a model on this machine."""
+"""`stepgauge tune`: finds the fastest configuration of a model on this machine, by measurement."""
 
 import dataclasses
 import functools
@@ -8,12 +8,24 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from stepgauge.cli.console import print_table, tell
+from stepgauge.cli.console import info, print_table
 from stepgauge.cli.options import Values, spec_options
-from stepgauge.cli.predictions import Hardware, hardware_of, predict_rows, print_beside
-from stepgauge.cli.rows import Device, Fresh, Out, checked_jobs, resolve_devices, run_jobs
+from stepgauge.cli.predictions import (
+    Hardware,
+    hardware_of,
+    predict_rows,
+    print_with_predictions,
+)
+from stepgauge.cli.rows import (
+    Device,
+    Fresh,
+    Out,
+    checked_jobs,
+    resolve_devices_and_models,
+    run_jobs,
+)
 from stepgauge.cost.planning.planner import device_bytes
-from stepgauge.cost.traced.asked import has_formulas
+from stepgauge.cost.traced.traceable import has_formulas
 from stepgauge.spec import turns
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
@@ -38,61 +50,66 @@ def tune(
     *,
     values: Values,
     ranks: Annotated[
-        int, Parameter(help="Processes, each with a device of its own: tunes the layout, too.")
+        int, Parameter(help="Processes, one per device. With several the layout is tuned, too.")
     ] = 1,
     device: Device = "auto",
-    best: Annotated[int, Parameter(help="Candidates that are measured, by prediction.")] = 4,
+    best: Annotated[
+        int, Parameter(help="How many of the best-predicted candidates are measured.")
+    ] = 4,
     hardware: Hardware = None,
     out: Out = Path("runs/tune"),
     fresh: Fresh = False,
 ) -> None:
-    """Find the fastest step: precision, compile, kernels, batch, checkpointing, and over ranks the
-    layout.
+    """Find the fastest precision, compile mode, kernels, batch, checkpointing and, over several
+    ranks, layout.
 
-    An option with one value is fixed. One with several is a choice, and its first value is the
-    baseline. Everything else is chosen from what this device can run. Layouts are data, tensor and
-    pipeline axes, and their batch that of all ranks; with --wrapper, and of a network of your own,
-    wrappers of a data axis with the batch of a rank. Candidates are predicted first, and the best
-    few measured; what no prediction covers (a compiled network of your own) is measured on the
-    fastest. Without a hardware file one choice after the other is measured. The winner and the
-    usual step are measured once more, in turns. Prints what each choice gains, the winner's
-    command, and writes it as a file for --config.
+    An option with one value is fixed. An option with several values is a choice, and its first value
+    is the baseline's. All other options are chosen from what this device can run. Layouts have data,
+    tensor and pipeline axes, and the batch is that of all ranks. With --wrapper, or for your own
+    network, only the wrapper of a data axis is tuned, and the batch is that of one rank.
+
+    All candidates are predicted first, and the best few are measured. Values that cannot be
+    predicted are then measured with the fastest candidate. Without a hardware file, one choice after
+    the other is measured. At the end the winner and the baseline are measured again, alternating.
+    Prints what each choice gains and the winner's command, and writes a file for --config.
     """
     if best < 1 or ranks < 1:
         raise ValueError(f"best is {best} and ranks is {ranks}; both must be at least 1")
     has_file = bool(values.keys() & {"hf_config", "model"})
     given = {name: value for name, value in values.items() if name != "size" or not has_file}
-    asked_for = space(given, device=device, ranks=ranks)
-    asked_for.require(asked_for.usual)  # what cannot be is said before torch is loaded
+    requested = space(given, device=device, ranks=ranks)
+    requested.require(requested.usual)  # raises for wrong options before torch is imported
 
     from stepgauge.measure.devices import resolve
 
     candidates = space(given, device=str(resolve(device)), ranks=ranks)
-    resolve_devices([candidates.require(candidates.usual)])
+    resolve_devices_and_models([candidates.require(candidates.usual)])
     path = hardware or hardware_of(str(resolve(device)))
-    known = HardwareFile.read(path) if path else None
-    measure = _Measured(out, path, fresh)
-    predict = functools.partial(_predicted, known)
+    file = HardwareFile.read(path) if path else None
+    measure = _Measurements(out, path, fresh)
+    predict = functools.partial(_predict, file)
     tuned = search.tune(candidates, measure, predict, in_turns=measure.in_turns, best=best)
-    _tell_of(tuned, candidates, measure, out)
+    _print_result(tuned, candidates, measure, out)
 
 
-def _tell_of(tuned: search.Tuned, candidates: Space, measure: "_Measured", out: Path) -> None:
-    """What was predicted and measured, what each choice gains, and the winner."""
+def _print_result(
+    tuned: search.Tuned, candidates: Space, measure: "_Measurements", out: Path
+) -> None:
+    """Prints all rows, what each choice gains, and the winner."""
     modelled = [r for r in RunStore(out).read().latest() if r.provenance == "modelled"]
-    print_beside(
+    print_with_predictions(
         [r for r in modelled if r.key in measure.records], [*measure.records.values()], "table"
     )
     if tuned.gains:
         print_table(gain_table(tuned))
-    tell(sentence(tuned))
+    info(sentence(tuned))
     write_config(tuned, candidates, out / CONFIG)
     print(command_line(tuned, candidates))
-    tell(f"the same as a file: --config {out / CONFIG}")
+    info(f"the same options as a file: --config {out / CONFIG}")
 
 
-class _Measured:
-    """Measures specs, each once; the records by their keys."""
+class _Measurements:
+    """Measures each spec once and keeps the records by key."""
 
     def __init__(self, out: Path, hardware: Path | None, fresh: bool):
         self._out, self._hardware, self._fresh = out, hardware, fresh
@@ -102,36 +119,35 @@ class _Measured:
         jobs = checked_jobs(specs, self._out)
         new = [job for job in jobs if job.asked.key not in self.records]
         if new:
-            specs = [job.spec for job in new]
-            predict_rows(specs, self._out, self._hardware, fresh=self._fresh)
+            predict_rows([job.spec for job in new], self._out, self._hardware, fresh=self._fresh)
             found = run_jobs(new, self._out, fresh=self._fresh)
             self.records.update((record.key, record) for record in found)
         return [self.records[job.asked.key] for job in jobs]
 
     def in_turns(self, specs: Sequence[Any]) -> list[Record]:
-        """The specs measured once more, in turns: their records take the place of those before."""
+        """Measures the specs again, alternating; the new records replace the old ones."""
         jobs = checked_jobs(specs, self._out)
-        tell("the usual step and the fastest are measured once more, in turns")
-        found = run_jobs(jobs, self._out, fresh=False, turns=turns.USUAL)
+        info("measuring the baseline and the fastest step again, alternating")
+        found = run_jobs(jobs, self._out, fresh=False, turns=turns.DEFAULT_TURNS)
         self.records.update((record.key, record) for record in found)
         return [self.records[job.asked.key] for job in jobs]
 
 
-def _predicted(hardware: HardwareFile | None, spec: Any) -> Record | None:
-    """The prediction, where the machine was calibrated and the step is modelled; of layouts, which
-    are many, a shortened one. Out of memory where the machine has less than it needs.
+def _predict(hardware: HardwareFile | None, spec: Any) -> Record | None:
+    """Returns the step's prediction, shortened for layouts because there are many. Its status is
+    "oom" if it needs more memory than the machine has. None if it cannot be predicted.
     """
     from stepgauge.validate.predicted import predicted
 
     if hardware is None:
         return None
     if not (has_formulas(spec) or isinstance(spec.model, UserModel)):
-        return None  # a trace takes seconds, and a preset has a hundred candidates
+        return None  # it would have to be traced, which takes seconds for each of many candidates
     try:
-        found = predicted(spec, hardware, shortened=True)
+        prediction = predicted(spec, hardware, shortened=True)
     except ValueError:
         return None
-    has = hardware.peaks.program_bytes if hardware.peaks else 0
-    if has and device_bytes(found) > has:
-        return dataclasses.replace(found, status="oom")
-    return found
+    available = hardware.peaks.program_bytes if hardware.peaks else 0
+    if available and device_bytes(prediction) > available:
+        return dataclasses.replace(prediction, status="oom")
+    return prediction

@@ -1,8 +1,8 @@
-"""`stepgauge bench ...`: one command a thing that can be timed, every option a list to sweep."""
+"""`stepgauge bench ...`: one command for each thing that can be timed. Every option is a sweep."""
 
 from cyclopts import App
 
-# Each command, and where it stands: a module is loaded when its command is called.
+# Command -> module:function. A module is imported when its command is called.
 COMMANDS = {
     "step": "steps:step",
     "data-parallel": "steps:data_parallel",
@@ -13,6 +13,9 @@ COMMANDS = {
     "comm": "comm:comm",
     "broadcast": "broadcast:broadcast",
 }
-app = App(name="bench", help="Time one thing over every combination of the options given.")
-for _name, _place in COMMANDS.items():
-    app.command(f"stepgauge.cli.bench.{_place}", name=_name)
+app = App(
+    name="bench",
+    help="Time training steps, kernels and collectives over all combinations of options.",
+)
+for _name, _target in COMMANDS.items():
+    app.command(f"stepgauge.cli.bench.{_target}", name=_name)

@@ -1,4 +1,4 @@
-"""`stepgauge bench broadcast`."""
+"""`stepgauge bench broadcast`: times copies of a host tensor to all GPUs."""
 
 from pathlib import Path
 
@@ -15,11 +15,10 @@ def broadcast(
     fresh: rows.Fresh = False,
     format: rows.RowFormat = "table",
 ) -> None:
-    """Time ways to bring a host tensor to every GPU, and what part of the links' own rate each
-    reaches.
+    """Time schedules that copy a host tensor to every GPU, compared with the rate of the links.
 
-    The links are measured alone in the same run. Without GPUs the same schedules run in a CPU's
-    memory. Every option takes several values, and their product is measured.
+    The links are measured on their own in the same run. Without GPUs the same schedules copy within
+    the memory of the CPU. Every option accepts several values; all combinations are measured.
     """
     import torch
 
@@ -29,5 +28,5 @@ def broadcast(
         values["schedule"] = tuple(SCHEDULES)
     if "gpus" not in values and resolve(str(values["device"][0])).type == "cuda":
         values["gpus"] = (torch.cuda.device_count(),)
-    specs = rows.resolve_devices(expand(BroadcastSpec, values))
+    specs = rows.resolve_devices_and_models(expand(BroadcastSpec, values))
     rows.measure_and_print(specs, out, fresh=fresh, format=format)

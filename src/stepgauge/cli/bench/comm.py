@@ -1,4 +1,4 @@
-"""`stepgauge bench comm`."""
+"""`stepgauge bench comm`: times collectives."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +9,7 @@ from stepgauge.cli import rows
 from stepgauge.cli.options import Values, expand, parse_bytes, spec_options
 from stepgauge.spec.comm import CommSpec, sizes
 
-FACTOR = 2.0
+DEFAULT_FACTOR = 2.0  # from one size of a range to the next
 
 
 @spec_options(CommSpec, sweep=True, defaults={"device": "auto"})
@@ -19,57 +19,57 @@ def comm(
     begin: Annotated[
         str | None,
         Parameter(
-            name=("--begin", "-b"), metavar="SIZE", help="Smallest of a range of sizes, such as 1M."
+            name=("--begin", "-b"),
+            metavar="SIZE",
+            help="Smallest size of a range, such as 1M.",
         ),
     ] = None,
     end: Annotated[
         str | None,
-        Parameter(name=("--end", "-e"), metavar="SIZE", help="Largest of the range. [begin]"),
+        Parameter(name=("--end", "-e"), metavar="SIZE", help="Largest size of the range. [begin]"),
     ] = None,
     factor: Annotated[
         float | None,
-        Parameter(name=("--factor", "-f"), help="From one size of the range to the next. [2]"),
+        Parameter(name=("--factor", "-f"), help="Ratio of one size to the one before. [2]"),
     ] = None,
     out: rows.Out = Path("runs/bench-comm"),
     fresh: rows.Fresh = False,
     format: rows.RowFormat = "table",
 ) -> None:
-    """Time collectives in the columns of nccl-tests, with every element checked.
+    """Time collectives, report the columns of nccl-tests, and check every element of the results.
 
-    Every option takes several values, and their product is measured. Under torchrun its processes
-    are the ranks; otherwise the ranks are started here. `stepgauge comm fit RUN` turns the run into
-    a cost per byte.
+    Every option accepts several values; all combinations are measured. Under torchrun its processes
+    are the ranks; otherwise this command starts them. `stepgauge comm fit RUN` fits a cost per byte
+    to the run.
     """
-    specs = _specs(values, _range(begin, end, factor))
-
+    specs = _specs(values, _sizes_of_range(begin, end, factor))
     rows.measure_and_print(specs, out, fresh=fresh, format=format)
 
 
-def _specs(values: Values, ranged: tuple[int, ...]) -> list[CommSpec]:
-    """The rows in the order in which they run; `ranged` are the sizes of a range, if one is given."""
-    if ranged:
+def _specs(values: Values, range_sizes: tuple[int, ...]) -> list[CommSpec]:
+    """Returns the rows in the order in which they run. `range_sizes` is empty without a range."""
+    if range_sizes:
         if "size_bytes" in values:
             raise ValueError("size and a range from begin to end are both given; choose one")
-        values["size_bytes"] = ranged
+        values["size_bytes"] = range_sizes
 
-    devices = tuple(rows.resolved(str(name)) for name in values["device"])
+    devices = tuple(rows.resolve_device(str(name)) for name in values["device"])
     values.setdefault("backend", ("gloo" if devices[0] == "cpu" else "nccl",))
-    expanded = expand(CommSpec, rows.of_torchrun({**values, "device": devices}))
+    expanded = expand(CommSpec, rows.with_torchrun_ranks({**values, "device": devices}))
     specs = list(dict.fromkeys(spec.canonical() for spec in expanded))
-    # The ranks of one number are started once if the rows that they measure follow one another.
+    # Processes are reused from one row to the next if the number of ranks is the same.
     return sorted(specs, key=lambda spec: (spec.device, spec.ranks))
 
 
-def _range(begin: str | None, end: str | None, factor: float | None) -> tuple[int, ...]:
-    """The sizes from begin to end; none without a range. Raises ValueError for a range in part."""
+def _sizes_of_range(begin: str | None, end: str | None, factor: float | None) -> tuple[int, ...]:
+    """Returns the sizes from begin to end; empty without a range. Raises ValueError if only end or
+    factor is given.
+    """
     if begin is None:
         for name, value in (("end", end), ("factor", factor)):
             if value is not None:
                 raise ValueError(f"{name} is {value}; it needs a begin, as in --begin 1K --end 1M")
         return ()
     first = parse_bytes(begin, "begin")
-    return tuple(
-        sizes(
-            first, parse_bytes(end, "end") if end else first, FACTOR if factor is None else factor
-        )
-    )
+    last = parse_bytes(end, "end") if end else first
+    return tuple(sizes(first, last, DEFAULT_FACTOR if factor is None else factor))

@@ -1,4 +1,4 @@
-"""`stepgauge bench kernel ...`: an operation beside its peers, one command an operation."""
+"""`stepgauge bench kernel ...`: times implementations of an operation, one command per operation."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from stepgauge.cli import rows
-from stepgauge.cli.console import print_records, tell
+from stepgauge.cli.console import info, print_records
 from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.report.kernels import outcomes_of
 from stepgauge.spec.grids import names_of, points
@@ -16,28 +16,21 @@ from stepgauge.spec.kernel import AUTO, KERNELS, KernelSpec
 
 app = App(
     name="kernel",
-    help="Time one operation beside its peers: checked first, then all in turns in one process.",
+    help="Check and time implementations of one operation, alternating in one process.",
 )
 
-Peers = Annotated[
-    tuple[str, ...],
-    Parameter(
-        help="Names, or auto: all that are installed.",
-    ),
-]
-
-HOW = (
-    "Every implementation is checked against float64; one that is wrong gets no time. Every option "
-    "takes several values, and their product is measured. Rows are on disk at once, and the same "
-    "command goes on where it stopped."
+COMMON_HELP = (
+    "Every implementation is checked against a float64 reference; one that is wrong is not timed. "
+    "Every option accepts several values; all combinations are measured. Each row is saved as soon "
+    "as it is measured; rerun the command to continue."
 )
 
 
 def expand_grid(spec: type[KernelSpec], grid: str, values: Values) -> list[KernelSpec]:
-    """The grid's points, each with the product of the values given in place of its own, no row
-    twice.
+    """Returns the specs of the grid's points, without duplicates. Values given as options replace
+    the points' own.
 
-    The passes of one shape follow one another, since they share what was set up for it.
+    The passes of one shape are adjacent, because they share the setup of their inputs.
     """
     shapes: dict[KernelSpec, list[KernelSpec]] = {}
     for point in points(spec.kind, grid):
@@ -55,10 +48,13 @@ def _command(spec: type[KernelSpec]) -> Callable[..., None]:
         grid: Annotated[
             str,
             Parameter(
-                help=f"Shapes by name; options given override. ({', '.join(names_of(spec.kind))})"
+                help=f"Named set of shapes ({', '.join(names_of(spec.kind))}); options override it."
             ),
         ] = "default",
-        peers: Peers = (),
+        peers: Annotated[
+            tuple[str, ...],
+            Parameter(help="Implementations to compare with; auto: all that are installed."),
+        ] = (),
         out: rows.Out = Path("runs/bench-kernel"),
         fresh: rows.Fresh = False,
         format: rows.RowFormat = "table",
@@ -66,16 +62,16 @@ def _command(spec: type[KernelSpec]) -> Callable[..., None]:
         names = [name for text in peers for name in text.split(",") if name]
         if names:
             values["peers"] = (AUTO if AUTO in names else " ".join(names),)
-        records = rows.measured(
-            rows.with_devices(expand_grid(spec, grid, values)), out, fresh=fresh
+        records = rows.measure(
+            rows.resolve_devices(expand_grid(spec, grid, values)), out, fresh=fresh
         )
         print_records(records, format)
         for sentence in outcomes_of(records):
-            tell(sentence)
+            info(sentence)
         rows.require_success(records)
 
     first, _, rest = (spec.__doc__ or "").partition("\n")
-    kernel.__doc__ = f"{first}\n{rest}\n{HOW}"
+    kernel.__doc__ = f"{first}\n{rest}\n{COMMON_HELP}"
     kernel.__name__ = spec.kind.replace("-", "_")
     return spec_options(spec, sweep=True, defaults={"device": "auto"})(kernel)
 

@@ -1,4 +1,4 @@
-"""`stepgauge bench op`."""
+"""`stepgauge bench op`: checks, times and profiles a user's function."""
 
 import dataclasses
 import functools
@@ -15,15 +15,12 @@ from stepgauge.cli.records import write_page
 from stepgauge.report.ops import figures_table, launched_table
 from stepgauge.spec.op import OpSpec, read_target
 
-Target = Annotated[
-    str,
-    Parameter(help="FILE.py:function, or FILE.cu with its inputs in FILE.py."),
-]
-
 
 @spec_options(OpSpec, defaults={"device": "auto"})
 def op(
-    target: Target,
+    target: Annotated[
+        str, Parameter(help="FILE.py:function, or FILE.cu with its inputs in FILE.py.")
+    ],
     /,
     *,
     values: Values,
@@ -31,22 +28,21 @@ def op(
     fresh: rows.Fresh = False,
     format: rows.RowFormat = "table",
 ) -> None:
-    """Check, time and profile a function of your own, and place it on the roofline.
+    """Check, time and profile your own function, and place it on the roofline.
 
-    The file defines function(*inputs) and inputs(device), and if it can
-    function_reference(*inputs), function_bytes and function_flops. A result that differs from the
-    reference gets no time, and the command fails. Bytes default to inputs and results, FLOPs to
-    those of the reference's matrix products.
+    The file defines function(*inputs) and inputs(device), and optionally
+    function_reference(*inputs), function_bytes and function_flops. If the result differs from the
+    reference, the function is not timed and the command fails. By default the bytes are those of
+    inputs and results, and the FLOPs those of the reference's matrix products.
     """
     path, function = read_target(target)
-
     options = {name: value for name, (value,) in values.items()}
-    (spec,) = rows.with_devices(
+    (spec,) = rows.resolve_devices(
         [OpSpec(file=str(path), function=function, content=_digest(path), **options)]
     )
-    require = functools.partial(_require_usable, path, spec)
-    (record,) = rows.measured([spec], out, fresh=fresh, require=require)
-    if not record.metrics:  # nothing was measured: the sentence says all
+    check = functools.partial(_require_usable, path, spec)
+    (record,) = rows.measure([spec], out, fresh=fresh, check=check)
+    if not record.metrics:  # nothing was measured, and there is no table to print
         rows.require_success([record])
     if format != "table":
         print_records([record], format)
@@ -59,7 +55,7 @@ def op(
 
 
 def _require_usable(path: Path, spec: OpSpec) -> None:
-    """Raises ValueError for a file that cannot be built or run here, or lacks what is asked for."""
+    """Raises ValueError for a file that cannot be built or run here or lacks the function."""
     import torch
 
     from stepgauge.bench.user_file import problem, require_tools
@@ -69,6 +65,6 @@ def _require_usable(path: Path, spec: OpSpec) -> None:
 
 
 def _digest(path: Path) -> str:
-    """Of the source and of the Python file that goes with it."""
+    """Returns a hash of the source and, for a .cu file, of the Python file with its inputs."""
     sources = dict.fromkeys((path, path.with_suffix(".py")))
     return hashlib.sha256(b"\n".join(source.read_bytes() for source in sources)).hexdigest()[:16]

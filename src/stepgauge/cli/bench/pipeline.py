@@ -1,4 +1,4 @@
-"""`stepgauge bench pipeline`."""
+"""`stepgauge bench pipeline`: times pipeline-parallel forward and backward."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,7 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from stepgauge.cli import rows
-from stepgauge.cli.console import print_records, write
+from stepgauge.cli.console import print_records, write_file
 from stepgauge.cli.options import Networks, Values, expand, spec_options
 from stepgauge.report.pipeline_steps import steps_of, tracks
 from stepgauge.spec.pipeline import PipelineSpec
@@ -21,24 +21,28 @@ def pipeline(
     fresh: rows.Fresh = False,
     format: rows.RowFormat = "table",
     pictures: Annotated[
-        bool, Parameter(help="An SVG a row in the folder: predicted above measured.")
+        bool,
+        Parameter(help="Write an SVG per row: the predicted timeline above the measured one."),
     ] = False,
 ) -> None:
-    """Time pipeline parallel forward and backward, each row beside its own simulation.
+    """Time pipeline-parallel forward and backward passes, and simulate each schedule.
 
-    Every option takes several values, and their product is measured. Before a row runs, its stages
-    are timed alone and its schedule is simulated: that prediction is a row of the run too.
+    Every option accepts several values; all combinations are measured. Before a row runs, its stages
+    are timed one by one and its schedule is simulated with these times; the prediction becomes a row
+    of the run, too.
     """
-    specs = rows.with_devices(rows.distinct(expand(PipelineSpec, values, network=Networks)))
-    records = rows.measured(specs, out, fresh=fresh)
+    specs = rows.resolve_devices(
+        rows.canonical_specs(expand(PipelineSpec, values, network=Networks))
+    )
+    records = rows.measure(specs, out, fresh=fresh)
     print_records(records, format)
     if pictures:
-        _draw(records, out)
+        _write_pictures(records, out)
     rows.require_success(records)
 
 
-def _draw(records: list[Record], folder: Path) -> None:
+def _write_pictures(records: list[Record], folder: Path) -> None:
     measured = [record for record in records if record.provenance == "measured"]
-    drawn = [found for record in measured if (found := steps_of(record, records))]
-    for number, steps in enumerate(drawn):
-        write(tracks(steps), folder / f"timeline-{number}.svg", "picture")
+    timelines = [steps for record in measured if (steps := steps_of(record, records))]
+    for number, steps in enumerate(timelines):
+        write_file(tracks(steps), folder / f"timeline-{number}.svg", "picture")

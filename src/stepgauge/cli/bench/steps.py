@@ -1,6 +1,4 @@
-"""`stepgauge bench step`, `data-parallel` and `layout`: a training step timed, each row beside what
-was predicted of it.
-"""
+"""`stepgauge bench step`, `data-parallel` and `layout`: time training steps and predict each row."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +17,7 @@ from stepgauge.spec.turns import turns_together
 def _command(
     spec: type, help: str, *, network: type[ModelSpec] = ModelSpec, **defaults: Any
 ) -> Callable[..., None]:
-    """The command that times steps of this kind; `defaults` are those of its options."""
+    """Returns the command that times steps of this kind; `defaults` are its options' defaults."""
 
     def command(
         *,
@@ -33,59 +31,59 @@ def _command(
     ) -> None:
         if turns < 1:
             raise ValueError(f"--turns is {turns}; it must be 1 or more")
-        specs = rows.with_devices(rows.distinct(expand(spec, values, network=network)))
+        specs = rows.resolve_devices(rows.canonical_specs(expand(spec, values, network=network)))
         earlier = [] if fresh else earlier_rows(specs, out)
         if turns > 1 and turns_together(earlier) < turns:
             earlier = []
         jobs = [] if earlier else rows.usable_jobs(specs, out)
         path = None if no_predict else hardware or predictions.hardware_of(specs[0].device, earlier)
         predicted = predictions.predict_rows(
-            specs, out, path, fresh=fresh, is_asked=hardware is not None
+            specs, out, path, fresh=fresh, is_requested=hardware is not None
         )
         records = earlier or rows.run_jobs(jobs, out, fresh=fresh, turns=turns)
         if earlier:
-            rows.tell_of_all(earlier, out, reused=len(earlier))
-        predictions.print_beside(predicted, records, format)
+            rows.print_notes(earlier, out, reused=len(earlier))
+        predictions.print_with_predictions(predicted, records, format)
         rows.require_success(records)
 
     command.__doc__ = help
-    usual = {"size": "small", "device": "auto", **defaults}
-    return spec_options(spec, network, sweep=True, defaults=usual)(command)
+    all_defaults = {"size": "small", "device": "auto", **defaults}
+    return spec_options(spec, network, sweep=True, defaults=all_defaults)(command)
 
 
 step = _command(
     StepSpec,
-    """Time a training step: forward, backward, optimizer and whole.
+    """Time a training step: forward, backward, optimizer and the whole step.
 
-    The network is a preset, a shape, or your own (--model FILE.py:factory). Every option takes
-    several values, and their product is measured. Each row is on disk the moment it is measured;
-    the same command again goes on where it stopped. A size that does not fit gives a row that says
-    OOM. Where this device was calibrated, each row shows what was predicted before it was run.
+    The network is a preset, a shape, or your own (--model FILE.py:factory). Every option accepts
+    several values; all combinations are measured. Each row is saved as soon as it is measured; rerun
+    the command to continue. A step that does not fit into memory gives a row marked OOM. If there is
+    a hardware file of this device (stepgauge calibrate), each row is predicted before it is run.
     """,
     network=Networks,
 )
 data_parallel = _command(
     DataParallelSpec,
-    """Time a training step spread over ranks: phases, communication, overlap, memory.
+    """Time a data-parallel training step: phases, communication, overlap and memory.
 
-    The network is a preset, a shape, or your own (--model FILE.py:factory). Every option takes
-    several values, and their product is measured, each row by ranks of its own: started here, or
-    those of torchrun. Of each step the slowest rank counts. Bucket sizes vary only wrappers that
-    have buckets. Where this device was calibrated, each row shows what was predicted before it was
-    run.
+    The network is a preset, a shape, or your own (--model FILE.py:factory). Every option accepts
+    several values; all combinations are measured. This command starts the ranks of each row, unless
+    torchrun started them. A step's time is that of the slowest rank. Several bucket sizes multiply
+    only the rows of wrappers that use buckets. If there is a hardware file of this device (stepgauge
+    calibrate), each row is predicted before it is run.
     """,
     network=Networks,
 )
 layout = _command(
     LayoutSpec,
-    """Time a training step under layouts: phases, exposed communication by axis, memory by part.
+    """Time a training step under layouts: phases, exposed communication per axis, memory by part.
 
-    A layout is a text: "dp2 zero3 tp2" or "pp2 1f1b m8 tp2" (docs/layouts.md). The batch is that of
-    all ranks, so that rows of one batch do the same step. Your own network (--model
-    FILE.py:factory) takes layouts with a data axis, and brings a batch for each data rank. Every
-    option takes several values, and their product is measured, each row by ranks of its own:
-    started here, or those of torchrun. Where this device was calibrated, each row shows what was
-    predicted before it was run.
+    A layout is a text such as "dp2 zero3 tp2" or "pp2 1f1b m8 tp2" (docs/layouts.md). The batch is
+    the global batch of all ranks, so that rows with the same batch do the same work. Your own network
+    (--model FILE.py:factory) brings the batch of one data rank instead. Every option accepts several
+    values; all combinations are measured. This command starts the ranks of each row, unless torchrun
+    started them. If there is a hardware file of this device (stepgauge calibrate), each row is
+    predicted before it is run.
     """,
     network=Networks,
     layout=("none", "dp2", "tp2"),

@@ -1,4 +1,4 @@
-"""`stepgauge profile memory`."""
+"""`stepgauge profile memory`: shows what uses the memory of a step, and predicts it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,20 +34,20 @@ def memory(
     format: rows.RowFormat = "table",
     details: Annotated[
         bool,
-        Parameter(help="Tables of each row; a single row has them anyway."),
+        Parameter(help="Print detailed tables of each row, as for a single row."),
     ] = False,
 ) -> None:
-    """Show who holds memory when in a training step, and predict it.
+    """Show what uses memory during a training step, and predict it.
 
-    Every storage is tracked from birth to death. The same step on tensors without memory predicts
-    the peak: a record of its own, shown beside the measured one. --predict gives the prediction
-    alone, for a device that need not be there. Every option takes several values, and their product
-    is measured; blocks to compute again together vary only rows with checkpointing. The run's
-    folder gets records, report.html and, on CUDA, the allocator's snapshots for PyTorch's viewer.
+    Every storage is tracked from allocation to release. The same step on fake tensors, which have no
+    memory, predicts the peak; the prediction is a record of its own, next to the measured one. With
+    --predict only the prediction is made, for a device that this machine need not have. Every option
+    accepts several values; all combinations are measured. The run folder gets records, report.html
+    and, on CUDA, the allocator's snapshots for PyTorch's memory viewer.
     """
-    specs = rows.with_devices(rows.distinct(expand(MemorySpec, values)))
-    records = rows.measured(specs, out, fresh=fresh)
-    write_page(out)  # before anything is printed: a reader such as head may end the program
+    specs = rows.resolve_devices(rows.canonical_specs(expand(MemorySpec, values)))
+    records = rows.measure(specs, out, fresh=fresh)
+    write_page(out)  # before printing, because a reader such as head may end the program
     if format == "table":
         _print_tables(records, details)
     else:
@@ -62,4 +62,4 @@ def _print_tables(records: Sequence[Record], details: bool) -> None:
         name = describe(record) if len(shown) > 1 else ""
         tables += memory_tables(record, name=name)
     tables += [*kept_tables(shown, largest=False), *best_checkpoint_tables(records)]
-    print_tables("table", tables)
+    print_tables(tables, "table")

@@ -1,9 +1,9 @@
-"""`stepgauge profile step`."""
+"""`stepgauge profile step`: profiles a training step with torch.profiler."""
 
 from pathlib import Path
 
 from stepgauge.cli import rows
-from stepgauge.cli.console import print_records, print_table, tell
+from stepgauge.cli.console import info, print_records, print_table
 from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.cli.predictions import Hardware, hardware_of
 from stepgauge.cli.records import write_page
@@ -29,24 +29,24 @@ def step(
     """Profile a training step: kernels by kind, phase and part of the model, idle time, flame
     graph.
 
-    The step is timed by the stopwatch first, then recorded by torch.profiler, and both stand side
-    by side. Each row leaves a folder with its Chrome trace (opens in Perfetto) and its analysis. All
-    rows of the run are in its report.html. Every option takes several values, and their product is
-    profiled. Where this device has a hardware file, the terms of the predicted step stand beside
+    The step is first timed without the profiler and then recorded by torch.profiler; both times are
+    shown. Each row gets a folder with its Chrome trace (opens in Perfetto) and its analysis, and the
+    run's report.html shows all rows. Every option accepts several values; all combinations are
+    profiled. If this device has a hardware file, the predicted terms of the step are printed next to
     the kernels.
     """
-    specs = rows.with_devices(rows.distinct(expand(ProfileSpec, values)))
+    specs = rows.resolve_devices(rows.canonical_specs(expand(ProfileSpec, values)))
     specs = list(dict.fromkeys(specs))
-    records = rows.measured(specs, out, fresh=fresh)
+    records = rows.measure(specs, out, fresh=fresh)
 
     from stepgauge.report import profile_page
 
     if format == "table":
         write_page(out)
-        found = [(record, profile_page.read(record, out)) for record in records]
         path = hardware or hardware_of(specs[0].device)
-        for name, spec, (record, analysis) in zip(labels(records), specs, found, strict=True):
-            _print(name, record, analysis, brief=len(found) > 1)
+        for name, spec, record in zip(labels(records), specs, records, strict=True):
+            analysis = profile_page.read(record, out)
+            _print_row(name, record, analysis, brief=len(records) > 1)
             if path and analysis:
                 _print_predicted(spec, path, analysis)
     else:
@@ -54,28 +54,29 @@ def step(
     rows.require_success(records)
 
 
-def _print(name: str, record: Record, found: Analysis | None, *, brief: bool) -> None:
-    print(f"\n{name}" + ("" if found else f": {record.status.upper()}, {record.note}"))
-    if found:
-        if said := remark(record):
-            print(f"\n{said}")
-        for table in [phases_table(found)] if brief else tables(found):
+def _print_row(name: str, record: Record, analysis: Analysis | None, *, brief: bool) -> None:
+    """Prints the tables of a row, if brief only its phases; without an analysis why it has none."""
+    print(f"\n{name}" + ("" if analysis else f": {record.status.upper()}, {record.note}"))
+    if analysis:
+        if text := remark(record):
+            print(f"\n{text}")
+        for table in [phases_table(analysis)] if brief else tables(analysis):
             print()
             print_table(table)
 
 
-def _print_predicted(spec: ProfileSpec, hardware: Path, found: Analysis) -> None:
-    """The terms of the step beside its kernels, or why it is not predicted."""
+def _print_predicted(spec: ProfileSpec, hardware: Path, analysis: Analysis) -> None:
+    """Prints the predicted terms of the step next to its kernels, or why it is not predicted."""
     from stepgauge.validate.kernels import kernels_beside
     from stepgauge.validate.predicted import predicted
 
-    if spec.device.startswith("cuda") and not found.on_device:
-        tell("no prediction beside the kernels: the trace has none of the GPU's")
+    if spec.device.startswith("cuda") and not analysis.on_device:
+        info("not predicted: the trace has no GPU kernels to compare with")
         return
     try:
         prediction = predicted(spec, HardwareFile.read(hardware))
     except ValueError as error:
-        tell(f"not predicted: {error}")
+        info(f"not predicted: {error}")
         return
     print()
-    print_table(kernels_beside(prediction, found))
+    print_table(kernels_beside(prediction, analysis))
