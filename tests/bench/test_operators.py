@@ -18,7 +18,7 @@ from stepgauge.bench.operators import traced, traced_apart
 from stepgauge.cost.data_axis.buckets import Sending
 from stepgauge.cost.data_axis.wrappers import data_axis
 from stepgauge.cost.data_parallel import predict_data_parallel
-from stepgauge.cost.host import launching
+from stepgauge.cost.host import launch_costs
 from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.terms import Term
@@ -440,7 +440,9 @@ def test_units_of_a_users_network_are_gathered_ahead_and_each_gradient_is_reduce
     assert seen.units == {"layers.0": 16 * 16, "layers.1": 16 * 16}
     machine = CalibratedMachine(wired(2))
     operations = TracedOperations(spec, NetworkPart(batch=1, gathered=True), seen)
-    step = RankStep(operations, Prices(machine, spec.parsed_layout, GLOO), launching(spec, machine))
+    step = RankStep(
+        operations, Prices(machine, spec.parsed_layout, GLOO), launch_costs(spec, machine)
+    )
     program = step.program(data_axis(Sending(wrapper="zero3", ranks=2), step))
     sent = [work.name for work in program.works if work.stream == DATA]
     assert sent == [

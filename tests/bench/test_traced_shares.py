@@ -57,7 +57,7 @@ def sent(terms):
         if term.axis:
             found[term.axis, term.operation] += term.count * term.sizes[0]
         if term.axis == "tensor":
-            found["beside", *(other.sizes for other in term.beside)] += term.count
+            found["beside", *(other.sizes for other in term.hidden_by)] += term.count
     del found["beside",]
     return found
 
@@ -133,7 +133,9 @@ def test_a_users_network_runs_and_sends_what_the_same_preset_does(layout, tmp_pa
             assert flops(ran) == flops(preset)
             for collective in ("all_gather", "reduce_scatter"):  # its loss takes whole logits
                 assert sent(ran)["tensor", collective] == sent(preset)["tensor", collective]
-            assert flops(t for t in ran if t.weights) == flops(t for t in preset if t.weights)
+            assert flops(t for t in ran if t.for_weights) == flops(
+                t for t in preset if t.for_weights
+            )
     if "tp2" not in layout:
         took, takes = (predicted(spec, wired(8)).median("step_ms") for spec in (mine, same))
         assert took == pytest.approx(takes, rel=0.03)
@@ -150,7 +152,7 @@ def test_stages_of_a_pipeline_are_the_network_in_parts(model):
     tied = 256 * 64 if isinstance(model, BertSpec) else 0  # stands in the first and in the last
     assert sum(sum(stage.parameters) for stage in stages) == sum(whole.parameters) + tied
     for stage in stages:
-        for_weights = [term for term in stage.terms("backward") if term.weights]
+        for_weights = [term for term in stage.terms("backward") if term.for_weights]
         assert flops(for_weights) == flops(stage.terms("forward"))
     spec = PipelineSpec(model=model, schedule="1f1b", ranks=2, micro_batches=2, batch=4)
     halves = traced(spec, "cpu")

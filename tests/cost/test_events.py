@@ -5,7 +5,15 @@ import math
 import pytest
 
 from stepgauge.cost.rates.contention import NoContention, Slowdown
-from stepgauge.cost.streams.events import COMPUTE, HOST, Ran, StreamWork, alone_us, busy, simulate
+from stepgauge.cost.streams.events import (
+    COMPUTE,
+    HOST,
+    StreamWork,
+    WorkSpan,
+    alone_us,
+    busy,
+    simulate,
+)
 
 
 class Fixed:
@@ -75,7 +83,7 @@ def test_a_product_waits_for_the_collective_beside_which_it_was_launched():
 def test_what_is_exposed_is_what_runs_beside_no_computing():
     spans = [("data", 0, 4), ("data", 6, 9), ("data", 12, 20), (COMPUTE, 1, 3), (COMPUTE, 2, 7)]
     spans += [(COMPUTE, 8, 15), (COMPUTE, 19, 25)]
-    ran = [Ran(StreamWork(stream, stream, 0.0), start, end) for stream, start, end in spans]
+    ran = [WorkSpan(StreamWork(stream, stream, 0.0), start, end) for stream, start, end in spans]
     # 1 before computing; 1 between; 4 of the last between two computations
     assert alone_us(ran, "data") == 1 + 1 + 4
 

@@ -107,8 +107,10 @@ def test_collectives_beside_products_expose_what_these_do_not_hide():
     short = ModelSpec.preset("2.7b", context_length=64)
     few = [step(name, wired(), model=short, batch=2).median("step_ms") for name in layouts]
     assert few[0] == few[1]
-    boxes = [row for row in beside.tables["memory"] if row[0].startswith("boxes")]
-    assert boxes[0][1] == 4 * 16 * 512 * 2560 * 2
+    buffers = [
+        row for row in beside.tables["memory"] if row[0].startswith("tensor-parallel buffers")
+    ]
+    assert buffers[0][1] == 4 * 16 * 512 * 2560 * 2
 
 
 @pytest.mark.parametrize("layout", ["pp2 1f1b m4", "pp4 1f1b m4"])

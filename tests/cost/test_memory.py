@@ -43,8 +43,8 @@ def peak_with_products(row):
     queries, keys and values: a compiled block kept the whole of it beside what it had rotated.
     """
     step = StepOperations(work(row))
-    product = len(step.blocks) * step.tokens * step.rotated_width * step.how.activation
-    kept = product if step.how.is_compiled else 0
+    product = len(step.blocks) * step.tokens * step.rotated_width * step.arithmetic.activation_bytes
+    kept = product if step.arithmetic.is_compiled else 0
     return step_memory(step, Layout()).peak_bytes + kept
 
 

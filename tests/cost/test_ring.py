@@ -40,7 +40,7 @@ class Wire:
 
 
 def predicted(terms):
-    return [(t.sizes[0], sum(b.sizes[0] for b in t.beside if b.name == "attention"))
+    return [(t.sizes[0], sum(b.sizes[0] for b in t.hidden_by if b.name == "attention"))
             for t in terms if t.axis]  # fmt: skip
 
 

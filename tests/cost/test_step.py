@@ -70,9 +70,9 @@ def test_products_run_at_the_pace_of_their_share_of_the_step():
     }
     half = CalibratedMachine(HardwareFile(name="made", operations=tables))
     assert half.time("matmul nt bf16", *large).us == 10.0
-    assert half.at(1.0).time("matmul nt bf16", *large).us == pytest.approx(12.0)
-    assert half.at(0.3).time("matmul nt bf16", *large).us == pytest.approx(9.2)
-    other = half.at(0.75).time("matmul nt bf16", 512, 512, 1024)
+    assert half.at_product_share(1.0).time("matmul nt bf16", *large).us == pytest.approx(12.0)
+    assert half.at_product_share(0.3).time("matmul nt bf16", *large).us == pytest.approx(9.2)
+    other = half.at_product_share(0.75).time("matmul nt bf16", 512, 512, 1024)
     assert other.us == pytest.approx(22.0 * 1.1)  # slower by as much as the nearest that was timed
 
 
@@ -310,7 +310,7 @@ def test_attention_without_a_mask_is_twice_the_causal_one_until_it_is_timed_itse
     def us(tables):
         made = CalibratedMachine(HardwareFile(name="made", operations=tables))
         found = made.time("attention sdpa-full forward bf16", *sizes).us
-        assert ("attention sdpa-full forward bf16", sizes) in made.asked
+        assert ("attention sdpa-full forward bf16", sizes) in made.requested
         return found
 
     assert us(tables) == 4000
@@ -327,7 +327,10 @@ def test_products_outside_of_the_grid_run_at_the_pace_of_their_share_too():
     }
     made = CalibratedMachine(HardwareFile(name="made", operations=tables))
     inside, outside = (
-        [made.at(share).time("matmul nt bf16", 512, n, 512).us for share in (0.5, 1.0)]
+        [
+            made.at_product_share(share).time("matmul nt bf16", 512, n, 512).us
+            for share in (0.5, 1.0)
+        ]
         for n in (512, 1024)
     )
     assert inside == pytest.approx([10.0, 12.0]) and outside == pytest.approx([20.0, 24.0])
@@ -344,7 +347,7 @@ def test_a_batch_of_products_takes_its_bytes_until_it_is_timed_itself():
     def us(tables):
         made = CalibratedMachine(HardwareFile(name="made", operations=tables))
         found = made.time("matmul batched nn bf16", *sizes).us
-        assert ("matmul batched nn bf16", sizes) in made.asked
+        assert ("matmul batched nn bf16", sizes) in made.requested
         return found
 
     assert us(tables) == pytest.approx(2 * 128 * (2 * 1024 * 64 + 1024 * 1024) / 1e6, rel=0.01)

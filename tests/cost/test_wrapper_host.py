@@ -7,7 +7,7 @@ import pytest
 
 from stepgauge.cost.data_axis.wrapper_host import Hooks, hooks_of
 from stepgauge.cost.data_parallel import predict_data_parallel
-from stepgauge.cost.host import ASKED_OF_EACH, launching
+from stepgauge.cost.host import SELECTIVE_HOST_FACTOR, launch_costs
 from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.rates.estimate import INTERVAL, SLOWER_HOST, spread
 from stepgauge.cost.rates.machine import CalibratedMachine
@@ -141,13 +141,13 @@ def test_ranks_launch_as_those_of_another_number_that_were_timed():
     work = StepSpec(model=ModelSpec.preset("small"), device="cuda", precision="bf16")
     on = timed(_tp2=eager_host(900.0), _tp8=eager_host(1000.0), _dp2_zero3=eager_host(700.0))
     for layout, block_us in (("tp2", 900.0), ("tp4 ", 900.0), ("tp8", 1000.0), ("tp16", 1000.0)):
-        found = launching(work, on, Layout.parse(layout))
+        found = launch_costs(work, on, Layout.parse(layout))
         assert found["forward"].block_us == pytest.approx(block_us), layout
-    assert launching(work, on)["forward"].block_us < 900.0
-    sharded = launching(work, on, Layout.parse("dp4 zero3"))["backward"]
+    assert launch_costs(work, on)["forward"].block_us < 900.0
+    sharded = launch_costs(work, on, Layout.parse("dp4 zero3"))["backward"]
     assert sharded.block_us == pytest.approx(700.0)
-    other = launching(work, on, Layout.parse("dp4 zero1"))["backward"]
-    assert other == launching(work, on)["backward"], "whose hooks are in a table of their own"
+    other = launch_costs(work, on, Layout.parse("dp4 zero1"))["backward"]
+    assert other == launch_costs(work, on)["backward"], "whose hooks are in a table of their own"
 
 
 def test_a_host_that_is_asked_of_each_operator_takes_longer():
@@ -156,13 +156,15 @@ def test_a_host_that_is_asked_of_each_operator_takes_longer():
     def block_us(phase, checkpointing, on, **changes):
         work = StepSpec(model=ModelSpec.preset("small"), device="cuda", precision="bf16",
                         checkpointing=checkpointing, **changes)  # fmt: skip
-        return launching(work, on)[phase].block_us
+        return launch_costs(work, on)[phase].block_us
 
     on = timed(**{"": eager_host(100.0)})
     assert block_us("forward", "blocks", on) == pytest.approx(100.0)
     assert block_us("backward", "blocks", on) == pytest.approx(200.0)
-    assert block_us("forward", "selective", on) == pytest.approx(100.0 * ASKED_OF_EACH)
-    assert block_us("backward", "selective", on) == pytest.approx(100.0 * (1 + ASKED_OF_EACH))
+    assert block_us("forward", "selective", on) == pytest.approx(100.0 * SELECTIVE_HOST_FACTOR)
+    assert block_us("backward", "selective", on) == pytest.approx(
+        100.0 * (1 + SELECTIVE_HOST_FACTOR)
+    )
     known = timed(**{"": eager_host(100.0), "_keeping_selective": eager_host(400.0)})
     assert block_us("forward", "selective", known) == pytest.approx(400.0)
     compiled = [block_us("forward", c, on, compile="blocks") for c in ("none", "selective")]

@@ -18,7 +18,7 @@ from stepgauge.bench.storage_tracking import predict as predict_memory
 from stepgauge.cost.operations.terms import TRAFFIC, Term
 from stepgauge.cost.pipeline.cuts import stages_of
 from stepgauge.cost.traced.network import Run, TracedNetwork
-from stepgauge.cost.traced.asked import TracedSpec, cut_of, require_traceable
+from stepgauge.cost.traced.traceable import TracedSpec, cut_of, require_traceable
 from stepgauge.measure.fusion import TracedTerm, fuse, fuse_units
 from stepgauge.measure.memory.fake_device import fake_device
 from stepgauge.measure.memory.missing_rules import NotPredictableError

@@ -1,99 +1,108 @@
-"""What the host takes to launch a step, from steps that were so narrow that the GPU always waited."""
+"""The host's time to launch a step, from steps of networks so narrow that the GPU always waits."""
 
 import math
 import re
 
 from stepgauge.cost.operations.supported import RECOMPUTED
 from stepgauge.cost.rates.machine import CalibratedMachine
-from stepgauge.cost.streams.program import Launching
+from stepgauge.cost.streams.program import LaunchCost
 from stepgauge.cost.timed_blocks import timed_blocks
 from stepgauge.spec.calibration import KEEPING, OperationTable, launched_under
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.step import TRAINING_PHASES, WorkSpec
 
-# Under selective checkpointing torch asks a Python function of each operator of a block, in
-# forward and when it is computed again: its host takes so many times as long (an eager block of a
-# narrow network on a CPU: 1073 for 184 us, docs/log/2026-11-23-predicted-again.md).
-ASKED_OF_EACH = 5.8
-RANKS = re.compile(r"(?<= [dct]p)\d+")  # of an axis, in a table's name
+# With selective checkpointing, torch calls a Python function for each operator of a block, in forward
+# and again in recomputation. That makes the host take this many times as long (an eager block of a
+# narrow network on a CPU: 1073 instead of 184 us, docs/log/2026-11-23-predicted-again.md).
+SELECTIVE_HOST_FACTOR = 5.8
+RANKS = re.compile(r"(?<= [dct]p)\d+")  # the number of ranks of an axis, in a table's name
 
 
-def own_table(spec: WorkSpec, machine: CalibratedMachine, layout: Layout) -> OperationTable | None:
-    """Of steps under what the host launches otherwise than one process does, a wrapper's hooks among
-    it: with what checkpointing asks of it, or else without; None where nothing is, or was not timed.
+def layout_table(
+    spec: WorkSpec, machine: CalibratedMachine, layout: Layout
+) -> OperationTable | None:
+    """Returns the host times of steps measured under the layout, which include a wrapper's hooks.
+
+    Prefers the spec's checkpointing, and falls back to none. Returns None if there is no such table,
+    or if the host launches the layout like a single process.
     """
-    known = dict.fromkeys(launched_under(layout, how) for how in (spec.checkpointing, "none"))
-    found = (_table(spec, machine, under) for under in known if under)
-    return next(filter(None, found), None)
+    suffixes = (launched_under(layout, mode) for mode in (spec.checkpointing, "none"))
+    for suffix in filter(None, suffixes):
+        if table := _table(spec, machine, suffix):
+            return table
+    return None
 
 
-def _table(spec: WorkSpec, machine: CalibratedMachine, under: str = "") -> OperationTable | None:
-    """Of compiled blocks as of one compiled network, where they were not timed."""
+def _table(spec: WorkSpec, machine: CalibratedMachine, suffix: str = "") -> OperationTable | None:
+    """Returns the host times; for compiled blocks, falls back to those of a compiled network."""
     mode = {"off": "eager", "blocks": "blocks"}.get(spec.compile, "compiled")
-    casts = spec.precision in ("bf16", "fp16") or mode != "eager"
-    names = [f"host {m} {'bf16' if casts else 'fp32'}{under}" for m in (mode, "compiled")]
-    known = names if mode != "eager" else names[:1]
-    return next((table for name in known if (table := _of_any_ranks(machine, name))), None)
+    is_bf16 = spec.precision in ("bf16", "fp16") or mode != "eager"
+    for each in ("eager",) if mode == "eager" else (mode, "compiled"):
+        name = f"host {each} {'bf16' if is_bf16 else 'fp32'}{suffix}"
+        if table := _for_any_ranks(machine, name):
+            return table
+    return None
 
 
-def _of_any_ranks(machine: CalibratedMachine, name: str) -> OperationTable | None:
-    """Ranks launch alike, however many there are: where these were not timed, those nearest to
-    them in number.
+def _for_any_ranks(machine: CalibratedMachine, name: str) -> OperationTable | None:
+    """Returns the table of this name, or the one with the nearest numbers of ranks.
+
+    Ranks launch the same work, however many there are.
     """
 
-    def alike(other: str) -> bool:
+    def is_same_apart_from_ranks(other: str) -> bool:
         return RANKS.sub("", other) == RANKS.sub("", name)
 
-    def apart(other: str) -> float:
+    def distance(other: str) -> float:
         pairs = zip(RANKS.findall(other), RANKS.findall(name), strict=True)
         return sum(abs(math.log(int(a) / int(b))) for a, b in pairs)
 
-    found = min(filter(alike, machine.operations), key=apart, default=name)
-    return machine.table(found)
+    same = filter(is_same_apart_from_ranks, machine.operations)
+    return machine.table(min(same, key=distance, default=name))
 
 
-def launching(
+def launch_costs(
     spec: WorkSpec, machine: CalibratedMachine, layout: Layout | None = None
-) -> dict[str, Launching]:
-    """By phase; nothing on a CPU, where the host is the device, and nothing for a forward and
-    backward that are CUDA graphs. Raises ValueError for a machine whose host was not timed.
+) -> dict[str, LaunchCost]:
+    """Returns the host's time by phase.
+
+    It is 0 on a CPU, where the host is the device, and for a forward and backward in CUDA graphs.
+    Raises ValueError for a machine without host times.
     """
     if spec.device.startswith("cpu"):
-        return {phase: Launching() for phase in TRAINING_PHASES}
-    if timed := timed_blocks(spec, machine, layout or Layout()):
+        return {phase: LaunchCost() for phase in TRAINING_PHASES}
+    layout = layout or Layout()
+    if timed := timed_blocks(spec, machine, layout):
         return {
-            phase: Launching(timed.block_us(phase, "host"), timed.outside_us(phase, "host"))
+            phase: LaunchCost(timed.block_us(phase, "host"), timed.outside_us(phase, "host"))
             for phase in TRAINING_PHASES
         }
-    own = own_table(spec, machine, layout or Layout())
-    table = own or _table(spec, machine)
+    table = layout_table(spec, machine, layout) or _table(spec, machine)
     if table is None:
         raise ValueError(f"the hardware file {machine.hardware.name} has no host times")
-    found = {}
+    costs = {}
     for number, phase in enumerate(TRAINING_PHASES):
         (few, short), (many, long) = sorted(
             (row[0], row[2]) for row in table.rows if row[1] == number
         )
-        slope = (long - short) / (many - few)
-        found[phase] = Launching(slope, short - slope * few)
+        block_us = (long - short) / (many - few)
+        costs[phase] = LaunchCost(block_us, short - block_us * few)
     if spec.compile == "reduce-overhead":
-        return {**found, "forward": Launching(), "backward": Launching()}
-    with_asking = launched_under(layout or Layout(), spec.checkpointing)
-    if spec.checkpointing in KEEPING and _table(spec, machine, with_asking):
-        return found
-    return _with_checkpointing(spec, found)
+        return {**costs, "forward": LaunchCost(), "backward": LaunchCost()}
+    includes_checkpointing = spec.checkpointing in KEEPING and _table(
+        spec, machine, launched_under(layout, spec.checkpointing)
+    )
+    return costs if includes_checkpointing else _with_checkpointing(spec, costs)
 
 
-def _with_checkpointing(spec: WorkSpec, found: dict[str, Launching]) -> dict[str, Launching]:
-    """What blocks launch that are computed again, and what eager ones take of the host whose
-    operators are asked whether they are kept.
-    """
-    forward, backward = found["forward"], found["backward"]
-    is_asked = spec.checkpointing in KEEPING and spec.compile == "off"
-    block_us = forward.block_us * (ASKED_OF_EACH if is_asked else 1.0)
-    again_us = RECOMPUTED[spec.checkpointing] * block_us
+def _with_checkpointing(spec: WorkSpec, costs: dict[str, LaunchCost]) -> dict[str, LaunchCost]:
+    """Adds the launches of recomputed blocks, and the calls of selective checkpointing."""
+    forward, backward = costs["forward"], costs["backward"]
+    is_selective = spec.checkpointing in KEEPING and spec.compile == "off"
+    block_us = forward.block_us * (SELECTIVE_HOST_FACTOR if is_selective else 1.0)
+    recomputed_us = RECOMPUTED[spec.checkpointing] * block_us
     return {
-        **found,
-        "forward": Launching(block_us, forward.outside_us),
-        "backward": Launching(backward.block_us + again_us, backward.outside_us),
+        **costs,
+        "forward": LaunchCost(block_us, forward.outside_us),
+        "backward": LaunchCost(backward.block_us + recomputed_us, backward.outside_us),
     }

@@ -1,8 +1,7 @@
-"""Blocks that were timed whole at the shapes of a step, where the hardware file has them: the step's
-terms then run at that pace, and the host launches as it did there.
+"""Steps whose blocks were timed whole: their terms run at that pace, and the host launches as it did.
 
-A block's time is measured, its parts are priced: each takes its share of the whole. What a step
-adds to its blocks (other ranks, more passes, stages that wait) is predicted as ever.
+The time of a block is measured, and each of its terms gets a share of it in proportion to its price.
+What a step adds to its blocks (other ranks, more passes, waiting stages) is predicted as usual.
 """
 
 import copy
@@ -20,55 +19,61 @@ from stepgauge.spec.step import WorkSpec
 
 
 def timed_blocks(work: WorkSpec, machine: CalibratedMachine, layout: Layout) -> TimedBlocks | None:
-    """Those of the machine itself: another one's pace is not this one's. They are of whole steps and sequences."""
-    is_whole = layout.context == 1 and getattr(work, "phases", "step") != "forward"
-    if not is_whole or not isinstance(work.model, ModelSpec):
+    """Returns the blocks that were timed on this machine itself; its base has another pace.
+
+    None if there are none. They cover whole steps without context parallelism only.
+    """
+    is_covered = layout.context == 1 and getattr(work, "phases", "step") != "forward"
+    if not is_covered or not isinstance(work.model, ModelSpec):
         return None
     table = machine.hardware.operations.get(operation_of(work, layout))
     return TimedBlocks(table) if table else None
 
 
 def as_timed(operations: StepOperations, prices: Prices) -> StepOperations:
-    """The operations at the pace of blocks that were timed; as they are where none were. Blocks that
-    wait for weights (ZeRO 3) say what the host takes and what the update takes; how long they
-    compute, blocks say whose weights are there.
+    """Returns the operations at the pace of timed blocks, or unchanged if there are none.
+
+    Blocks timed with ZeRO 3 wait for their weights. They give the host's time and the update only; the
+    device's time comes from blocks timed with whole weights.
     """
     share = operations.share
-    found = timed_blocks(operations.spec, prices.machine, prices.layout)
-    if found is None:
+    timed = timed_blocks(operations.spec, prices.machine, prices.layout)
+    if timed is None:
         return operations
-    one = dataclasses.replace(share, blocks=None, passes=1)
-    whole = StepOperations(operations.spec, one)
+    single_pass = dataclasses.replace(share, blocks=None, passes=1)
+    network = StepOperations(operations.spec, single_pass)
     paced = copy.copy(operations)
-    paced.paces = {("optimizer", False): _update_pace(whole, prices, found)}
-    there = whole_weights(prices.layout)
-    if computed := timed_blocks(operations.spec, prices.machine, there):
-        has_weights = dataclasses.replace(one, gathered=False)
-        paced.paces |= _paces(StepOperations(operations.spec, has_weights), prices, computed)
+    paced.paces = {("optimizer", False): _update_pace(network, prices, timed)}
+    unsharded = whole_weights(prices.layout)
+    if timed_unsharded := timed_blocks(operations.spec, prices.machine, unsharded):
+        unsharded_share = dataclasses.replace(single_pass, gathered=False)
+        network = StepOperations(operations.spec, unsharded_share)
+        paced.paces |= _paces(network, prices, timed_unsharded)
     return paced
 
 
 def _paces(
-    whole: StepOperations, prices: Prices, found: TimedBlocks
+    network: StepOperations, prices: Prices, timed: TimedBlocks
 ) -> Mapping[tuple[str, bool], float]:
-    """Measured over priced time by phase, of blocks (True) and of what is outside of them."""
+    """Returns measured over priced time, by phase, of blocks (True) and of everything else (False)."""
     paces = {}
     for phase, (first, block, last) in (
-        ("forward", whole.forward_parts()),
-        ("backward", whole.backward_parts()),
+        ("forward", network.forward_parts()),
+        ("backward", network.backward_parts()),
     ):
-        for is_block, terms, us in (
-            (True, block, found.block_us),
-            (False, [*first, *last], found.outside_us),
+        for is_block, terms, measured_us in (
+            (True, block, timed.block_us(phase, "device")),
+            (False, [*first, *last], timed.outside_us(phase, "device")),
         ):
-            paces[phase, is_block] = us(phase, "device") / (prices.total_us(terms) or math.inf)
+            paces[phase, is_block] = measured_us / (prices.total_us(terms) or math.inf)
     return paces
 
 
-def _update_pace(whole: StepOperations, prices: Prices, found: TimedBlocks) -> float:
-    """Of a rank's part of the parameters."""
-    taken = found.outside_us("optimizer", "device")
-    taken += LAYERS[-1] * found.block_us("optimizer", "device")
-    numel = whole.end_parameters + LAYERS[-1] * whole.block_parameters
-    update = whole.optimizer(numel / (prices.layout.data if whole.share.gathered else 1))
-    return taken / prices.total_us([update])
+def _update_pace(network: StepOperations, prices: Prices, timed: TimedBlocks) -> float:
+    """Returns measured over priced time of the update of a rank's parameters."""
+    depth = LAYERS[-1]
+    measured_us = timed.outside_us("optimizer", "device")
+    measured_us += depth * timed.block_us("optimizer", "device")
+    numel = network.end_parameters + depth * network.block_parameters
+    update = network.optimizer(numel / (prices.layout.data if network.share.gathered else 1))
+    return measured_us / prices.total_us([update])

@@ -53,7 +53,7 @@ class CollectiveOperators:
             return
         launched, start = self._in_flight.pop(storage)
         products = tuple(each.term for each in terms[start:] if each.term.is_product)
-        term = dataclasses.replace(launched.term, beside=products)
+        term = dataclasses.replace(launched.term, hidden_by=products)
         terms.append(dataclasses.replace(launched, term=term, writes=traced.writes))
 
     def _term(self, name: str, args: Any, traced: TracedTerm) -> Term:

@@ -103,7 +103,7 @@ def _overlapped_layer(
         yield from how.linear_forward("linear", tokens, n, k, 0)
     else:
         for term in how.linear_backward("linear", tokens, n, k, 0):
-            yield dataclasses.replace(term, gradient=0, weights=False)
+            yield dataclasses.replace(term, gradient=0, for_weights=False)
 
 
 def _loss(arguments: Arguments) -> Iterator[Term]:

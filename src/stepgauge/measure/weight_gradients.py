@@ -9,7 +9,7 @@ from stepgauge.measure.fusion import TracedTerm
 
 
 def mark_weight_gradients(backward: Sequence[TracedTerm], input_gradient: int) -> list[TracedTerm]:
-    """Returns the terms, with `weights` set if the input's gradient does not depend on them.
+    """Returns the terms, with `for_weights` set if the input's gradient does not depend on them.
 
     input_gradient  storage of the input's gradient
     """
@@ -17,7 +17,7 @@ def mark_weight_gradients(backward: Sequence[TracedTerm], input_gradient: int) -
     for each in reversed(backward):
         if needed.isdisjoint(each.writes):
             marked.append(
-                dataclasses.replace(each, term=dataclasses.replace(each.term, weights=True))
+                dataclasses.replace(each, term=dataclasses.replace(each.term, for_weights=True))
             )
         else:
             needed |= each.reads.keys()

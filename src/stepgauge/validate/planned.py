@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from stepgauge.cost.planning.planner import Plan, plan
 from stepgauge.cost.rates.machine import CalibratedMachine
-from stepgauge.cost.traced.asked import has_formulas
+from stepgauge.cost.traced.traceable import has_formulas
 from stepgauge.cost.traced.network import TracedNetwork
 from stepgauge.cost.traced.plan import plan_traced
 from stepgauge.spec.hardware import HardwareFile

@@ -8,7 +8,7 @@ from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.pipeline.step import predict_pipeline
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.step import predict
-from stepgauge.cost.traced.asked import TRACED, TracedSpec, has_formulas
+from stepgauge.cost.traced.traceable import TRACED, TracedSpec, has_formulas
 from stepgauge.cost.traced.network import TracedNetwork
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
@@ -36,7 +36,7 @@ def predicted(
     hardware.require_kind(str(getattr(spec, "device", "")))
     machine = CalibratedMachine(hardware.on_ranks(getattr(spec, "ranks", 1)))
     if asked is not None:
-        machine.asked = asked
+        machine.requested = asked
     traced: list[TracedNetwork] = []
     if isinstance(spec, TracedSpec) and not has_formulas(spec):
         traced = traced_on(spec, hardware)

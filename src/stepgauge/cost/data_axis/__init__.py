@@ -1,1 +1,1 @@
-"""Gradients and weights as works on the data axis's communicator, a wrapper each."""
+"""What each data parallel wrapper adds to a rank's step: communication, copies and host time."""

@@ -1,5 +1,6 @@
-"""Gradients in buckets as works on the data axis's communicator, and weights that each have an owner
-(ZeRO 1 and 2), from the plans that the wrappers execute (spec/plan/buckets.py, spec/plan/shards.py).
+"""Wrappers that send gradients in buckets, and ZeRO 1 and 2, whose parameters each have an owner.
+
+Both follow the plans that the wrappers execute (spec/plan/buckets.py, spec/plan/shards.py).
 """
 
 import dataclasses
@@ -21,13 +22,14 @@ from stepgauge.spec.plan.buckets import Bucket, Parameter
 from stepgauge.spec.plan.shards import deal_out, num_update_parts, plan_launches, plan_owners
 from stepgauge.spec.units import ceil_div
 
-BYTES: Mapping[str, int] = {"own": 0, "bf16": 2, "fp16": 2}
+REDUCE_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2}  # by a spec's reduce_dtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sending:
-    """How gradients travel: as a spec's fields of these names. `recorded`: in one CUDA graph with
-    forward and backward, where no hook runs.
+    """How gradients are sent, by the spec's fields of these names.
+
+    recorded  in one CUDA graph with forward and backward, in which no hook runs
     """
 
     wrapper: str
@@ -38,27 +40,29 @@ class Sending:
 
 
 def parameters_of(step: RankStep, reduce_dtype: str = "own") -> list[Parameter]:
-    """Those of the rank, in the order of their first use."""
-    itemsize = BYTES[reduce_dtype] or step.operations.how.weight
-    found = []
-    for group in step.groups("backward"):
-        found += [
-            Parameter(
-                name=f"{group.name}.{term.name}", numel=term.gradient, bytes_per_value=itemsize
-            )
-            for term in group.terms
-            if term.gradient
-        ]
-    return found[::-1]
+    """Returns the rank's parameters in the order of their first use.
+
+    That is the reverse of the order in which their gradients are complete.
+    """
+    itemsize = REDUCE_BYTES.get(reduce_dtype, step.operations.arithmetic.weight_bytes)
+    parameters = [
+        Parameter(name=f"{group.name}.{term.name}", numel=term.gradient, bytes_per_value=itemsize)
+        for group in step.groups("backward")
+        for term in group.terms
+        if term.gradient
+    ]
+    return parameters[::-1]
 
 
 def num_gradients(step: RankStep) -> int:
+    """Returns the number of parameters that get a gradient."""
     return sum(group.gradients for group in step.groups("backward"))
 
 
 def most_owned(operations: Operations, ranks: int) -> int:
-    """Elements of the fullest owner: parameters are owned whole (spec/plan/shards.py), so that no
-    rank has less than the largest of them.
+    """Returns the number of parameters of the rank that owns most (spec/plan/shards.py).
+
+    Tensors are not split, so it is at least as many as the largest tensor has.
     """
     matrices = operations.block_matrices * len(operations.blocks) + operations.end_matrices
     vectors = operations.num_parameters - sum(matrices)
@@ -66,17 +70,17 @@ def most_owned(operations: Operations, ranks: int) -> int:
 
 
 class Bucketed(DataParallelCost):
-    """Gradients in buckets, each all-reduced when it is complete, or all at the end."""
+    """Wrappers that reduce each bucket when its gradients are complete, or all buckets at the end."""
 
     def __init__(self, sending: Sending, step: RankStep):
         self.sending, self.prices = sending, step.prices
-        self._how = step.operations.how
+        self._arithmetic = step.operations.arithmetic
         self.hooks = hooks_of(
             self.prices.machine, sending.wrapper, step.operations.spec, self.prices.layout
         )
         if sending.recorded:
             self.hooks = {**self.hooks, "forward": Hooks(), "backward": Hooks()}
-        # one graph of the whole network gives all gradients at its end
+        # A compiled graph of the whole network returns all gradients at its end.
         is_one_graph = step.operations.spec.compile in ("on", "reduce-overhead")
         wrapper = WRAPPERS[sending.wrapper]
         self.overlaps = wrapper.overlaps and not is_one_graph
@@ -91,28 +95,29 @@ class Bucketed(DataParallelCost):
             for bucket in launch
             for name in bucket.names
         }
+        # the number of gradients that each launch still waits for
         self._missing = [sum(len(bucket.names) for bucket in launch) for launch in self._launches]
         self.num_gradients = num_gradients(step)
-        self._next = 0
+        self._next = 0  # the next launch
         self._sent: list[int] = []
 
     def owners(self) -> Mapping[str, int] | None:
-        """The rank that alone gets a gradient, by its name; None where all do."""
+        """Returns by parameter the only rank that gets its gradient; None if all ranks get all."""
         return None
 
     def before(self, program: Program, phase: str, group: LaunchGroup) -> None:
         program.host(f"{group.name} hooks", self.hooks[phase].parameter_us * group.gradients)
 
-    def after_term(self, program: Program, name: str, term: Term, place: int) -> None:
+    def after_term(self, program: Program, name: str, term: Term, computed: int) -> None:
         if not term.gradient:
             return
-        if self.sending.reduce_dtype != "own":  # narrowed and widened, a pass over memory each
-            values = 4 + BYTES[self.sending.reduce_dtype]
-            passes = Term(f"{name}.narrow", TRAFFIC, (2 * term.gradient * values,))
-            place = program.compute(passes.name, self.prices.of(passes).us, TRAFFIC)
+        if self.sending.reduce_dtype != "own":  # cast before and after, a pass over memory each
+            value_bytes = 4 + REDUCE_BYTES[self.sending.reduce_dtype]
+            casts = Term(f"{name}.casts", TRAFFIC, (2 * term.gradient * value_bytes,))
+            computed = program.compute(casts.name, self.prices.us(casts), TRAFFIC)
         self._missing[self._launch_of[name]] -= 1
         if self.overlaps:
-            self._launch_complete(program, place)
+            self._launch_complete(program, computed)
 
     def after_backward(self, program: Program) -> None:
         self._launch_complete(program, program.compute("gradients computed", 0.0))
@@ -127,23 +132,28 @@ class Bucketed(DataParallelCost):
         super().optimizer(program, operations, prices)
 
     def messages_us(self) -> float:
-        """Of all launches one after another."""
+        """Returns the time of all messages one after another."""
         messages = [self.message(launch) for launch in self._launches]
         return sum(self.prices.collective(op, nbytes, "data").us for op, nbytes in messages)
 
-    def _launch_complete(self, program: Program, place: int) -> None:
+    def _launch_complete(self, program: Program, computed: int) -> None:
+        """Sends the next buckets that are complete after the work `computed`."""
         while self._next < len(self._launches) and not self._missing[self._next]:
             buckets = self._launches[self._next]
             operation, nbytes = self.message(buckets)
             us = self.prices.collective(operation, nbytes, "data").us
             name = f"bucket {self._next}"
             called = program.call(name, self.hooks["backward"].message_us * len(buckets))
-            self._sent.append(program.send(name, DATA, us, operation, after=place, called=called))
+            self._sent.append(
+                program.send(name, DATA, us, operation, after=computed, called=called)
+            )
             self._next += 1
 
     def message(self, buckets: Sequence[Bucket]) -> tuple[str, float]:
-        """The collective that a launch is, and the bytes of its whole tensor. Reductions to several
-        owners at once are a reduce-scatter, as far as the fullest owner's wire allows.
+        """Returns a launch as a collective with the bytes of its whole tensor.
+
+        Reductions to several owners at once count as a reduce-scatter, or more if the wire of the
+        fullest owner takes longer.
         """
         total = sum(bucket.bytes for bucket in buckets)
         if not WRAPPERS[self.sending.wrapper].shards("gradients"):
@@ -152,19 +162,15 @@ class Bucketed(DataParallelCost):
         for bucket in buckets:
             if bucket.owner is not None:
                 by_owner[bucket.owner] += bucket.bytes
-        return "reduce_scatter", max(total, _through_one(max(by_owner), self.sending.ranks))
-
-
-def _through_one(nbytes: float, ranks: int) -> float:
-    """Bytes of a reduce-scatter or all-gather that takes as long as so many into or out of one
-    rank.
-    """
-    return nbytes * ranks / (ranks - 1)
+        # a reduce-scatter of this size brings each rank as many bytes as the fullest owner gets
+        ranks = self.sending.ranks
+        return "reduce_scatter", max(total, max(by_owner) * ranks / (ranks - 1))
 
 
 class Owned(Bucketed):
-    """ZeRO 1 and 2: each parameter has a rank that updates it and broadcasts it; in stage 2 its
-    gradient is reduced to that rank alone.
+    """ZeRO 1 and 2: each parameter has an owner, which updates it and broadcasts it.
+
+    In stage 2, its gradient is reduced to the owner only.
     """
 
     def __init__(self, sending: Sending, step: RankStep):
@@ -177,10 +183,12 @@ class Owned(Bucketed):
         return plan_owners(self.parameters, ranks=self.sending.ranks).owners
 
     def optimizer(self, program: Program, operations: Operations, prices: Prices) -> None:
-        """In parts: while one is broadcast, the next is updated. What a rank does not own comes
-        through its wire, and what the fullest owner has leaves by one.
+        """Updates in parts, so that one part is broadcast while the next is updated.
+
+        A rank receives everything that it does not own, and the fullest owner sends what it owns; the
+        larger of both limits the broadcasts.
         """
-        weight, ranks = operations.how.weight, self.sending.ranks
+        weight, ranks = operations.arithmetic.weight_bytes, self.sending.ranks
         num_parts = num_update_parts(operations.num_parameters * weight)
         term = operations.optimizer(self.own / num_parts)
         sent = max(operations.num_parameters * (ranks - 1) / ranks, self.own)
@@ -189,7 +197,6 @@ class Owned(Bucketed):
         host_us = self.update_host_us() / num_parts
         for part in range(num_parts):
             program.host(f"optimizer {part}", host_us)
-            place = program.compute(f"optimizer {part}", prices.us(term), term.operation)
-            name = f"broadcast {part}"
-            works.append(program.send(name, DATA, us, "all_gather", after=place))
+            updated = program.compute(f"optimizer {part}", prices.us(term), term.operation)
+            works.append(program.send(f"broadcast {part}", DATA, us, "all_gather", after=updated))
         program.wait(*works)

@@ -1,9 +1,7 @@
-"""Ways of data parallel training as works on the data axis's communicator, from the plans that the
-wrappers execute: buckets and launches (spec/plan/buckets.py), owners and units
-(spec/plan/shards.py).
+"""Picks what models a data parallel wrapper, and models those of torch.
 
-torch's own ways differ from ours in copies, and in what is not sent beside computing. What they take
-of the host is not known, unless blocks were timed under them.
+torch's wrappers differ from this package's in copies, and in what they do not overlap with
+computation. Their host time is unknown, unless whole blocks were timed under them.
 """
 
 from collections.abc import Mapping
@@ -23,15 +21,16 @@ from stepgauge.spec.layout import WRAPPERS
 
 
 class TorchDdp(Bucketed):
-    """torch's DistributedDataParallel: each gradient is copied into its bucket, and without views of
-    buckets as gradients back out of it when all have arrived. What it takes of the host is not
-    known: it runs in C++.
+    """torch's DistributedDataParallel.
+
+    It copies each gradient into its bucket. Without gradient_as_bucket_view, it also copies all
+    gradients back after they have arrived. Its host time is unknown: it runs in C++.
     """
 
-    def after_term(self, program: Program, name: str, term: Term, place: int) -> None:
+    def after_term(self, program: Program, name: str, term: Term, computed: int) -> None:
         if term.gradient:
-            place = self._copy(program, f"{name} into its bucket", term.gradient)
-        super().after_term(program, name, term, place)
+            computed = self._copy(program, f"{name} into its bucket", term.gradient)
+        super().after_term(program, name, term, computed)
 
     def after_backward(self, program: Program) -> None:
         super().after_backward(program)
@@ -39,34 +38,37 @@ class TorchDdp(Bucketed):
             self._copy(program, "gradients out of buckets", sum(p.numel for p in self.parameters))
 
     def _copy(self, program: Program, name: str, numel: float) -> int:
-        copy = Term(name, TRAFFIC, (2 * numel * self._how.weight,))
-        return program.compute(copy.name, self.prices.of(copy).us, TRAFFIC)
+        copy = Term(name, TRAFFIC, (2 * numel * self._arithmetic.weight_bytes,))
+        return program.compute(copy.name, self.prices.us(copy), TRAFFIC)
 
 
 class TorchZero1(TorchDdp):
-    """torch's ZeroRedundancyOptimizer over its DDP: each rank updates what it owns, then broadcasts
-    it, one rank after the other, beside nothing.
+    """torch's ZeroRedundancyOptimizer over DistributedDataParallel.
+
+    Each rank updates the parameters that it owns. Then the ranks broadcast theirs one after the other,
+    with nothing to overlap.
     """
 
     def optimizer(self, program: Program, operations: Operations, prices: Prices) -> None:
-        own = operations.optimizer(most_owned(operations, self.sending.ranks))
-        program.compute(own.name, prices.us(own), own.operation)
-        nbytes = operations.num_parameters * operations.how.weight
+        update = operations.optimizer(most_owned(operations, self.sending.ranks))
+        program.compute(update.name, prices.us(update), update.operation)
+        nbytes = operations.num_parameters * operations.arithmetic.weight_bytes
         us = prices.broadcasts(nbytes, "data").us
         program.wait(program.send("broadcasts", DATA, us, "all_gather"))
 
 
 class TorchFullyShard(FullySharded):
-    """torch's fully_shard: weights are gathered into one buffer and copied out of it, gradients
-    copied into one.
+    """torch's fully_shard: it gathers weights into one buffer and copies them out of it, and copies
+    gradients into one buffer.
     """
 
-    def copied_out(self, program: Program, name: str, numel: int) -> None:
-        copy = Term(f"{name} copied out", TRAFFIC, (2 * numel * self.how.activation,))
+    def copy_out(self, program: Program, name: str, numel: int) -> None:
+        nbytes = 2 * numel * self.arithmetic.activation_bytes
+        copy = Term(f"{name} copied out", TRAFFIC, (nbytes,))
         program.compute(copy.name, self.prices.us(copy), TRAFFIC)
 
-    def packed(self, numel: int) -> Term:
-        return Term("gradients packed", TRAFFIC, (2 * numel * self.how.activation,))
+    def packed_gradients(self, numel: int) -> Term:
+        return Term("gradients packed", TRAFFIC, (2 * numel * self.arithmetic.activation_bytes,))
 
 
 TORCH_DDP: Mapping[str, type[TorchDdp]] = {
@@ -81,7 +83,7 @@ FULLY_SHARDED: Mapping[str, type[FullySharded]] = {
 
 
 def data_axis(sending: Sending, step: RankStep) -> DataParallelCost:
-    """Raises ValueError for what is not modelled."""
+    """Returns what models the wrapper. Raises ValueError for what is not modelled."""
     wrapper = sending.wrapper
     if wrapper == "none" or sending.ranks == 1:
         return DataParallelCost()

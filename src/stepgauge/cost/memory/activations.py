@@ -1,7 +1,6 @@
-"""What a rank's share of a network keeps for backward, by closed formula: bytes by what is kept.
+"""Bytes that one rank keeps from forward for backward, by closed formula.
 
-Legend: M tokens, D model width, F feed-forward width, V vocabulary, A bytes of an activation, R
-bytes of the residual stream, all of one rank.
+Legend: M tokens, D model width, F feed-forward width, V vocabulary, all of one rank.
 """
 
 import dataclasses
@@ -13,21 +12,21 @@ from stepgauge.spec.fused_loss import logits_bytes
 from stepgauge.spec.model import ModelSpec
 
 Parts = dict[str, float]
-STATISTIC = 4  # bytes of a norm's and attention's value a row, in fp32 whatever the precision
+STATISTIC = 4  # bytes per row of a norm or of attention; fp32 in every precision
 
 
 @dataclasses.dataclass(frozen=True)
 class KeptBytes:
     """Bytes that are kept between forward and backward of one micro-batch.
 
-    blocks   of all blocks of the share, as checkpointing leaves them
-    ends     of embedding, head and loss
-    again    that the part of blocks that is computed again holds while its backward runs
+    blocks      of all blocks, with the spec's checkpointing
+    ends        of embedding, head and loss
+    recomputed  held in addition during backward, by what checkpointing recomputes
     """
 
     blocks: float
     ends: float
-    again: float
+    recomputed: float
 
     @property
     def total(self) -> float:
@@ -35,10 +34,10 @@ class KeptBytes:
 
 
 def kept(operations: StepOperations) -> KeptBytes:
-    """Of one micro-batch, by the checkpointing of the spec."""
+    """Returns what one micro-batch keeps with the spec's checkpointing."""
     spec, layers = operations.spec, len(operations.blocks)
     whole = sum(of_block(operations).values())
-    size = min(spec.checkpoint_blocks, layers)
+    size = min(spec.checkpoint_blocks, layers)  # blocks that are recomputed together
     inputs = math.ceil(layers / size) * operations.stream_bytes
     ends = sum(of_ends(operations).values())
     if spec.checkpointing == "none":
@@ -46,7 +45,7 @@ def kept(operations: StepOperations) -> KeptBytes:
     if spec.checkpointing == "selective":
         costly = sum(of_products(operations).values())
         return KeptBytes(inputs + layers * costly, ends, size * max(0.0, whole - costly))
-    if spec.checkpointing == "feed-forward":  # each block by itself
+    if spec.checkpointing == "feed-forward":  # recomputes each block separately
         costly = sum(of_attention(operations).values())
         inputs = layers * operations.stream_bytes
         return KeptBytes(inputs + layers * costly, ends, max(0.0, whole - costly))
@@ -56,130 +55,135 @@ def kept(operations: StepOperations) -> KeptBytes:
 
 
 def of_block(operations: StepOperations) -> Parts:
-    """All that autograd keeps of a block without checkpointing. Compiled, the gate's activation is
-    computed again (seen in the peaks of five compiled rows: docs/log/2026-11-22-predictions.md), and
-    rotated queries and keys stand in place of their product, unless a checkpoint keeps it.
+    """Returns everything that autograd keeps of a block without checkpointing.
+
+    Compiled, the activation of the feed-forward layer is recomputed, as the peaks of five compiled rows
+    show (docs/log/2026-11-22-predictions.md). Rotated queries and keys are then kept instead of the
+    product before them, unless a checkpoint keeps that.
     """
-    model, how, n = operations.model, operations.how, operations.share.tensor
-    m, a, d = operations.tokens, how.activation, model.d_model
-    f, width = model.d_ff // n, model.num_heads * model.head_width // n
-    heads = operations.share.batch * model.num_heads // n
-    inputs = operations.own_tokens if operations.overlapped else m  # these are gathered again
-    found = {
+    model, arithmetic = operations.model, operations.arithmetic
+    m, itemsize, f = operations.tokens, arithmetic.activation_bytes, operations.feed_forward_width
+    heads = operations.share.batch * model.num_heads // operations.share.tensor
+    # with overlap, backward gathers the inputs again
+    input_tokens = operations.own_tokens if operations.overlapped else m
+    parts = {
         "norm inputs": 2 * operations.stream_bytes,
         "norm statistics": 2 * operations.own_tokens * STATISTIC,
-        "inputs of column layers": 2 * inputs * d * a,
-        "queries, keys and values": m * operations.qkv_rows * a,
-        "attention output": m * width * a,
+        "inputs of column layers": 2 * input_tokens * model.d_model * itemsize,
+        "queries, keys and values": m * operations.qkv_rows * itemsize,
+        "attention output": m * operations.attention_width * itemsize,
         "attention statistics": heads * operations.length * STATISTIC,
-        "feed-forward up": (2 if model.is_gated else 1) * m * f * a,
-        "feed-forward activation": _gated_results(model, how) * m * f * a,
+        "feed-forward up": m * operations.up_rows * itemsize,
+        "feed-forward activation": _num_kept_after_up(model, arithmetic) * m * f * itemsize,
     }
     keeps_product = operations.spec.checkpointing in ("selective", "feed-forward")
-    if model.positions == "rope" and (keeps_product or model.qk_norm or not how.is_compiled):
-        found["rotated queries and keys"] = m * operations.rotated_width * a
-    if how.casts:
-        found["narrow copies of weights"] = narrow_copies(operations)
-    return found
+    if model.positions == "rope" and (keeps_product or model.qk_norm or not arithmetic.is_compiled):
+        parts["rotated queries and keys"] = m * operations.rotated_width * itemsize
+    if arithmetic.casts:
+        parts["bf16 copies of weights"] = weight_copies(operations)
+    return parts
 
 
-def _gated_results(model: ModelSpec, how: Arithmetic) -> int:
-    """Tensors as wide as the feed-forward layer that are kept after its first product."""
+def _num_kept_after_up(model: ModelSpec, arithmetic: Arithmetic) -> int:
+    """Returns how many tensors of shape (M, F) are kept after the up projection."""
     if model.gate == "quack":
         return 0
-    return 2 if model.is_gated and not how.is_compiled else 1
+    return 2 if model.is_gated and not arithmetic.is_compiled else 1
 
 
-def narrow_copies(operations: StepOperations) -> float:
-    """What autocast makes of a block's weights, and keeps until forward has ended."""
-    casts = operations.how.casts
-    return sum(operations.block_matrices) * operations.how.activation if casts else 0.0
+def weight_copies(operations: StepOperations) -> float:
+    """Returns the bytes of a block's weights in bf16, which autocast keeps until forward ends."""
+    casts = operations.arithmetic.casts
+    return sum(operations.block_matrices) * operations.arithmetic.activation_bytes if casts else 0.0
 
 
 def of_products(operations: StepOperations) -> Parts:
-    """What selective checkpointing keeps of a block: results of products and attention, and what
-    ranks sent for them (models/checkpointing.py). Compiled, not the feed-forward layer's, which
-    backward does not need.
+    """Returns what selective checkpointing keeps of a block (models/checkpointing.py).
+
+    These are results of products, attention and communication. Compiled, the output of the feed-forward
+    layer is not kept, because backward does not need it.
     """
-    found = of_attention(operations)
-    found["feed-forward up"] = of_block(operations)["feed-forward up"]
-    if not operations.how.is_compiled:
-        if operations.model.gate == "quack":  # it comes with the product
-            found["feed-forward activation"] = found["feed-forward up"] / 2
-        found |= {f"feed-forward {name}": n for name, n in _of_row_layer(operations).items()}
-    return found
+    parts = of_attention(operations)
+    parts["feed-forward up"] = of_block(operations)["feed-forward up"]
+    if not operations.arithmetic.is_compiled:
+        if operations.model.gate == "quack":  # the product returns it as well
+            parts["feed-forward activation"] = parts["feed-forward up"] / 2
+        parts |= {f"feed-forward {name}": n for name, n in _of_row_layer(operations).items()}
+    return parts
 
 
 def of_attention(operations: StepOperations) -> Parts:
-    """What feed-forward checkpointing keeps of a block: of attention and of its two products."""
+    """Returns what feed-forward checkpointing keeps of a block: attention and its two products."""
     whole = of_block(operations)
     names = "queries, keys and values", "attention output", "attention statistics"
-    found = {name: whole[name] for name in names} | _of_row_layer(operations)
+    parts = {name: whole[name] for name in names} | _of_row_layer(operations)
     if operations.share.ulysses:
-        found["exchanged heads"] = sum(whole[name] for name in names[:2])
-    return found
+        parts["exchanged heads"] = sum(whole[name] for name in names[:2])
+    return parts
 
 
 def _of_row_layer(operations: StepOperations) -> Parts:
-    """The output of one, and of several ranks its pieces, which they sent."""
-    d, a = operations.model.d_model, operations.how.activation
-    found: Parts = {"output of row layer": operations.tokens * d * a}
+    """Returns the output of a row layer, and with tensor parallelism the pieces that were sent."""
+    stream = operations.model.d_model * operations.arithmetic.activation_bytes
+    parts: Parts = {"output of row layer": operations.tokens * stream}
     if operations.share.tensor > 1 and not operations.overlapped:
-        found["pieces of output of row layer"] = operations.own_tokens * d * a
-    return found
+        parts["pieces of output of row layer"] = operations.own_tokens * stream
+    return parts
 
 
 def of_ends(operations: StepOperations) -> Parts:
-    """Of the last norm, the head and the loss, where the share has them."""
+    """Returns what last norm, head and loss keep, if the stage has them."""
     if not operations.is_last:
         return {}
-    model, how = operations.model, operations.how
+    model, arithmetic = operations.model, operations.arithmetic
     m, d, v = operations.tokens, model.d_model, model.vocab_size // operations.share.tensor
-    found = {
+    parts = {
         "last norm": operations.stream_bytes + operations.own_tokens * STATISTIC,
-        "input of the head": m * d * how.activation,
+        "input of the head": m * d * arithmetic.activation_bytes,
     }
-    if (
-        model.loss == "fused" and not operations.loss_by_torch
-    ):  # gradients are formed in forward, a chunk of logits at a time
-        return {**found, "gradient of the head": v * d * how.residual}
-    found["log-softmax"] = m * v * how.activation  # compiled, the logits themselves
+    if _is_fused(operations):  # forward computes the gradient, in chunks of logits
+        return {**parts, "gradient of the head": v * d * arithmetic.residual_bytes}
+    parts["log-softmax"] = m * v * arithmetic.activation_bytes  # compiled, the logits themselves
     is_eager_and_whole = not operations.compiles_loss and operations.share.tensor == 1
-    if how.activation == 2 and is_eager_and_whole:
-        found["logits in fp32"] = m * v * 4
-    if how.casts:
-        found["narrow copy of the head"] = v * d * how.activation
-    return found
+    if arithmetic.activation_bytes == 2 and is_eager_and_whole:
+        parts["logits in fp32"] = m * v * 4
+    if arithmetic.casts:
+        parts["bf16 copy of the head"] = v * d * arithmetic.activation_bytes
+    return parts
+
+
+def _is_fused(operations: StepOperations) -> bool:
+    return operations.model.loss == "fused" and not operations.loss_by_torch
 
 
 def of_loss(operations: StepOperations) -> float:
-    """Beside what is kept, when the loss holds most: gradients of the logits in its backward, of
-    the fused loss its chunk of logits, and of a loss by parts of the vocabulary its forward.
+    """Returns the most that the loss holds in addition to what is kept.
+
+    That is the gradient of the logits in its backward; a chunk of logits of the fused loss; and the
+    forward of a loss whose ranks have parts of the vocabulary.
     """
     if not operations.is_last:
         return 0.0
     m, v = operations.tokens, operations.model.vocab_size // operations.share.tensor
-    is_narrow = operations.how.activation == 2
-    if operations.model.loss == "fused" and not operations.loss_by_torch:
-        limit = logits_bytes(m, operations.model.d_model, v * operations.how.activation)
+    is_bf16 = operations.arithmetic.activation_bytes == 2
+    if _is_fused(operations):
+        limit = logits_bytes(
+            m, operations.model.d_model, v * operations.arithmetic.activation_bytes
+        )
         return min(limit, m * v * 4)
-    if operations.compiles_loss:  # the gradient is written over the logits
+    if operations.compiles_loss:  # the gradient overwrites the logits
         return 0.0
     if operations.share.tensor > 1:
-        return m * v * (18 if is_narrow else 12) + _held_by_the_head(operations)
-    return m * v * (4 if is_narrow else 8)
-
-
-def _held_by_the_head(operations: StepOperations) -> float:
-    """The last norm's output, and of several sequences what was gathered, before it is copied to
-    their order: names in the frames of parallel/tensor_parallel/layers.py.
-    """
-    gathered = operations.tokens * operations.model.d_model * operations.how.activation
-    return operations.stream_bytes + (gathered if operations.share.batch > 1 else 0)
+        # Local variables of parallel/tensor_parallel/layers.py hold the last norm's output and, for
+        # several sequences, the gathered input before its dimensions are reordered.
+        gathered = m * operations.model.d_model * operations.arithmetic.activation_bytes
+        held = operations.stream_bytes + (gathered if operations.share.batch > 1 else 0)
+        return m * v * (18 if is_bf16 else 12) + held
+    return m * v * (4 if is_bf16 else 8)
 
 
 def of_block_backward(operations: StepOperations) -> float:
-    """Gradients of a block's widest activations, while its backward runs."""
+    """Returns the bytes of the gradients of a block's widest activations, while its backward runs."""
     model, n = operations.model, operations.share.tensor
     widest = (3 if model.is_gated else 2) * model.d_ff // n + model.d_model
-    return operations.tokens * widest * operations.how.activation
+    return operations.tokens * widest * operations.arithmetic.activation_bytes

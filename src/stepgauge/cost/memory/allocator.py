@@ -1,11 +1,9 @@
-"""PyTorch's caching CUDA allocator, without the memory: what a sequence of allocations holds and
-reserves.
+"""Simulates PyTorch's caching CUDA allocator: how much a sequence of allocations holds and reserves.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp with its default settings: sizes round up
-to 512 bytes; a block of up to 1 MiB comes from a segment of 2 MiB, one of under 10 MiB from a
-segment of 20 MiB, a larger one from a segment of its own that is rounded up to 2 MiB; the smallest
-free block that is large enough serves, and what it has too much is split off, but for a rest of up
-to 1 MiB of a large block; free neighbours merge.
+It follows c10/cuda/CUDACachingAllocator.cpp with default settings. Sizes are rounded up to 512 bytes.
+A block of up to 1 MiB comes from a segment of 2 MiB, one of less than 10 MiB from a segment of 20 MiB,
+and a larger one gets its own segment, rounded up to 2 MiB. The smallest free block that is large enough
+is used. Its rest is split off, unless it is at most 1 MiB of a large block. Free neighbours are merged.
 """
 
 import bisect
@@ -23,7 +21,7 @@ SEGMENT_ROUNDING = 2 * MIB
 
 @dataclasses.dataclass(eq=False)
 class Block:
-    """A stretch of a segment. `size` is what `memory_allocated` counts while it is in use."""
+    """Part of a segment. While it is in use, `memory_allocated` counts its `size`."""
 
     address: int
     size: int
@@ -34,9 +32,7 @@ class Block:
 
 
 class CachingAllocator:
-    """allocate and free; `allocated` and `reserved` are torch.cuda.memory_allocated and
-    memory_reserved.
-    """
+    """`allocated` and `reserved` are torch.cuda.memory_allocated and memory_reserved."""
 
     def __init__(self) -> None:
         self.allocated = self.reserved = self.peak_reserved = 0
@@ -44,7 +40,7 @@ class CachingAllocator:
         self._pools: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
 
     def allocate(self, size: int) -> Block:
-        """A block for `size` bytes, at least one."""
+        """Returns a block of at least `size` bytes."""
         size = max(ROUNDING, round_up(size, ROUNDING))
         block = self._best_fit(size) or self._segment(size)
         rest = block.size - size

@@ -1,9 +1,8 @@
-"""Peak memory of a step on its fullest rank, itemised: parameters, gradients, optimizer state,
-activations, and what libraries take.
+"""The peak memory of a step on its fullest rank, in parts.
 
-A step's memory rises while forward keeps activations and falls, or goes on rising, as backward
-turns them into gradients; both are linear in the blocks, so the peak is where backward begins, in
-its first or last block, or at its end.
+Memory rises during forward, which keeps activations. Backward frees them and adds gradients, so memory
+falls or rises further. Both are linear in the number of blocks, so the peak is at the start of
+backward, in its first or last block, or at its end.
 """
 
 import dataclasses
@@ -13,9 +12,9 @@ from stepgauge.cost.data_axis.buckets import most_owned
 from stepgauge.cost.memory.activations import (
     KeptBytes,
     kept,
-    narrow_copies,
     of_block_backward,
     of_loss,
+    weight_copies,
 )
 from stepgauge.cost.memory.allocator import (
     LARGEST_SMALL,
@@ -32,13 +31,13 @@ from stepgauge.spec.plan.pipeline.schedules import stages_per_rank
 from stepgauge.spec.plan.shards import MOST_IN_FLIGHT, PREFETCHED
 from stepgauge.spec.units import MIB, round_up
 
-# cuBLAS takes 32 MiB on Hopper, once for forward's thread and once for autograd's; they are of
-# torch's count (docs/memory.md).
+# cuBLAS takes 32 MiB on Hopper, once for forward's thread and once for autograd's. torch counts them
+# (docs/memory.md).
 WORKSPACES = 2 * 32 * MIB
-# Outside of torch's count, beside the CUDA context: buffers of a communicator of NCCL (assumed: 16
-# channels of 4 MiB for each of three protocols are under 200 MiB).
+# Buffers of an NCCL communicator, which torch does not count (assumed: 16 channels of 4 MiB for each of
+# three protocols are less than 200 MiB).
 COMMUNICATOR = 200 * MIB
-# Bytes of optimizer state a parameter, by precision; AdamW.
+# Bytes of AdamW's state per parameter, by precision.
 STATE_BYTES = {"fp32": 8, "tf32": 8, "bf16": 8, "fp16": 8, "bf16-pure": 4, "bf16-master": 12}
 FORMULA, ASSUMED = "formula", "assumed"
 
@@ -54,9 +53,11 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The peak of torch's count on the fullest rank, its parts, and what lies outside of it.
+    """The peak on the fullest rank.
 
-    moment  when it is
+    items    parts of the peak that torch counts
+    outside  memory that torch does not count
+    moment   when the peak is reached
     """
 
     items: Sequence[Item]
@@ -69,10 +70,11 @@ class Memory:
 
     @property
     def device_bytes(self) -> float:
-        """What the device must have."""
+        """The memory that the device must have."""
         return self.peak_bytes + sum(item.bytes for item in self.outside)
 
     def rows(self) -> list[list[object]]:
+        """Returns a record's table of memory."""
         head: list[object] = ["part", "bytes", "source"]
         inside = [[item.name, item.bytes, item.source] for item in self.items]
         return [head, *inside, *([f"{i.name} (outside)", i.bytes, i.source] for i in self.outside)]
@@ -84,17 +86,19 @@ def step_memory(
     *,
     accumulates: bool = False,
 ) -> Memory:
-    """Of a rank without a pipeline. `accumulates`: gradients of earlier passes are there."""
-    found = _held(operations, layout, accumulates=accumulates)
-    keeps = kept(operations)
-    before = found.gradients if accumulates else 0.0
-    levels = _levels(operations, found, keeps, before)
+    """Returns the peak of a rank without a pipeline.
+
+    If it `accumulates`, gradients of earlier passes exist from the beginning.
+    """
+    static = _static(operations, layout, accumulates=accumulates)
+    earlier = static.gradients if accumulates else 0.0
+    levels = _levels(operations, static, kept(operations), earlier)
     if WRAPPERS[layout.wrapper].packs:  # all gradients are copied into one message
-        levels["end of backward"]["temporaries"] += found.gradients
+        levels["end of backward"]["temporaries"] += static.gradients
     if WRAPPERS[layout.wrapper].keeps_buckets:
-        levels = {name: {**parts, "buckets": found.gradients} for name, parts in levels.items()}
+        levels = {name: {**parts, "buckets": static.gradients} for name, parts in levels.items()}
     moment = max(levels, key=lambda name: sum(levels[name].values()))
-    return _memory(found, levels[moment], moment, layout, boxes_of(operations))
+    return _memory(static, levels[moment], moment, layout, _exchange_buffers(operations))
 
 
 def pipeline_memory(
@@ -104,8 +108,9 @@ def pipeline_memory(
     *,
     accumulates: bool = False,
 ) -> Memory:
-    """Of the fullest rank: its stages, and the micro-batches that it has in flight. `accumulates`:
-    gradients of earlier passes are there from the beginning.
+    """Returns the peak of the fullest rank, from its stages and its micro-batches in flight.
+
+    If it `accumulates`, gradients of earlier passes exist from the beginning.
     """
     keeps = [kept(stage) for stage in stages]
     held = {n: Held(keep.total, _for_weights(stages[n])) for n, keep in enumerate(keeps)}
@@ -113,30 +118,30 @@ def pipeline_memory(
     ranks = []
     for rank, row in enumerate(rows):
         own = schedule.stages(rank)
-        base = _sum([_held(stages[n], layout, accumulates=True) for n in own])
-        resident = _resident([stages[n] for n in own], base)
-        if accumulates or base.unit:
+        static = _sum([_static(stages[n], layout, accumulates=True) for n in own])
+        gradients = _gradients_and_weights([stages[n] for n in own], static)
+        if accumulates or static.unit:
             activations = max(live(row, held))
         else:
-            activations, resident["gradients"] = fullest(row, held, base.gradients)
-        extra = max(of_block_backward(stages[n]) + keeps[n].again for n in own)
-        extra = max(extra, max(of_loss(stages[n]) for n in own))
-        buffers = 4 * max(stages[n].stream_bytes for n in own)
+            activations, gradients["gradients"] = fullest(row, held, static.gradients)
+        temporaries = max(of_block_backward(stages[n]) + keeps[n].recomputed for n in own)
         parts = {
-            **resident,
+            **gradients,
             "activations in flight": activations,
-            "temporaries": extra,
-            "buffers of transfers": buffers,
+            "temporaries": max(temporaries, max(of_loss(stages[n]) for n in own)),
+            "transfer buffers": 4 * max(stages[n].stream_bytes for n in own),
         }
-        ranks.append(_memory(base, parts, f"rank {rank}", layout, boxes_of(stages[0])))
+        buffers = _exchange_buffers(stages[0])
+        ranks.append(_memory(static, parts, f"rank {rank}", layout, buffers))
     return max(ranks, key=lambda memory: memory.peak_bytes)
 
 
 def fullest(
     row: Sequence[Action], held: Mapping[int, Held], gradients: float
 ) -> tuple[float, float]:
-    """Activations and gradients where a rank has most: of these none until its first backward has
-    ended. With gpipe all activations are there before.
+    """Returns activations and gradients at the moment when a rank holds most of both together.
+
+    There are no gradients before its first backward has ended. With gpipe, all activations exist before.
     """
     levels = live(row, held)
     first = next(n for n, action in enumerate(row, start=1) if action.kind in (BACKWARD, WEIGHT))
@@ -145,36 +150,42 @@ def fullest(
 
 
 def stage_memory(stage: StepOperations, layout: Layout) -> Memory:
-    """The same, of the first rank, by what its schedule holds at once: of 1f1b p micro-batches of a
-    stage, interleaved 1 + (1 - 1/p)/v times as many, of zbv as many (docs/pipeline.md).
+    """Returns the peak of the first pipeline rank without simulating its schedule.
+
+    Of p ranks, 1f1b and zbv hold p micro-batches of a stage at once. Interleaved schedules with v
+    stages per rank hold 1 + (1 - 1/p)/v times as many (docs/pipeline.md).
     """
     ranks, keeps = layout.pipeline, kept(stage)
     per_rank = stages_per_rank(layout.schedule, layout.per_rank)
     factor = 1 + (1 - 1 / ranks) / per_rank if layout.schedule == "interleaved" else 1.0
-    live = min(layout.microbatches, ranks) * factor
-    base = _held(stage, layout, accumulates=True)
+    in_flight = min(layout.microbatches, ranks) * factor
+    static = _static(stage, layout, accumulates=True)
     parts = {
-        **_resident([stage], base),
-        "activations in flight": live * keeps.total,
-        "temporaries": of_block_backward(stage) + keeps.again,
-        "buffers of transfers": 4 * stage.stream_bytes,
+        **_gradients_and_weights([stage], static),
+        "activations in flight": in_flight * keeps.total,
+        "temporaries": of_block_backward(stage) + keeps.recomputed,
+        "transfer buffers": 4 * stage.stream_bytes,
     }
-    return _memory(base, parts, "rank 0", layout, boxes_of(stage))
+    return _memory(static, parts, "rank 0", layout, _exchange_buffers(stage))
 
 
-def _resident(stages: Sequence[StepOperations], base: "_Held") -> dict[str, float]:
-    """Gradients of a rank's stages and, of ZeRO 3, what is whole from UNSHARD to RESHARD."""
-    if not base.unit:
-        return {"gradients": base.gradients}
-    whole = sum(_allocated(stage, stage.how.weight) for stage in stages)
-    return {"gradients": base.gradients + whole, "unsharded weights": whole}
+def _gradients_and_weights(stages: Sequence[StepOperations], static: "_Static") -> dict[str, float]:
+    """Returns the gradients of a pipeline rank.
+
+    With ZeRO 3 they include whole gradients, and there are whole weights, from UNSHARD to RESHARD.
+    """
+    if not static.unit:
+        return {"gradients": static.gradients}
+    whole = sum(_allocated(stage, stage.arithmetic.weight_bytes) for stage in stages)
+    return {"gradients": static.gradients + whole, "unsharded weights": whole}
 
 
 @dataclasses.dataclass(frozen=True)
-class _Held:
-    """Bytes that a rank has all the time, and how many its gradients come to.
+class _Static:
+    """Bytes that do not change during a step, and the bytes of all gradients.
 
-    ends, unit  of ZeRO 3, the whole weights of embedding and head, and those of a block
+    ends  ZeRO 3: whole weights of embedding and head
+    unit  ZeRO 3: whole weights of one block; 0 for other wrappers
     """
 
     parameters: float
@@ -184,10 +195,14 @@ class _Held:
     unit: float
 
 
-def _held(operations: StepOperations, layout: Layout, *, accumulates: bool) -> _Held:
-    """Whole gradients add up before ZeRO 2 gives them to their owners; ZeRO 3 reduces each time."""
+def _static(operations: StepOperations, layout: Layout, *, accumulates: bool) -> _Static:
+    """Returns the bytes of parameters, optimizer state and gradients.
+
+    ZeRO 2 accumulates whole gradients before it reduces them to their owners. ZeRO 3 reduces them in
+    each pass.
+    """
     wrapper, n = WRAPPERS[layout.wrapper], layout.num_replicas
-    how, state = operations.how, STATE_BYTES[operations.spec.precision]
+    arithmetic, state = operations.arithmetic, STATE_BYTES[operations.spec.precision]
 
     def of(part: str, itemsize: float) -> float:
         whole = _allocated(operations, itemsize)
@@ -200,20 +215,21 @@ def _held(operations: StepOperations, layout: Layout, *, accumulates: bool) -> _
         return whole * most_owned(operations, n) / operations.num_parameters
 
     sharded = wrapper.shards("weights") and n > 1
-    unit = operations.block_parameters * how.activation
-    ends = operations.end_parameters * how.activation
-    return _Held(
-        parameters=of("weights", how.weight),
+    unit = operations.block_parameters * arithmetic.activation_bytes
+    ends = operations.end_parameters * arithmetic.activation_bytes
+    return _Static(
+        parameters=of("weights", arithmetic.weight_bytes),
         ends=ends if sharded else 0.0,
         state=2 * of("optimizer state", state / 2),
-        gradients=of("gradients", how.weight),
+        gradients=of("gradients", arithmetic.weight_bytes),
         unit=unit if sharded else 0.0,
     )
 
 
 def _allocated(operations: StepOperations, itemsize: float) -> float:
-    """Bytes of a value for each of the share's parameters. The caching allocator leaves a large
-    tensor a rest of up to 1 MiB of its segment.
+    """Returns the allocated bytes for a value of `itemsize` per parameter.
+
+    The caching allocator rounds a large tensor up by at most 1 MiB, to the end of its segment.
     """
     matrices = operations.block_matrices * len(operations.blocks) + operations.end_matrices
     rest = operations.num_parameters - sum(matrices)
@@ -225,87 +241,90 @@ def _allocated(operations: StepOperations, itemsize: float) -> float:
     return slack + (sum(matrices) + rest) * itemsize
 
 
-def _sum(parts: Sequence[_Held]) -> _Held:
-    names = [field.name for field in dataclasses.fields(_Held)]
-    return _Held(**{name: sum(getattr(part, name) for part in parts) for name in names})
+def _sum(parts: Sequence[_Static]) -> _Static:
+    names = [field.name for field in dataclasses.fields(_Static)]
+    return _Static(**{name: sum(getattr(part, name) for part in parts) for name in names})
 
 
 def _levels(
-    operations: StepOperations, held: _Held, keeps: KeptBytes, before: float
+    operations: StepOperations, static: _Static, keeps: KeptBytes, earlier: float
 ) -> dict[str, dict[str, float]]:
-    """What there is beside parameters and state, at each moment that may be the peak. Gradients of
-    `before` bytes are there from earlier passes.
+    """Returns gradients, activations and temporaries at each moment that may be the peak.
+
+    Gradients of earlier passes take `earlier` bytes.
     """
-    layers, gradients = len(operations.blocks), held.gradients
-    one = gradients * operations.block_parameters / operations.num_parameters
-    end = gradients * operations.end_parameters / operations.num_parameters
-    head = end / 2 if operations.is_first and operations.is_last else end
-    inside = of_block_backward(operations) + keeps.again
-    gathered = 1 + PREFETCHED  # of ZeRO 3, beside whole gradients on their way
-    first_units, last_units = (gathered + 1) * held.unit, (gathered + MOST_IN_FLIGHT) * held.unit
-    # blocks whose backward begins together, when their activations are all there
+    layers, gradients = len(operations.blocks), static.gradients
+    block_gradients = gradients * operations.block_parameters / operations.num_parameters
+    end_gradients = gradients * operations.end_parameters / operations.num_parameters
+    is_whole = operations.is_first and operations.is_last
+    head_gradients = end_gradients / 2 if is_whole else end_gradients
+    in_block = of_block_backward(operations) + keeps.recomputed
+    # ZeRO 3: gathered units, and whole gradients that are being reduced
+    gathered = 1 + PREFETCHED
+    first_units = (gathered + 1) * static.unit
+    last_units = (gathered + MOST_IN_FLIGHT) * static.unit
+    # blocks that are recomputed together have all their activations when their backward starts
     recomputes = operations.spec.checkpointing in ("blocks", "selective")
     together = min(layers, operations.spec.checkpoint_blocks) if recomputes else 1
-    last = keeps.blocks * together / layers
+    last_blocks = keeps.blocks * together / layers
 
-    def level(of_gradients: float, kept_bytes: float, temporary: float) -> dict[str, float]:
+    def level(new_gradients: float, activations: float, temporaries: float) -> dict[str, float]:
         return {
-            "gradients": max(before, of_gradients),
-            "activations": kept_bytes,
-            "temporaries": temporary,
+            "gradients": max(earlier, new_gradients),
+            "activations": activations,
+            "temporaries": temporaries,
         }
 
+    gradients_before_last = head_gradients + (layers - together) * block_gradients
     levels = {
         "loss": level(0.0, keeps.total, of_loss(operations)),
-        "first block of backward": level(head, keeps.blocks, inside + first_units),
-        "last block of backward": level(
-            head + (layers - together) * one, last, inside + last_units
-        ),
+        "first block of backward": level(head_gradients, keeps.blocks, in_block + first_units),
+        "last block of backward": level(gradients_before_last, last_blocks, in_block + last_units),
         "end of backward": level(gradients, 0.0, operations.stream_bytes + last_units),
     }
     if operations.spec.checkpointing != "none":
-        # a loss by parts holds most in forward; another has narrow logits, half of their gradients
+        # A loss over parts of the vocabulary holds most in forward. Any other has bf16 logits there,
+        # half as large as their gradients.
         part = 1.0 if operations.share.tensor > 1 else 0.5
-        # compiled blocks make their copies of weights again
-        copies = 0.0 if operations.how.is_compiled else layers * narrow_copies(operations)
+        # compiled blocks cast their weights again
+        copies = 0.0 if operations.arithmetic.is_compiled else layers * weight_copies(operations)
         levels["end of forward"] = level(0.0, keeps.total, copies + part * of_loss(operations))
     return levels
 
 
 def _for_weights(stage: StepOperations) -> float:
-    """What W needs of a micro-batch: both factors of every layer's product."""
-    m, a, model = stage.tokens, stage.how.activation, stage.model
-    n = stage.share.tensor
-    up = (2 if model.is_gated else 1) * model.d_ff // n
-    rows = stage.qkv_rows + model.d_model + up + model.d_model
-    columns = 2 * model.d_model + model.num_heads * model.head_width // n + model.d_ff // n
-    found = len(stage.blocks) * m * a * (rows + columns)
+    """Returns what a W (weight gradient) needs of a micro-batch: both factors of every product."""
+    m, itemsize, model = stage.tokens, stage.arithmetic.activation_bytes, stage.model
+    outputs = stage.qkv_rows + model.d_model + stage.up_rows + model.d_model
+    inputs = 2 * model.d_model + stage.attention_width + stage.feed_forward_width
+    nbytes = len(stage.blocks) * m * itemsize * (outputs + inputs)
     if stage.is_last:
-        found += m * a * (model.vocab_size // n + model.d_model)
-    return min(found, kept(stage).total)
+        nbytes += m * itemsize * (model.vocab_size // stage.share.tensor + model.d_model)
+    return min(nbytes, kept(stage).total)
 
 
-def boxes_of(operations: StepOperations) -> float:
-    """Of the tensor axis, where it sends beside products: two inboxes and two outboxes, which are
-    outside of the caching allocator (parallel/tensor_parallel/exchange.py).
+def _exchange_buffers(operations: StepOperations) -> float:
+    """Returns the bytes of tensor parallelism's two inboxes and two outboxes; 0 without overlap.
+
+    The caching allocator does not have them (parallel/tensor_parallel/exchange.py).
     """
-    whole = operations.tokens * operations.model.d_model * operations.how.activation
+    whole = operations.tokens * operations.model.d_model * operations.arithmetic.activation_bytes
     return 4 * whole if operations.overlapped else 0.0
 
 
 def _memory(
-    base: _Held, parts: Mapping[str, float], moment: str, layout: Layout, boxes: float
+    static: _Static, parts: Mapping[str, float], moment: str, layout: Layout, buffers: float
 ) -> Memory:
     items = [
-        Item("parameters", base.parameters),
-        Item("gathered embedding and head", 0.0 if "unsharded weights" in parts else base.ends),
-        Item("optimizer state", base.state),
+        Item("parameters", static.parameters),
+        Item("gathered embedding and head", 0.0 if "unsharded weights" in parts else static.ends),
+        Item("optimizer state", static.state),
         *(Item(name, nbytes) for name, nbytes in parts.items()),
-        Item("workspaces of libraries", WORKSPACES, ASSUMED),
+        Item("library workspaces", WORKSPACES, ASSUMED),
     ]
     outside = [Item("CUDA context", CUDA_CONTEXT, ASSUMED)]
-    if boxes:
-        outside.append(Item("boxes of the tensor axis", boxes))
+    if buffers:
+        outside.append(Item("tensor-parallel buffers", buffers))
     if layout.sizes:
         outside.append(Item("communicators", COMMUNICATOR * len(layout.sizes), ASSUMED))
     return Memory([item for item in items if item.bytes], outside, moment)

@@ -1,1 +1,1 @@
-"""The operations of a step as terms, part by part of the network (`step_operations` puts them together)."""
+"""The operations of a training step as terms; `step_operations` puts them in order."""

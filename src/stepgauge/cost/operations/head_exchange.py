@@ -1,8 +1,9 @@
-"""Attention of ranks that exchange heads, as terms: what head_exchange.py of parallel/ does.
+"""Context-parallel attention by exchange of heads (Ulysses), as head_exchange.py of parallel/ runs it.
 
-A rank attends over all tokens with its share of the heads, in groups. Queries, keys and values of
-the first group are waited for; those of the next travel beside its attention, as its output does
-beside the attention of the next. Backward is the mirror, with as many bytes.
+Each rank computes attention over all tokens for its share of the heads, in groups. Attention waits
+for queries, keys and values of the first group only. Those of the next group are sent during the
+attention of this one, and its output during the attention of the next. Backward does the same in
+reverse order, with as many bytes.
 """
 
 import dataclasses
@@ -14,8 +15,12 @@ from stepgauge.spec.plan.context import num_head_groups
 
 @dataclasses.dataclass(frozen=True)
 class HeadExchanges:
-    """Values of a rank's queries and of its keys and values, bytes of each, and heads of keys of all
-    ranks.
+    """Sizes of the exchange on one rank.
+
+    queries    values of the rank's queries
+    keys       values of its keys and values together
+    itemsize   bytes of a value
+    key_heads  key heads of all ranks
     """
 
     ranks: int
@@ -25,24 +30,24 @@ class HeadExchanges:
     key_heads: int
 
     def terms(self, attention: Term) -> Iterator[Term]:
-        """`attention`: of a rank's heads over all tokens. In either direction."""
+        """Yields one direction. `attention` covers the rank's heads over all tokens."""
         groups = num_head_groups(self.key_heads, self.ranks)
         heads, *rest = attention.sizes
-        own = dataclasses.replace(attention, sizes=(heads / groups, *rest))
-        qkv, o = ((self.queries + self.keys) / groups, self.queries / groups)
-        yield self._pass("packed", self.queries + self.keys)
-        yield self._sent("heads", qkv)
+        group_attention = dataclasses.replace(attention, sizes=(heads / groups, *rest))
+        qkv, output = (self.queries + self.keys) / groups, self.queries / groups
+        yield self._copy("pack", self.queries + self.keys)
+        yield self._exchange("exchange_qkv", qkv)
         for group in range(groups):
-            yield own
+            yield group_attention
             if group < groups - 1:
-                yield self._sent("heads", qkv, own)
-                yield self._sent("outputs", o, own)
-        yield self._sent("outputs", o)
-        yield self._pass("unpacked", self.queries)
+                yield self._exchange("exchange_qkv", qkv, group_attention)
+                yield self._exchange("exchange_output", output, group_attention)
+        yield self._exchange("exchange_output", output)
+        yield self._copy("unpack", self.queries)
 
-    def _pass(self, name: str, values: float) -> Term:
+    def _copy(self, name: str, values: float) -> Term:
         return Term(f"attention.{name}", TRAFFIC, (2 * values * self.itemsize,))
 
-    def _sent(self, name: str, values: float, *beside: Term) -> Term:
+    def _exchange(self, name: str, values: float, *hidden_by: Term) -> Term:
         nbytes = values * self.itemsize * (self.ranks - 1) / self.ranks
-        return Term(f"attention.{name}", TRANSFER, (nbytes,), axis="context", beside=beside)
+        return Term(f"attention.{name}", TRANSFER, (nbytes,), axis="context", hidden_by=hidden_by)

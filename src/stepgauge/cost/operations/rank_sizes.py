@@ -1,4 +1,4 @@
-"""What of a network a rank computes, as sizes: its tokens, its parameters, its parts of each layer."""
+"""Sizes of one rank's share of a network: its tokens, its parameters, its part of each layer."""
 
 import dataclasses
 
@@ -8,16 +8,16 @@ from stepgauge.spec.model_fields import NORM_PARAMETERS, NORMS
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NetworkPart:
-    """What of a network a rank runs at once.
+    """The share of a network and of a batch that one rank computes.
 
-    batch     sequences of a forward and backward: of a pipeline, of a micro-batch
+    batch     sequences per forward and backward; with a pipeline, of one micro-batch
     tensor    ranks that share each layer
-    overlap   what they send runs beside products
-    blocks    of its stage; None: all
+    overlap   tensor-parallel communication runs during products
+    blocks    blocks of the pipeline stage; None for all
     context   ranks that share each sequence
-    ulysses   these exchange heads for attention
-    gathered  weights come from the other ranks, in the type that is computed in (ZeRO 3)
-    passes    forwards and backwards of a step, whose gradients are added up
+    ulysses   context-parallel ranks exchange heads for attention
+    gathered  weights are gathered from other ranks in the activations' dtype (ZeRO 3)
+    passes    forwards and backwards per step, whose gradients are accumulated
     """
 
     batch: int
@@ -31,7 +31,7 @@ class NetworkPart:
 
 
 class ShareSizes:
-    """Sizes of a rank's share."""
+    """Token counts, layer widths and parameter counts of a rank's share."""
 
     def __init__(self, model: ModelSpec, share: NetworkPart):
         self.model, self.share = model, share
@@ -40,16 +40,17 @@ class ShareSizes:
         self.is_last = self.blocks.stop == model.num_layers
         self.length = model.context_length // share.context
         self.tokens = share.batch * self.length
-        self.own_tokens = self.tokens // share.tensor  # of the residual stream
+        # Between tensor-parallel layers, each rank keeps its part of the residual stream only.
+        self.own_tokens = self.tokens // share.tensor
 
     @property
     def num_parameters(self) -> int:
-        """Those that the rank computes with."""
+        """Parameters that the rank computes with."""
         return len(self.blocks) * self.block_parameters + self.end_parameters
 
     @property
     def units(self) -> dict[str, int]:
-        """Elements that ZeRO 3 gathers together, by the name of the block; the rest is one more."""
+        """Parameters that ZeRO 3 gathers together, by block. The rest is one more unit."""
         return {f"blocks.{number}": self.block_parameters for number in self.blocks}
 
     @property
@@ -58,50 +59,63 @@ class ShareSizes:
 
     @property
     def block_matrices(self) -> list[int]:
-        """Elements of a block's weights: inputs and output of attention, up (and gate), down."""
-        model, n = self.model, self.share.tensor
-        d, f = model.d_model, model.d_ff // n
-        width = model.num_heads * model.head_width // n
-        return [self.qkv_rows * d, width * d, (2 if model.is_gated else 1) * f * d, f * d]
+        """Elements of a block's weights: attention input and output, up (and gate), down."""
+        d, f = self.model.d_model, self.feed_forward_width
+        return [self.qkv_rows * d, self.attention_width * d, self.up_rows * d, f * d]
 
     @property
     def end_parameters(self) -> int:
-        """Of embeddings, last norm and head, as far as the stage has them."""
+        """Parameters of embeddings, last norm and head, if the stage has them."""
         return sum(self.end_matrices) + (self.norm_parameters if self.is_last else 0)
 
     @property
     def end_matrices(self) -> list[int]:
-        model, whole = self.model, self.model.vocab_size * self.model.d_model
-        found = [whole // self.share.tensor] if self.is_first else []
+        """Elements of the embeddings and of the head, if the stage has them."""
+        model = self.model
+        vocabulary = model.vocab_size * model.d_model // self.share.tensor
+        sizes = [vocabulary] if self.is_first else []
         if self.is_first and model.positions == "learned":
-            found.append((model.num_positions or model.context_length) * model.d_model)
+            sizes.append((model.num_positions or model.context_length) * model.d_model)
         if self.is_last and not (model.tied_head and self.is_first):
-            found.append(whole // self.share.tensor)
-        return found
+            sizes.append(vocabulary)
+        return sizes
 
     @property
     def norm_parameters(self) -> int:
         return NORM_PARAMETERS[NORMS[self.model.norm]] * self.model.d_model
 
     @property
+    def feed_forward_width(self) -> int:
+        return self.model.d_ff // self.share.tensor
+
+    @property
+    def up_rows(self) -> int:
+        """Outputs of the up projection, with those of the gate."""
+        return (2 if self.model.is_gated else 1) * self.feed_forward_width
+
+    @property
+    def attention_width(self) -> int:
+        """Width of this rank's heads together."""
+        return self.model.num_heads * self.model.head_width // self.share.tensor
+
+    @property
     def qkv_rows(self) -> int:
-        """Of this rank; key heads that several ranks read are on each."""
+        """Outputs of the attention input. A key head that several ranks need is on each of them."""
         queries, keys, values = self.model.qkv_sections
-        least = self.model.head_width
-        return queries // self.share.tensor + max(2 * least, (keys + values) // self.share.tensor)
+        one_head = 2 * self.model.head_width
+        return queries // self.share.tensor + max(one_head, (keys + values) // self.share.tensor)
 
     @property
     def biases(self) -> int:
-        """Values a token that are summed into the gradients of a block's biases."""
-        model, n = self.model, self.share.tensor
-        found = self.qkv_rows if model.attention_bias != "none" else 0
-        found += model.d_model if model.attention_bias == "all" else 0
-        if model.feed_forward_bias:
-            found += (2 if model.is_gated else 1) * model.d_ff // n + model.d_model
-        return found
+        """Values per token that are summed into the gradients of a block's biases."""
+        model = self.model
+        values = self.qkv_rows if model.attention_bias != "none" else 0
+        values += model.d_model if model.attention_bias == "all" else 0
+        values += self.up_rows + model.d_model if model.feed_forward_bias else 0
+        return values
 
     @property
     def rotated_width(self) -> int:
-        """Of queries and keys together."""
+        """Width of queries and keys together."""
         queries, keys, _ = self.model.qkv_sections
         return (queries + keys) // self.share.tensor

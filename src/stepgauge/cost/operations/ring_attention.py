@@ -1,25 +1,31 @@
-"""Attention of ranks that share each sequence, as terms: what ring_attention.py of parallel/
-does with the keys that travel around the ring by messages (spec/plan/context.py).
+"""Context-parallel attention in a ring, as ring_attention.py of parallel/ runs it by messages.
 
-A rank's own keys meet its queries under the causal mask; of each other rank's keys, or of its own
-queries, a half does, without a mask: as many pairs. Keys are sent beside the attention that does not
-need them, and gradients of keys come home behind it. In backward the first half of the own heads
-hides the first keys, and the second half the last gradients.
+Keys and values travel around the ring (spec/plan/context.py). A rank's queries meet its own keys
+under the causal mask. Of any other rank's keys they need one half, or one half of the queries needs
+all of them, without a mask; both are as many pairs. Keys are sent during attention that does not need
+them, and gradients of keys are sent back the same way. In backward, the first half of the rank's own
+heads hides the first keys, and the second half hides the last gradients.
 """
 
 import dataclasses
 from collections.abc import Iterator
 
-from stepgauge.cost.operations.terms import TRAFFIC, Term
+from stepgauge.cost.operations.terms import TRAFFIC, TRANSFER, Term
 from stepgauge.spec.units import ceil_div
 
-RING = "attention.ring."  # what names begin with of its terms, which are one operator
-WIDE = 4  # bytes of a value that is summed over more than two parts
+RING = "attention.ring."  # prefix of the names of its terms, which all belong to one operator
+FP32_BYTES = 4  # sums of more than two parts are kept in fp32
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """Values of a rank's queries and of its keys and values, bytes of each, and heads of keys."""
+    """Sizes of the ring on one rank.
+
+    queries    values of the rank's queries
+    keys       values of its keys and values together
+    itemsize   bytes of a value
+    key_heads  key heads of the rank
+    """
 
     ranks: int
     queries: float
@@ -28,62 +34,70 @@ class Ring:
     key_heads: int
 
     @property
-    def summed(self) -> int:
-        """Bytes of a value of o, and of the gradients that a rank adds up."""
-        return WIDE if self.ranks > 2 else self.itemsize
+    def sum_bytes(self) -> int:
+        """Bytes per value of the output while it is summed, and of the summed gradients."""
+        return FP32_BYTES if self.ranks > 2 else self.itemsize
 
     def forward(self, attention: Term) -> Iterator[Term]:
-        """`attention`: of the rank's own tokens."""
-        q, kv, a = self.queries, self.keys, self.itemsize
-        yield self._pass("stacked", 2 * kv * a)
+        """Yields forward. `attention` covers the rank's own tokens."""
+        q, kv, itemsize = self.queries, self.keys, self.itemsize
+        yield self._pass("stack", 2 * kv * itemsize)
         for meeting in range(self.ranks):
             yield attention
             if meeting < self.ranks - 1:
-                yield self._sent("keys", kv * a, attention)
-            if meeting:  # o scaled, and the part added to it by its share
-                yield self._pass("merged", q * (2 * self.summed + 2 * WIDE + a))
-        if self.summed > a:
-            yield self._pass("widened", q * (a + WIDE))
-            yield self._pass("narrowed", q * (a + WIDE))
+                yield self._sent("keys", kv * itemsize, attention)
+            if meeting:  # scale the output so far, and add the new part by its share
+                yield self._pass("merge", q * (2 * self.sum_bytes + 2 * FP32_BYTES + itemsize))
+        if self.sum_bytes > itemsize:
+            yield self._pass("cast_to_fp32", q * (itemsize + FP32_BYTES))
+            yield self._pass("cast_result", q * (itemsize + FP32_BYTES))
 
     def backward(self, attention: Term) -> Iterator[Term]:
-        q, kv, a, others = self.queries, self.keys, self.itemsize, self.ranks - 1
+        """Yields backward. `attention` covers the rank's own tokens."""
+        q, kv, itemsize, others = self.queries, self.keys, self.itemsize, self.ranks - 1
         first, second = self._halves(attention)
-        queries = self._pass("queries summed", others * q * (2 * self.summed + a))
-        yield self._pass("stacked", 2 * kv * a)
-        yield from (*first, self._sent("keys", kv * a, *first))
+        sum_queries = self._pass("sum_queries", others * q * (2 * self.sum_bytes + itemsize))
+        yield self._pass("stack", 2 * kv * itemsize)
+        yield from (*first, self._sent("keys", kv * itemsize, *first))
         for meeting in range(1, others + 1):
             yield attention
             if meeting < others:
-                yield self._sent("keys", kv * a, attention)
-            yield self._pass("keys summed", kv * self._given(meeting))
-            hides = (attention,) if meeting < others else (*second, queries)
-            yield self._sent("gradients", kv * (a if meeting == 1 else WIDE), *hides)
-        yield from (*second, queries)
-        yield self._pass("own written", (q + kv) * (a + self.summed))
-        yield self._pass("own added", kv * 3 * self.summed)
-        if self.summed > a:
-            yield self._pass("narrowed", (q + kv) * (a + WIDE))
+                yield self._sent("keys", kv * itemsize, attention)
+            yield self._pass("sum_keys", kv * self._bytes_per_summed_key(meeting))
+            hidden_by = (attention,) if meeting < others else (*second, sum_queries)
+            sent_bytes = kv * (itemsize if meeting == 1 else FP32_BYTES)
+            yield self._sent("key_gradients", sent_bytes, *hidden_by)
+        yield from (*second, sum_queries)
+        yield self._pass("write_own", (q + kv) * (itemsize + self.sum_bytes))
+        yield self._pass("add_own", kv * 3 * self.sum_bytes)
+        if self.sum_bytes > itemsize:
+            yield self._pass("cast_result", (q + kv) * (itemsize + FP32_BYTES))
 
     def _halves(self, attention: Term) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
-        """Of the own heads: a head of keys goes with all its heads of queries."""
+        """Returns attention of the two halves of the rank's heads; the second may be empty.
+
+        A key head stays together with all its query heads.
+        """
         heads, *rest = attention.sizes
         first = heads * ceil_div(self.key_heads, 2) / self.key_heads
         parts = (dataclasses.replace(attention, sizes=(n, *rest)) for n in (first, heads - first))
         one, other = ((part,) if part.sizes[0] else () for part in parts)
         return one, other
 
-    def _given(self, meeting: int) -> int:
-        """Bytes moved for each value of the gradients of keys that go on: a part is added to zeros,
-        to a sum that is made wide for it, or to a wide one.
+    def _bytes_per_summed_key(self, meeting: int) -> int:
+        """Returns the bytes moved per value of the key gradients that are sent on.
+
+        A part is added to zeros (first meeting), to a sum that is cast to fp32 for it (second), or to
+        a sum in fp32.
         """
-        a = self.itemsize
+        itemsize = self.itemsize
         if meeting == 1:
-            return 4 * a
-        return 2 * WIDE + a + (WIDE + a if meeting == 2 and a < WIDE else 0)
+            return 4 * itemsize
+        cast = FP32_BYTES + itemsize if meeting == 2 and itemsize < FP32_BYTES else 0
+        return 2 * FP32_BYTES + itemsize + cast
 
     def _pass(self, name: str, nbytes: float) -> Term:
         return Term(f"{RING}{name}", TRAFFIC, (nbytes,))
 
-    def _sent(self, name: str, nbytes: float, *beside: Term) -> Term:
-        return Term(f"{RING}{name}", "send_recv", (nbytes,), axis="context", beside=beside)
+    def _sent(self, name: str, nbytes: float, *hidden_by: Term) -> Term:
+        return Term(f"{RING}{name}", TRANSFER, (nbytes,), axis="context", hidden_by=hidden_by)

@@ -1,10 +1,10 @@
-"""Which steps have terms for all that they do."""
+"""Which steps the formulas cover completely."""
 
 from stepgauge.cost.operations.terms import PRECISION
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import WorkSpec
 
-# Fields of a ModelSpec beside its shape that the terms know, or that cost nothing.
+# Fields of a ModelSpec, besides its sizes, that the terms take into account or that cost nothing.
 PRICED = (
     "feed_forward norm norm_epsilon positions rope_base rope_fraction rope_scaling tied_head "
     "attention loss gate num_kv_heads head_dim qk_norm attention_bias feed_forward_bias block "
@@ -12,14 +12,14 @@ PRICED = (
 )
 NORMS = ("rmsnorm", "layernorm", "triton")
 CALIBRATED = ("adamw", "fused")  # optimizers
-ATTENTIONS = ("sdpa", "triton", "sdpa-flash", "sdpa-cudnn")  # where a hardware file has them
+ATTENTIONS = ("sdpa", "triton", "sdpa-flash", "sdpa-cudnn")  # if the hardware file has them
 COMPILED = ("off", "on", "blocks", "reduce-overhead")
-# How often backward runs a block's forward again, or of it what was not kept.
+# How often backward recomputes a block's forward, or the part of it that was not kept.
 RECOMPUTED = {"none": 0, "blocks": 1, "selective": 1, "feed-forward": 1, "nested": 2}
 
 
 def require_predicted(*, compile: str, precision: str) -> None:
-    """Raises ValueError for a way to compute that is not predicted, of whatever network."""
+    """Raises ValueError for a compile mode or a precision that no prediction covers."""
     if compile not in COMPILED:
         raise ValueError(f"compile is {compile!r}; predicted are {', '.join(COMPILED)}")
     if precision not in PRECISION:
@@ -27,7 +27,7 @@ def require_predicted(*, compile: str, precision: str) -> None:
 
 
 def require_priced(spec: WorkSpec) -> ModelSpec:
-    """The network. Raises ValueError for a step that has parts whose cost is not modelled."""
+    """Returns the step's network. Raises ValueError if a part of the step has no cost model."""
     model = spec.model
     require_predicted(compile=spec.compile, precision=spec.precision)
     if spec.checkpointing not in RECOMPUTED:

@@ -1,4 +1,7 @@
-"""What a term of a step is, and the terms that several parts of a network share.
+"""A term is one kind of operation in a step, with its sizes and how often it runs.
+
+This file defines terms, and makes those that several parts of a network share: linear layers, norms,
+casts and passes over memory.
 
 Legend: M tokens, D model width, N and K outputs and inputs of a linear layer.
 """
@@ -8,37 +11,40 @@ from collections.abc import Iterator
 
 from stepgauge.spec.model_fields import NORM_PARAMETERS, NORMS
 
-TRAFFIC = "traffic"
-# Arithmetic of products, bytes of an activation, and bytes of a weight.
+TRAFFIC = "traffic"  # elementwise work, priced by the bytes that it reads and writes
+# By precision: dtype of matrix products, bytes of an activation, bytes of a weight.
 PRECISION: dict[str, tuple[str, int, int]] = {
     "fp32": ("fp32", 4, 4),
     "tf32": ("tf32", 4, 4),
     "bf16": ("bf16", 2, 4),
-    "fp16": ("bf16", 2, 4),  # the same rate as bf16
+    "fp16": ("bf16", 2, 4),  # as fast as bf16
     "bf16-pure": ("bf16", 2, 2),
     "bf16-master": ("bf16", 2, 2),
 }
-# A strided copy takes as long for a value as a plain pass does for so many bytes, whatever its type:
+# A strided copy takes as long per value as a plain pass over this many bytes, whatever the dtype:
 # 297 to 352 G values/s in six kernels of three steps on an H200, where plain passes run at 3.9 TB/s
 # (docs/log/2026-11-23-predictions.md).
 STRIDED_BYTES = 12
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
-TRANSFER = "send_recv"  # to the next rank of an axis, and from the one before
+TRANSFER = "send_recv"  # each rank of an axis sends to the next one
 
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """`count` runs of an operation at its sizes; of TRAFFIC and what is sent the one size is bytes.
+    """`count` runs of an operation at its sizes. TRAFFIC and communication have one size, the bytes.
 
-    gradient  elements of a weight's gradient that is complete after it; 0: of none
-    weights   it computes a gradient of weights, for which no other stage waits
-    axis      of a collective: the axis whose ranks do it together
-    beside    of a collective in pieces: the products that compute meanwhile, and hide it
-    nbytes    of a plain pass that takes as long, where a hardware file may have no times of the
-              operation
-    pace      where its block was timed whole: that time over the sum of the block's terms
-    operator  the call that it is `share` of, where one was traced (measure/operator_calls.py)
-    is_rough  its bytes or operations say little of its time: its kernels are far from either bound
+    gradient     elements of the parameter whose gradient is complete after this term; 0 if none is
+    for_weights  part of a weight gradient: no other pipeline stage waits for it
+    axis         communication: the mesh axis of the ranks that take part
+    hidden_by    communication in pieces: the products that run at the same time
+    nbytes       bytes of a plain pass that takes as long; used if the hardware file has no times of
+                 the operation
+    pace         if whole blocks were timed: that time divided by the sum of the block's terms
+    operator     traced networks: the operator call that this term is part of
+                 (measure/operator_calls.py)
+    share        traced networks: the fraction of the call's time that this term takes
+    is_rough     the time cannot be derived well from bytes or FLOPs: its kernels are far from both
+                 limits
     """
 
     name: str
@@ -46,9 +52,9 @@ class Term:
     sizes: tuple[float, ...]
     count: int = 1
     gradient: int = 0
-    weights: bool = False
+    for_weights: bool = False
     axis: str = ""
-    beside: tuple["Term", ...] = ()
+    hidden_by: tuple["Term", ...] = ()
     nbytes: float = 0.0
     pace: float = 1.0
     operator: str = ""
@@ -57,45 +63,49 @@ class Term:
 
     @property
     def is_product(self) -> bool:
-        """Whether selective checkpointing keeps its result."""
+        """True for matrix products and attention, whose results selective checkpointing keeps."""
         return self.operation.startswith(("matmul", "attention"))
 
 
 def strided_copy(name: str, numel: int) -> Term:
+    """Returns the term of a copy that changes the order of dimensions."""
     return Term(name, "strided copy bf16", (numel,), nbytes=STRIDED_BYTES * numel)
 
 
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
-    """How a precision computes, and whether elementwise neighbours are one pass over memory.
+    """The dtypes that a step computes in, and whether it is compiled.
 
-    type        of products, as calibration names it
-    activation  bytes of a value that a product gives
-    residual    bytes of a value of the residual stream, and of a weight that is computed with
-    weight      bytes of a weight where it is kept, and of its gradient
+    dtype             of matrix products, as in the names of calibrated operations
+    activation_bytes  per value of a product's result
+    residual_bytes    per value of the residual stream, and of a weight before autocast
+    weight_bytes      per value of a stored weight and of its gradient
+    is_compiled       elementwise neighbours are fused into one pass over memory
     """
 
-    type: str
-    activation: int
-    residual: int
-    weight: int
+    dtype: str
+    activation_bytes: int
+    residual_bytes: int
+    weight_bytes: int
     is_compiled: bool
 
     @classmethod
     def of(cls, precision: str, *, is_compiled: bool, gathered: bool = False) -> "Arithmetic":
-        """`gathered` weights come narrow from the other ranks (ZeRO 3), the embedding's with them,
-        and so the residual stream is narrow.
+        """Returns the arithmetic of a precision.
+
+        Weights that are `gathered` from other ranks (ZeRO 3) arrive in the activations' dtype. The
+        embedding is one of them, so the residual stream has that dtype, too.
         """
-        kind, activation, weight = PRECISION[precision]
-        return cls(kind, activation, activation if gathered else weight, weight, is_compiled)
+        dtype, activation, weight = PRECISION[precision]
+        return cls(dtype, activation, activation if gathered else weight, weight, is_compiled)
 
     @property
     def casts(self) -> bool:
-        """Autocast: each product reads a narrow copy of its weight, made for it."""
-        return self.activation < self.residual
+        """True under autocast: each product reads a bf16 copy of its weight, made for it."""
+        return self.activation_bytes < self.residual_bytes
 
     def passes(self, name: str, nbytes: float, *, eager: float, compiled: float) -> Iterator[Term]:
-        """`eager` or `compiled` times so many bytes."""
+        """Yields elementwise work that moves `nbytes` `eager` times, or `compiled` times if compiled."""
         times = compiled if self.is_compiled else eager
         if times:
             yield Term(name, TRAFFIC, (nbytes * times,))
@@ -103,67 +113,84 @@ class Arithmetic:
     def timed_pass(
         self, name: str, operation: str, sizes: tuple[float, ...], nbytes: float
     ) -> Term:
-        """Work as calibrate/passes.py times it, in the type that products give; compiled, as under
-        autocast.
+        """Returns elementwise work that calibrate/passes.py times, in the dtype of activations.
+
+        Compiled passes are timed under autocast only. In other precisions they are priced by
+        `nbytes`.
         """
-        if self.is_compiled:
-            return Term(name, f"compiled {operation}" if self.casts else TRAFFIC,
-                        sizes if self.casts else (nbytes,), nbytes=nbytes)  # fmt: skip
-        kind = "bf16" if self.activation == 2 else "fp32"
-        return Term(name, f"{operation} {kind}", sizes, nbytes=nbytes)
+        if not self.is_compiled:
+            dtype = "bf16" if self.activation_bytes == 2 else "fp32"
+            return Term(name, f"{operation} {dtype}", sizes, nbytes=nbytes)
+        if self.casts:
+            return Term(name, f"compiled {operation}", sizes, nbytes=nbytes)
+        return Term(name, TRAFFIC, (nbytes,), nbytes=nbytes)
 
-    def cast(self, name: str, operation: str, numel: int, *, weights: bool = False) -> Term:
-        """Compiled, one pass over memory like any other."""
+    def cast(self, name: str, operation: str, numel: int, *, for_weights: bool = False) -> Term:
+        """Returns a cast of `numel` values; compiled, it is a pass over memory like any other."""
         if self.is_compiled:
-            nbytes = numel * (self.activation + self.residual)
-            return Term(name, TRAFFIC, (nbytes,), weights=weights)
-        return Term(name, operation, (numel,), weights=weights)
+            nbytes = numel * (self.activation_bytes + self.residual_bytes)
+            return Term(name, TRAFFIC, (nbytes,), for_weights=for_weights)
+        return Term(name, operation, (numel,), for_weights=for_weights)
 
-    def narrowed(self, numel: int) -> int:
-        """Values that autocast narrows before a product; compiled, the norm writes them narrow."""
+    def autocast_numel(self, numel: int) -> int:
+        """Returns how many of a product's `numel` inputs autocast has to cast for it.
+
+        There are none if compiled: the norm before the product then writes bf16 itself.
+        """
         return numel if self.casts and not self.is_compiled else 0
 
-    def linear_forward(self, name: str, m: int, n: int, k: int, narrowed: int) -> Iterator[Term]:
-        """(M, K) times a weight (N, K)."""
+    def linear_forward(self, name: str, m: int, n: int, k: int, cast_numel: int) -> Iterator[Term]:
+        """Yields the product of inputs (M, K) and a weight (N, K), and the casts before it.
+
+        `cast_numel` input values are cast to bf16 first.
+        """
         if self.casts:
             yield self.cast(f"{name}.cast_weight", "cast fp32 bf16", n * k)
-        if narrowed:
-            yield Term(f"{name}.cast_input", "cast fp32 bf16", (narrowed,))
-        yield Term(name, f"matmul nt {self.type}", (m, n, k))
+        if cast_numel:
+            yield Term(f"{name}.cast_input", "cast fp32 bf16", (cast_numel,))
+        yield Term(name, f"matmul nt {self.dtype}", (m, n, k))
 
-    def linear_backward(self, name: str, m: int, n: int, k: int, narrowed: int) -> Iterator[Term]:
-        yield Term(f"{name}.input_gradient", f"matmul nn {self.type}", (m, k, n))
-        product = f"matmul tn {self.type}"
-        if not self.casts:
-            yield Term(f"{name}.weight_gradient", product, (n, k, m), 1, n * k, True)
-        else:
-            yield Term(f"{name}.weight_gradient", product, (n, k, m), weights=True)
-            cast = self.cast(f"{name}.cast_gradient", "cast bf16 fp32", n * k, weights=True)
+    def linear_backward(self, name: str, m: int, n: int, k: int, cast_numel: int) -> Iterator[Term]:
+        """Yields the products for the input's and the weight's gradient, and the casts after them."""
+        yield Term(f"{name}.input_gradient", f"matmul nn {self.dtype}", (m, k, n))
+        product = Term(
+            f"{name}.weight_gradient", f"matmul tn {self.dtype}", (n, k, m), for_weights=True
+        )
+        if self.casts:
+            yield product
+            cast = self.cast(f"{name}.cast_gradient", "cast bf16 fp32", n * k, for_weights=True)
             yield dataclasses.replace(cast, gradient=n * k)
-        if narrowed:
-            yield Term(f"{name}.cast_input_gradient", "cast bf16 fp32", (narrowed,))
+        else:
+            yield dataclasses.replace(product, gradient=n * k)
+        if cast_numel:
+            yield Term(f"{name}.cast_input_gradient", "cast bf16 fp32", (cast_numel,))
 
     def gradients_added(self, numel: int, passes: int) -> Iterator[Term]:
-        """Gradients of so many parameters to those of earlier passes: what one pass has of it on
-        average.
+        """Yields the addition of `numel` gradients to those of earlier passes.
+
+        The first of `passes` adds nothing. Each pass gets the average over all.
         """
         if passes > 1 and numel:
-            nbytes = 3 * self.weight * numel * (passes - 1) / passes
-            yield Term("gradients.add", TRAFFIC, (nbytes / 2,), 2, weights=True)
+            nbytes = 3 * self.weight_bytes * numel * (passes - 1) / passes
+            yield Term("gradients.add", TRAFFIC, (nbytes / 2,), 2, for_weights=True)
 
     def norm(self, name: str, direction: str, kind: str, m: int, d: int) -> Iterator[Term]:
-        """A norm of (M, D); by our kernel one pass over memory; compiled one with the residual sum
-        before it.
+        """Yields a norm over (M, D).
+
+        This package's Triton kernel makes one pass over memory. Compiled, the norm also adds up the
+        residual sum before it.
         """
-        r, a = self.residual, self.activation
+        residual, activation = self.residual_bytes, self.activation_bytes
         gradient = NORM_PARAMETERS[NORMS[kind]] * d if direction == "backward" else 0
-        nbytes: float = m * d * (3 * r + a if direction == "backward" else r + 2)
+        value_bytes = 3 * residual + activation if direction == "backward" else residual + 2
+        nbytes: float = m * d * value_bytes
         if kind == "triton":
             yield Term(name, TRAFFIC, (nbytes,), gradient=gradient)
         elif self.is_compiled:
-            nbytes += m * d * (r + a / 2) * (direction == "forward")
+            if direction == "forward":
+                nbytes += m * d * (residual + activation / 2)
             term = self.timed_pass(name, f"norm {direction}", (m, d), nbytes)
             yield dataclasses.replace(term, gradient=gradient)
         else:
-            kept = "bf16" if r == 2 else "fp32"
-            yield Term(name, f"{kind} {direction} {kept}", (m, d), gradient=gradient)
+            dtype = "bf16" if residual == 2 else "fp32"
+            yield Term(name, f"{kind} {direction} {dtype}", (m, d), gradient=gradient)

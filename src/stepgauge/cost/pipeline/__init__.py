@@ -1,1 +1,5 @@
-"""A pipeline's step: its stages as durations, and the simulator that runs any checked schedule."""
+"""The step of a pipeline.
+
+`stages` prices what each stage computes, `timeline` simulates any schedule with these durations,
+`cuts` divides blocks among stages, and `fill` moves weight gradients into bubbles.
+"""

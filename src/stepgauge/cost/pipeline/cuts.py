@@ -1,8 +1,7 @@
-"""Stages cut for the shortest simulated step.
+"""Divides a network into stages such that the simulated step is shortest.
 
-Ranks with equal loads do not end at the same time: what is first in the pipe begins first, and has
-time for more. Where parts are coarse no loads are equal anyway, and it matters which rank has the
-larger one.
+Equal stages are not always best: the first ranks start first and have time for more. If a network has
+few parts per stage, loads cannot be equal, and it matters which rank has more.
 """
 
 import itertools
@@ -32,11 +31,11 @@ Borders = tuple[int, ...]
 def shortest_cut(
     weights: Sequence[float], schedule: Schedule, *, overweight: int = 0
 ) -> list[range]:
-    """The parts of each stage, as `cut_parts` gives them: from equal stages, and from those with
-    equal loads, borders move one or two at a time while the step gets shorter. F, I and W of a part
-    count as a third of its weight each, and transfers as nothing.
+    """Returns the parts of each stage, as `cut_parts` does.
 
-    Raises ValueError for fewer parts than stages.
+    The search starts once with equally many parts per stage and once with balanced weights, and moves
+    one or two borders at a time while the step gets shorter. F, I and W of a part each take a third of
+    its weight, and transfers take no time. Raises ValueError for fewer parts than stages.
     """
     loads = balance(weights, list(schedule.rank_of.values()))
     starts = [(0, *itertools.accumulate(loads)), equal_borders(len(weights), len(loads))]
@@ -48,7 +47,7 @@ def shortest_cut(
 
 
 def stages_of(spec: PipelineSpec, times: PartTimes | None = None) -> list[range]:
-    """The parts of each stage of a row. `times` for a spec that needs them."""
+    """Returns the parts of each stage. `times` is required if the spec balances by time."""
     if spec.balance != STEP:
         return spec.stages(times)
     assert times is not None, "whoever runs or predicts the spec has them"
@@ -59,7 +58,7 @@ def stages_of(spec: PipelineSpec, times: PartTimes | None = None) -> list[range]
 def blocks_of(
     spec: LayoutSpec | TrainSpec, layout: Layout, times: PartTimes | None = None
 ) -> list[range]:
-    """The blocks of each stage of a layout, whole ones. `times` for one that is cut by them."""
+    """Returns the blocks of each stage of a layout. `times` as in `stages_of`."""
     if layout.pipeline == 1:
         return [range(spec.network.num_layers)]
     schedule = schedule_of(layout)
@@ -70,23 +69,26 @@ def blocks_of(
 
 
 class _Search:
+    """Local search over the borders between stages."""
+
     def __init__(self, weights: Sequence[float], schedule: Schedule):
         self._simulator = Simulator(lower(schedule))
         self._sums = [0.0, *itertools.accumulate(weights)]
-        self._known: dict[Borders, float] = {}
+        self._steps: dict[Borders, float] = {}
 
     def step(self, borders: Borders) -> float:
-        """In thirds of the unit of the weights."""
-        if borders not in self._known:
+        """Returns the simulated step, in thirds of the weights' unit."""
+        if borders not in self._steps:
             actions = {
                 (stage, kind): self._sums[end] - self._sums[begin]
                 for stage, (begin, end) in enumerate(itertools.pairwise(borders))
                 for kind in (FORWARD, INPUT, WEIGHT)
             }
-            self._known[borders] = self._simulator.timeline(Durations(actions=actions)).step_ms
-        return self._known[borders]
+            self._steps[borders] = self._simulator.timeline(Durations(actions=actions)).step_ms
+        return self._steps[borders]
 
     def descend(self, borders: Borders) -> Borders:
+        """Moves borders until no move makes the step shorter."""
         while (better := self._shorter(borders)) is not None:
             borders = better
         return borders

@@ -1,5 +1,6 @@
-"""Stages of a pipeline as durations for the simulator (timeline.py): what each takes forward,
-for its inputs' gradients and for its weights', a micro-batch at a time.
+"""Durations of pipeline stages for the simulator (timeline.py), for one micro-batch.
+
+Each stage has a forward, the gradients of its inputs, and the gradients of its weights.
 """
 
 import dataclasses
@@ -10,7 +11,7 @@ from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.cost.operations.terms import Term
 from stepgauge.cost.pipeline.timeline import Durations, transfers_of
 from stepgauge.cost.rates.prices import Prices
-from stepgauge.cost.streams.program import Launching, Operations
+from stepgauge.cost.streams.program import LaunchCost, Operations
 from stepgauge.spec.plan.pipeline.action import FORWARD, INPUT, UNSHARD, WEIGHT
 from stepgauge.spec.plan.stages import PartTimes
 
@@ -21,16 +22,19 @@ ATTENTION, FEED_FORWARD = ("attention",), ("feed_forward",)
 def durations(
     stages: Sequence[Operations],
     prices: Prices,
-    host: Mapping[str, Launching],
+    host: Mapping[str, LaunchCost],
     unshard_us: Sequence[float],
 ) -> Durations:
-    """Of stages of whole blocks. `unshard_us`: to gather the weights of each, where it is sharded."""
+    """Returns the durations of stages of whole blocks.
+
+    `unshard_us` is the time to gather each stage's weights; 0 if it is not sharded.
+    """
     terms = [(list(stage.forward()), list(stage.backward())) for stage in stages]
     nbytes = max(stage.stream_bytes for stage in stages)
     launches = [host[phase].us(stage.launched(phase)) for stage in stages for phase in PHASES]
-    found = _durations(terms, launches, prices, nbytes)
+    taken = _durations(terms, launches, prices, nbytes)
     unshard = {(number, UNSHARD): us / 1e3 for number, us in enumerate(unshard_us)}
-    return dataclasses.replace(found, actions={**found.actions, **unshard})
+    return dataclasses.replace(taken, actions={**taken.actions, **unshard})
 
 
 def _durations(
@@ -39,14 +43,16 @@ def _durations(
     prices: Prices,
     nbytes: float,
 ) -> Durations:
-    """Of what stages run forward and backward. `launches`: microseconds of the host for each phase
-    of each; `nbytes` of what one gives to the next.
+    """Returns the durations of stages with these forward and backward terms.
+
+    launches  microseconds of the host for each phase of each stage
+    nbytes    of what a stage sends to the next one
     """
     actions: dict[tuple[int, str], float] = {}
     for number, (forward, backward) in enumerate(stages):
         actions[number, FORWARD] = prices.total_us(forward) / 1e3
-        actions[number, WEIGHT] = prices.total_us(t for t in backward if t.weights) / 1e3
-        actions[number, INPUT] = prices.total_us(t for t in backward if not t.weights) / 1e3
+        actions[number, WEIGHT] = prices.total_us(t for t in backward if t.for_weights) / 1e3
+        actions[number, INPUT] = prices.total_us(t for t in backward if not t.for_weights) / 1e3
     return Durations(
         actions=actions,
         transfers=transfers_of(len(stages), prices.transfer(nbytes).us / 1e3),
@@ -56,9 +62,9 @@ def _durations(
 
 @dataclasses.dataclass(frozen=True)
 class Halves:
-    """A network as parts of half blocks, each with its terms.
+    """The terms of a network in parts: embedding, half blocks, head (numbered in spec/plan/stages.py).
 
-    backward's first term list is the head's; numbers are those of spec/plan/stages.py
+    The parts of backward have the same numbers: the first one is the embedding.
     """
 
     forward: Sequence[Sequence[Term]]
@@ -66,16 +72,21 @@ class Halves:
 
     @classmethod
     def of(cls, whole: StepOperations) -> "Halves":
-        first, block, last = whole.forward_parts()
-        last_back, block_back, first_back = whole.backward_parts()
-        halves, back = _cut(block), _cut(block_back)
         layers = len(whole.blocks)
-        return cls([first, *halves * layers, last], [first_back, *back * layers, last_back])
+        embedding, block, head = whole.forward_parts()
+        forward = [embedding, *_halves_of(block) * layers, head]
+        head, block, embedding = whole.backward_parts()
+        return cls(forward, [embedding, *_halves_of(block) * layers, head])
 
     def durations(
-        self, cuts: Sequence[range], prices: Prices, *, nbytes: float, host: Mapping[str, Launching]
+        self,
+        cuts: Sequence[range],
+        prices: Prices,
+        *,
+        nbytes: float,
+        host: Mapping[str, LaunchCost],
     ) -> Durations:
-        """Of stages that have these parts."""
+        """Returns the durations of stages that have these parts."""
         stages = [
             (self._terms(self.forward, parts), self._terms(self.backward, parts)) for parts in cuts
         ]
@@ -83,7 +94,7 @@ class Halves:
         return _durations(stages, launches, prices, nbytes)
 
     def times(self, prices: Prices) -> PartTimes:
-        """What cuts a network into stages, of whole blocks or of halves."""
+        """Returns the times of the parts, by which a network is divided into stages."""
         last = len(self.forward) - 1
         ms = [
             prices.total_us([*self.forward[part], *self.backward[part]]) / 1e3
@@ -92,14 +103,16 @@ class Halves:
         return PartTimes(*ms)
 
     def _terms(self, parts: Sequence[Sequence[Term]], numbers: range) -> list[Term]:
-        """A stage that is overweight has more blocks than the network: parts like the others."""
-        every = len(parts)
-        own = (parts[n] if n < every else parts[1 + (n + 1) % 2] for n in numbers)
+        """Returns the terms of a stage's parts.
+
+        An overweight stage has more blocks than the network. They equal the other blocks.
+        """
+        own = (parts[n] if n < len(parts) else parts[1 + (n + 1) % 2] for n in numbers)
         return list(itertools.chain(*own))
 
 
-def _cut(block: Iterable[Term]) -> list[list[Term]]:
-    """Terms of attention, and of feed-forward; what is in both, half in each."""
+def _halves_of(block: Iterable[Term]) -> list[list[Term]]:
+    """Returns a block's terms of attention, and of feed-forward. Terms of both are divided equally."""
     halves: list[list[Term]] = [[], []]
     for term in block:
         name = term.name.removeprefix("recomputed.")
@@ -107,9 +120,9 @@ def _cut(block: Iterable[Term]) -> list[list[Term]]:
             halves[0].append(term)
         elif name.startswith(FEED_FORWARD):
             halves[1].append(term)
-        elif term.count == 1:  # the residual sums come in the order of the halves
-            place = sum(t.name == term.name for half in halves for t in half) % 2
-            halves[place].append(term)
+        elif term.count == 1:  # such as residual sums: one for each half, in this order
+            number = sum(t.name == term.name for half in halves for t in half) % 2
+            halves[number].append(term)
         else:
             for half in halves:
                 half.append(dataclasses.replace(term, count=term.count // 2))

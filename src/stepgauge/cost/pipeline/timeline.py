@@ -1,10 +1,9 @@
-"""The simulator of pipeline schedules: the lowered schedule that runs, with a duration for each
-action and each transfer, gives when everything happens.
+"""Simulates a lowered pipeline schedule from the durations of its actions and transfers.
 
-A rank computes one action at a time, in its order; an action starts as soon as all that it waits
-for has ended (spec/plan/pipeline/depend.py). Transfers run beside computation. The host may be the
-slower one: it issues a rank's computations one after another; each starts when its first kernel may
-be issued at the earliest, and ends when its last one is.
+A rank computes one action at a time, in the schedule's order. An action starts as soon as everything
+that it waits for has ended (spec/plan/pipeline/depend.py). Transfers overlap with computation. A slow
+host delays a rank: it issues the rank's computations one after another, and an action cannot start
+before its first kernel is issued, nor end before its last one is.
 """
 
 import dataclasses
@@ -30,12 +29,12 @@ from stepgauge.spec.plan.pipeline.depend import dependencies, find_cycle, topolo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Durations:
-    """How long everything takes, in ms (or in any unit: the timeline is in the same).
+    """The duration of everything, in ms or any other unit; the timeline has the same.
 
-    actions   of (stage, kind); a B that is not there takes its I and its W, work on weights that is
-              not there takes nothing
-    transfers of a channel; nothing where it is not there
-    host_ms   that the host needs to issue one computation; a transfer costs it little
+    actions    by (stage, kind). A missing B takes as long as its I and W together; missing actions on
+               weights take no time
+    transfers  by channel; missing ones take no time
+    host_ms    time of the host to issue one computation; transfers cost it little
     """
 
     actions: Mapping[tuple[int, str], float]
@@ -54,9 +53,10 @@ class Durations:
         host_ms: float = 0.0,
         weights: Sequence[float] = (),
     ) -> Self:
-        """Stages that are alike but for `weights`, a factor a stage: 1.1 is a stage that takes a
-        tenth longer. Raises ValueError for another number of them than stages, and for a time that
-        is no number of at least 0.
+        """Returns equal stages, or stages scaled by `weights`: 1.1 makes a stage 10 % longer.
+
+        Raises ValueError unless there is one weight per stage, and for a time that is not a number of
+        at least 0.
         """
         times = {"forward": forward, "input": input, "weight": weight, "transfer": transfer}
         for name, ms in (times | {"host": host_ms}).items():
@@ -74,7 +74,7 @@ class Durations:
         return cls(actions=actions, transfers=transfers_of(stages, transfer), host_ms=host_ms)
 
     def of(self, action: Action) -> float:
-        """Raises ValueError for a computation that has no duration."""
+        """Returns the duration of an action. Raises ValueError for a computation without one."""
         stage, kind, _ = action
         if kind in SENDS:
             return self.transfers.get(action.channel, 0.0)
@@ -89,13 +89,13 @@ class Durations:
 
 
 def transfers_of(num_stages: int, ms: float) -> dict[Channel, float]:
-    """That long on every channel of as many stages: from each to the one before and the one after."""
+    """Returns transfers of `ms` between all neighbouring stages, in both directions."""
     stages = range(num_stages)
     return {Channel(stage, other): ms for stage in stages for other in (stage - 1, stage + 1)}
 
 
 class Span(NamedTuple):
-    """An action with its start and end, in ms from the begin of the step."""
+    """An action with its start and end, in ms from the start of the step."""
 
     action: Action
     start: float
@@ -104,10 +104,10 @@ class Span(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """When every action of a step ran, as simulated or as measured.
+    """When every action of a step ran, simulated or measured.
 
-    ranks      the computations of each rank, in their order
-    transfers  from the moment that both sides are there to the end, by their SEND
+    ranks      the computations of each rank, in order
+    transfers  by their SEND, from the moment at which both sides are ready
     """
 
     ranks: tuple[tuple[Span, ...], ...]
@@ -115,42 +115,45 @@ class Timeline:
 
     @functools.cached_property
     def step_ms(self) -> float:
-        """From the begin of the step to the end of the last computation."""
+        """The time from the start of the step to the end of the last computation."""
         return max(span.end for row in self.ranks for span in row)
 
     @property
     def busy_ms(self) -> list[float]:
-        """Of each rank: the time in which it computes."""
+        """For each rank, the time in which it computes."""
         return [sum(span.end - span.start for span in row) for row in self.ranks]
 
     @property
     def bubbles(self) -> list[float]:
-        """Of each rank: the share of the step in which it does not compute."""
+        """For each rank, the fraction of the step in which it does not compute."""
         return [1.0 - busy / self.step_ms for busy in self.busy_ms]
 
     @property
     def over_ideal(self) -> float:
-        """The step over one in which the same work is spread evenly and nobody waits."""
+        """The step divided by one in which the work is spread evenly and no rank waits."""
         return self.step_ms * len(self.ranks) / sum(self.busy_ms)
 
     def held(self, held: Mapping[int, Held]) -> list[list[tuple[float, float]]]:
-        """Of each rank (ms, what its micro-batches hold from then on), in the unit of `held`: at the
-        start and the end of each computation. A stage that is not in it holds 1.
+        """Returns for each rank how much its micro-batches hold over time, as pairs (ms, amount).
+
+        There is a pair at the start and the end of each computation. Amounts have the unit of `held`;
+        a stage that is missing there holds 1.
         """
         return [_levels(row, held) for row in self.ranks]
 
 
 def _levels(row: Sequence[Span], held: Mapping[int, Held]) -> list[tuple[float, float]]:
-    levels, now = [], 0.0
+    levels, level = [], 0.0
     for span, (taken, freed) in zip(row, changes((s.action for s in row), held), strict=True):
-        levels += [(span.start, now + taken), (span.end, now + taken - freed)]
-        now = levels[-1][1]
+        levels += [(span.start, level + taken), (span.end, level + taken - freed)]
+        level = levels[-1][1]
     return levels
 
 
 class Simulator:
-    """A lowered schedule, to be simulated with any durations. Raises ScheduleError for one that
-    cannot end.
+    """Simulates one lowered schedule with any durations.
+
+    Raises ScheduleError for a schedule that is not lowered, or that deadlocks.
     """
 
     def __init__(self, schedule: Schedule):
@@ -162,31 +165,31 @@ class Simulator:
         self._order = topological_order(self._waits)
 
     def timeline(self, durations: Durations) -> Timeline:
-        """When each action runs."""
+        """Returns when each action runs."""
         host_ms = durations.host_ms
-        begun = _begun(self._schedule, host_ms)
+        issue_starts = _issue_starts(self._schedule, host_ms)
         spans: dict[Action, Span] = {}
         for action in self._order:
-            issued = begun.get(action, -host_ms)  # transfers cost the host little
+            issued = issue_starts.get(action, -host_ms)  # transfers cost the host little
             ready = max((spans[other].end for other in self._waits[action]), default=0.0)
             start = max(ready, issued)
             spans[action] = Span(action, start, max(start + durations.of(action), issued + host_ms))
-        ranks = []
-        for row in self._schedule.ranks:
-            ranks.append(tuple(spans[action] for action in row if action.is_compute))
-        sends = tuple(span for span in spans.values() if span.action.kind in SENDS)
-        return Timeline(tuple(ranks), sends)
+        ranks = tuple(
+            tuple(spans[action] for action in row if action.is_compute)
+            for row in self._schedule.ranks
+        )
+        return Timeline(ranks, tuple(s for s in spans.values() if s.action.kind in SENDS))
 
 
 def simulate(schedule: Schedule, durations: Durations) -> Timeline:
-    """`Simulator.timeline`, once."""
+    """Simulates a schedule once."""
     return Simulator(schedule).timeline(durations)
 
 
-def _begun(schedule: Schedule, host_ms: float) -> dict[Action, float]:
-    """When the host of each rank begins to issue each computation."""
-    begun: dict[Action, float] = {}
+def _issue_starts(schedule: Schedule, host_ms: float) -> dict[Action, float]:
+    """Returns when each rank's host starts to issue each computation."""
+    starts: dict[Action, float] = {}
     if host_ms:
         for row in schedule.compute.ranks:
-            begun |= {action: number * host_ms for number, action in enumerate(row)}
-    return begun
+            starts |= {action: number * host_ms for number, action in enumerate(row)}
+    return starts

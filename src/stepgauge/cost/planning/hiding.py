@@ -51,7 +51,7 @@ def _sent_per_s(
 
 
 def _tensor(stage: StepOperations, prices: Prices, rate: float) -> overlap_ratios.OverlapRatio:
-    width, itemsize = stage.model.d_model, stage.how.activation
+    width, itemsize = stage.model.d_model, stage.arithmetic.activation_bytes
     stream = stage.tokens * width * itemsize
     return overlap_ratios.tensor(
         ranks=stage.share.tensor, width=width, value_bytes=itemsize, flops_per_s=rate,
@@ -67,7 +67,7 @@ def _data(
     """Of ZeRO 3 both directions, else gradients in buckets."""
     ranks = spec.parsed_layout.num_replicas
     if WRAPPERS[spec.parsed_layout.wrapper].shards("weights"):
-        itemsize = stage.how.activation
+        itemsize = stage.arithmetic.activation_bytes
         unit = stage.model.block_matrix_parameters / stage.share.tensor * itemsize
         return list(overlap_ratios.sharded(
             ranks=ranks, tokens=stage.tokens, weight_bytes=itemsize, flops_per_s=rate,
@@ -75,13 +75,13 @@ def _data(
         ))  # fmt: skip
     bucket = spec.bucket_mb * 1e6
     return [overlap_ratios.data_parallel(
-        ranks=ranks, tokens=stage.tokens, gradient_bytes=stage.how.weight, flops_per_s=rate,
+        ranks=ranks, tokens=stage.tokens, gradient_bytes=stage.arithmetic.weight_bytes, flops_per_s=rate,
         bytes_per_s=_sent_per_s(prices, "all_reduce", bucket, "data", sends=2),
     )]  # fmt: skip
 
 
 def _pipeline(stage: StepOperations, prices: Prices, rate: float) -> overlap_ratios.OverlapRatio:
-    model, itemsize, tensor = stage.model, stage.how.residual, stage.share.tensor
+    model, itemsize, tensor = stage.model, stage.arithmetic.residual_bytes, stage.share.tensor
     piece = stage.own_tokens * model.d_model * itemsize
     return overlap_ratios.pipeline(
         blocks=len(stage.blocks), width=model.d_model / tensor, value_bytes=itemsize,

@@ -11,12 +11,12 @@ import math
 from collections.abc import Iterator
 
 from stepgauge.cost.data_axis.buckets import most_owned
-from stepgauge.cost.host import launching
+from stepgauge.cost.host import launch_costs
 from stepgauge.cost.memory.peak import Memory, stage_memory, step_memory
 from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.cost.operations.terms import Arithmetic
-from stepgauge.cost.rates.contention import USUAL
+from stepgauge.cost.rates.contention import DEFAULT_SLOWDOWN
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import GLOO, NCCL, Prices
 from stepgauge.spec.data_parallel import DataParallelSpec
@@ -118,7 +118,7 @@ def _exchanges(spec: PlanSpec, tensor: int, context: int) -> Iterator[bool]:
 
 def _hides(spec: PlanSpec, micro_batch: int, tensor: int, context: int) -> bool:
     """Whether what the tensor axis sends runs beside products: on GPUs, where it is large enough."""
-    itemsize = Arithmetic.of(spec.precision, is_compiled=spec.compile != "off").activation
+    itemsize = Arithmetic.of(spec.precision, is_compiled=spec.compile != "off").activation_bytes
     tokens = micro_batch * spec.network.context_length // context
     stream = tokens * spec.network.d_model * itemsize
     return tensor > 1 and spec.device != "cpu" and overlaps(stream, tensor)
@@ -198,7 +198,7 @@ class Screen:
 
     def _launched(self, stage: StepOperations, prices: Prices) -> float:
         """Microseconds of the host for a micro-batch, which it may need longer for than the device."""
-        host = launching(stage.spec, prices.machine, prices.layout)
+        host = launch_costs(stage.spec, prices.machine, prices.layout)
         return sum(host[phase].us(len(stage.blocks)) for phase in ("forward", "backward"))
 
     def _data_us(
@@ -208,7 +208,7 @@ class Screen:
         """What the data axis adds: while nothing computes, and by slowing down what does."""
         if layout.num_replicas == 1:
             return 0.0, 0.0
-        numel, how = stage.num_parameters, stage.how
+        numel, arithmetic = stage.num_parameters, stage.arithmetic
 
         def sent(operation: str, itemsize: int, parts: int) -> float:
             nbytes = numel * itemsize / parts
@@ -217,23 +217,27 @@ class Screen:
         wrapper = WRAPPERS[layout.wrapper]
         if wrapper.shards("weights") and layout.pipeline > 1:
             units = len(stage.blocks)
-            whole = [sent(op, how.weight, units) for op in ("all_gather", "reduce_scatter")]
+            whole = [
+                sent(op, arithmetic.weight_bytes, units) for op in ("all_gather", "reduce_scatter")
+            ]
             return passes / layout.microbatches * sum(whole), 0.0
         if wrapper.shards("weights"):
             units = len(stage.blocks)
-            gather = sent("all_gather", how.activation, units)
-            reduce = sent("reduce_scatter", how.activation, units)
+            gather = sent("all_gather", arithmetic.activation_bytes, units)
+            reduce = sent("reduce_scatter", arithmetic.activation_bytes, units)
             over = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
             beside = min(gather, forward) + min(gather + reduce, backward)
-            return passes * over, passes * beside * (1 - 1 / USUAL.kernel)
-        buckets = max(1, round(numel * how.weight / (DataParallelSpec.bucket_mb * 1e6)))
+            return passes * over, passes * beside * (1 - 1 / DEFAULT_SLOWDOWN.kernel)
+        buckets = max(
+            1, round(numel * arithmetic.weight_bytes / (DataParallelSpec.bucket_mb * 1e6))
+        )
         operation = "reduce_scatter" if wrapper.shards("gradients") else "all_reduce"
-        gradients = sent(operation, how.weight, buckets)
+        gradients = sent(operation, arithmetic.weight_bytes, buckets)
         hidden = backward * (buckets - 1) / buckets if layout.pipeline == 1 else 0.0
         over, beside = max(0.0, gradients - hidden), min(gradients, hidden)
         if wrapper.shards("optimizer state"):
-            over += sent("all_gather", how.weight, 4)
-        return over, beside * (1 - 1 / USUAL.kernel)
+            over += sent("all_gather", arithmetic.weight_bytes, 4)
+        return over, beside * (1 - 1 / DEFAULT_SLOWDOWN.kernel)
 
     def _share(
         self,

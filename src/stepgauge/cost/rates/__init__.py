@@ -1,1 +1,5 @@
-"""What an operation, a collective and a term take on a machine, and what each is known by."""
+"""The time of each term on a machine, and how well that time is known.
+
+`prices` looks up terms under a layout, `machine` single operations, `network` collectives, and
+`contention` how much computation and communication slow each other down.
+"""

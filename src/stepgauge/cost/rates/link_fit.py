@@ -1,4 +1,4 @@
-"""Measured sizes of one operation on a link, fitted by lines: the Link of spec/links.py."""
+"""Fits lines to measured times of one operation on a link, for the Link of spec/links.py."""
 
 import dataclasses
 import itertools
@@ -8,18 +8,17 @@ from typing import Any, NamedTuple
 
 from stepgauge.spec.links import Link, Piece
 
-# relative: what a median repeats to on an idle machine; a piece more must pay for itself beyond it
-NOISE = 0.01
-PENALTY = 9.0  # a piece has three parameters, each at the price of three times the squared noise
+NOISE = 0.01  # relative; how well a median repeats on an idle machine
+# Cost of a further piece, in squared noise: it has three parameters, and each must improve the fit by
+# more than three times the squared noise.
+PENALTY = 9.0
 MOST_PIECES = 5
-LEAST_POINTS = 3  # in a piece: two would be a line through both, whatever they are
+LEAST_POINTS = 3  # per piece; two points always fit a line
 HELD_OUT_EVERY = 3
 
 
 class LinkPoint(NamedTuple):
-    """A measured size. `noise` is what its time repeats to, relative: a size that repeats well
-    counts for more.
-    """
+    """A measured size. A size with less relative `noise` counts for more."""
 
     bytes: int
     ms: float
@@ -27,9 +26,9 @@ class LinkPoint(NamedTuple):
 
 
 def split(points: Sequence[LinkPoint]) -> tuple[list[LinkPoint], list[LinkPoint]]:
-    """Points to fit and points to hold out: every third by size, never the smallest or the largest.
+    """Returns points to fit, and points to hold out: every third, but neither the smallest nor largest.
 
-    None is held out where fewer than LEAST_POINTS would be left to fit.
+    Holds out none if fewer than LEAST_POINTS would be left to fit.
     """
     ordered = sorted(points)
     held_out = ordered[1:-1:HELD_OUT_EVERY]
@@ -39,18 +38,17 @@ def split(points: Sequence[LinkPoint]) -> tuple[list[LinkPoint], list[LinkPoint]
 
 
 def fit(points: Sequence[LinkPoint]) -> list[Piece]:
-    """The line, or lines, of least squared error, each error in units of its point's noise.
+    """Returns the line, or several pieces, with the least squared error.
 
-    Breakpoints lie between two measured sizes (at their geometric mean). Among all ways to cut the
-    sizes into up to MOST_PIECES runs of at least LEAST_POINTS, the one is taken that minimises
-    sum((relative error / noise)²) + PENALTY·pieces; dynamic programming finds it. Raises ValueError
-    for fewer than two sizes.
+    The sizes are cut into up to MOST_PIECES runs of at least LEAST_POINTS such that
+    sum((relative error / noise)²) + PENALTY·pieces is smallest, by dynamic programming. Breakpoints
+    are the geometric means of two measured sizes. Raises ValueError for fewer than two sizes.
     """
     ordered = sorted(points)
     if len({point.bytes for point in ordered}) < 2:
         raise ValueError(f"a fit needs at least 2 sizes; there is {len(ordered)}")
     least = min(LEAST_POINTS, len(ordered))
-    # best[k][end]: cost and cuts of the first `end` points in k pieces
+    # best[k][end]: least cost of the first `end` points in k pieces, and where these end
     best: list[dict[int, tuple[float, tuple[int, ...]]]] = [{0: (0.0, ())}]
     for _ in range(MOST_PIECES):
         row: dict[int, tuple[float, tuple[int, ...]]] = {}
@@ -68,6 +66,7 @@ def fit(points: Sequence[LinkPoint]) -> list[Piece]:
 
 
 def _between(ordered: Sequence[LinkPoint], end: int) -> int | None:
+    """Returns the breakpoint after the first `end` points; None after the last."""
     if end == len(ordered):
         return None
     return round(math.sqrt(ordered[end - 1].bytes * ordered[end].bytes))
@@ -82,8 +81,9 @@ def _cost(ordered: Sequence[LinkPoint], start: int, end: int) -> float:
 
 
 def _line(ordered: Sequence[LinkPoint], start: int, end: int) -> Piece:
-    """Least squares with weights 1 / (ms·noise)²: relative errors count. Time never falls with
-    size, and is never below zero where the piece holds.
+    """Returns the line of least squares with weights 1 / (ms·noise)², which makes errors relative.
+
+    Time never falls with size, and is not negative within the piece.
     """
     points = [
         (1 / (point.ms * point.noise) ** 2, point.bytes, point.ms) for point in ordered[start:end]
@@ -92,16 +92,16 @@ def _line(ordered: Sequence[LinkPoint], start: int, end: int) -> Piece:
     mean_size = sum(weight * size for weight, size, _ in points) / total
     mean_ms = sum(weight * ms for weight, _, ms in points) / total
     ms_per_byte = _slope([(weight, size - mean_size, ms - mean_ms) for weight, size, ms in points])
-    ms_per_byte = max(ms_per_byte, 1e-15)  # flat: a petabyte a millisecond
+    ms_per_byte = max(ms_per_byte, 1e-15)  # a flat line: a petabyte per millisecond
     begin = (start and _between(ordered, start)) or 0
-    if mean_ms < ms_per_byte * (mean_size - begin):  # below zero there: the best line from zero
+    if mean_ms < ms_per_byte * (mean_size - begin):  # negative there: the best line through zero
         ms_per_byte = _slope([(weight, size - begin, ms) for weight, size, ms in points])
         return Piece(0.0 - ms_per_byte * begin, 1e3 / ms_per_byte)
     return Piece(mean_ms - ms_per_byte * mean_size, 1e3 / ms_per_byte)
 
 
 def _slope(points: Sequence[tuple[float, float, float]]) -> float:
-    """Of the best line through zero, of (weight, x, y); 0 where all x are."""
+    """Returns the slope of the best line through zero for (weight, x, y); 0 if all x are 0."""
     squares = sum(weight * x**2 for weight, x, _ in points)
     return sum(weight * x * y for weight, x, y in points) / squares if squares else 0.0
 
@@ -113,15 +113,15 @@ def link(
     measured: Mapping[str, Any],
     how: str = "",
 ) -> Link:
-    """Fits two thirds of the sizes and tries the fit on the others. Raises ValueError for fewer
-    than two sizes.
+    """Fits two thirds of the sizes and tests the fit on the others.
+
+    Raises ValueError for fewer than two sizes.
     """
-    seen, unseen = split(points)
-    pieces = fit(seen)
+    fitted, held_out = split(points)
     bare = Link(
         asked=asked,
-        pieces=pieces,
-        range_bytes=(seen[0].bytes, seen[-1].bytes),
+        pieces=fit(fitted),
+        range_bytes=(fitted[0].bytes, fitted[-1].bytes),
         fitted={},
         held_out={},
         measured=measured,
@@ -131,4 +131,4 @@ def link(
     def errors(of: Sequence[LinkPoint]) -> dict[int, float]:
         return {point.bytes: bare.time_ms(point.bytes) / point.ms - 1 for point in of}
 
-    return dataclasses.replace(bare, fitted=errors(seen), held_out=errors(unseen))
+    return dataclasses.replace(bare, fitted=errors(fitted), held_out=errors(held_out))

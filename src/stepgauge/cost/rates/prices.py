@@ -1,4 +1,4 @@
-"""What a term takes on a machine, under a layout."""
+"""The time of each term on a machine, under a layout."""
 
 import dataclasses
 import itertools
@@ -13,27 +13,27 @@ from stepgauge.cost.rates.network import Axis, axes_of
 from stepgauge.spec.layout import Layout
 
 NCCL, GLOO = "nccl", "gloo"
-# Of a collective beside a product: a copy, a flag and a wait before it and after it.
+# A collective that products hide still costs a copy, a flag and a wait before it and after it.
 LEAST_EXPOSED_US = 10.0
 
 
 def library_of(spec: Any) -> str:
-    """What carries the collectives of a step."""
+    """Returns the library that runs the collectives of a step."""
     return GLOO if spec.group_backend == "gloo" else NCCL
 
 
-class Computing(Protocol):
-    """What a rank computes."""
+class ForwardBackward(Protocol):
+    """Anything with the terms of a forward and a backward."""
 
     def forward(self) -> Iterator[Term]: ...
     def backward(self) -> Iterator[Term]: ...
 
 
 @dataclasses.dataclass(frozen=True)
-class InTurn:
-    """Stages, one after another, as one network."""
+class StageChain:
+    """Pipeline stages one after another, as one network."""
 
-    stages: Sequence[Computing]
+    stages: Sequence[ForwardBackward]
 
     def forward(self) -> Iterator[Term]:
         return itertools.chain(*(stage.forward() for stage in self.stages))
@@ -43,9 +43,9 @@ class InTurn:
 
 
 class Prices:
-    """Looks each operation up once. Raises ValueError where the machine does not know one.
+    """Looks up the time of terms, each only once. Raises ValueError for an operation without a time.
 
-    without  an axis whose collectives take nothing
+    without  an axis whose communication takes no time
     """
 
     def __init__(
@@ -62,82 +62,84 @@ class Prices:
         self.contention = ContentionTable(
             machine.hardware, {name: axis.ranks for name, axis in self.axes.items()}
         )
-        self._known: dict[tuple[Any, ...], Estimate] = {}
+        self._cache: dict[tuple[Any, ...], Estimate] = {}
 
-    def paced_by(self, operations: "Computing") -> "Prices":
-        """The same where products have that share of the time which they have in the network."""
-        terms = [t for t in (*operations.forward(), *operations.backward()) if not t.axis]
-        products = [term for term in terms if term.is_product]
-        share = self.total_us(products) / (self.total_us(terms) or 1.0)
-        machine = self.machine.at(share)
+    def at_product_share_of(self, network: ForwardBackward) -> "Prices":
+        """Returns prices at which products take the share of the time that they have in the network."""
+        terms = [t for t in (*network.forward(), *network.backward()) if not t.axis]
+        products_us = self.total_us(term for term in terms if term.is_product)
+        machine = self.machine.at_product_share(products_us / (self.total_us(terms) or 1.0))
         return Prices(machine, self.layout, self.backend, without=self._without)
 
-    def of(self, term: Term) -> Estimate:
-        """Of one run of the term's operation, at no pace but its own."""
+    def without(self, axis: str) -> "Prices":
+        """Returns prices at which communication on the axis takes no time."""
+        return Prices(self.machine, self.layout, self.backend, without=axis)
+
+    def total_us(self, terms: Iterable[Term]) -> float:
+        return sum(map(self.us, terms))
+
+    def us(self, term: Term) -> float:
+        """Returns the time of all runs of the term, at its pace."""
+        return term.count * term.pace * self.estimate(term).us
+
+    def estimate(self, term: Term) -> Estimate:
+        """Returns the time of one run of the term; its count and its pace are left out."""
         key = (
-            term.operation, term.sizes, term.axis, term.beside, term.nbytes, term.operator, term.share,
-            term.is_rough,
+            term.operation, term.sizes, term.axis, term.hidden_by, term.nbytes, term.operator,
+            term.share, term.is_rough,
         )  # fmt: skip
-        if key not in self._known:
-            self._known[key] = self._found(term)
-        return self._known[key]
+        if key not in self._cache:
+            self._cache[key] = self._estimate(term)
+        return self._cache[key]
 
-    def _found(self, term: Term) -> Estimate:
-        if term.operator and (exact := self.machine.operator(term.operator)):
-            return Estimate(term.share * exact.us, exact.source)
-        usual = self._usual(term)
-        return dataclasses.replace(usual, source=UNTIMED) if term.is_rough else usual
-
-    def _usual(self, term: Term) -> Estimate:
-        if term.operation == TRAFFIC:
-            return self.machine.traffic(*term.sizes)
-        if self.is_plain_pass(term):
-            return self.machine.traffic(term.nbytes)
+    def _estimate(self, term: Term) -> Estimate:
+        if term.operator and (timed := self.machine.operator(term.operator)):
+            return Estimate(term.share * timed.us, timed.source)
         if term.operation in (*COLLECTIVES, TRANSFER):
-            (nbytes,) = term.sizes
-            found = (
-                self.transfer(nbytes, term.axis)
-                if term.operation == TRANSFER
-                else self.collective(term.operation, nbytes, term.axis)
-            )
-            return self._exposed(found, term.beside) if term.beside else found
-        return self.machine.time(term.operation, *term.sizes)
+            estimate = self._message(term)
+        elif term.operation == TRAFFIC:
+            estimate = self.machine.traffic(*term.sizes)
+        elif self.is_plain_pass(term):
+            estimate = self.machine.traffic(term.nbytes)
+        else:
+            estimate = self.machine.time(term.operation, *term.sizes)
+        return dataclasses.replace(estimate, source=UNTIMED) if term.is_rough else estimate
 
-    def _exposed(self, collective: Estimate, beside: Iterable[Term]) -> Estimate:
-        """What of a collective that takes any time is left when the products beside it are done."""
-        rest = collective.us - self.total_us(beside)
-        return Estimate(max(rest, LEAST_EXPOSED_US) if collective.us else 0.0, ASSUMED)
+    def _message(self, term: Term) -> Estimate:
+        """Returns the time of communication, or of the part that products do not hide."""
+        (nbytes,) = term.sizes
+        if term.operation == TRANSFER:
+            whole = self.transfer(nbytes, term.axis)
+        else:
+            whole = self.collective(term.operation, nbytes, term.axis)
+        if not term.hidden_by:
+            return whole
+        exposed_us = whole.us - self.total_us(term.hidden_by)
+        return Estimate(max(exposed_us, LEAST_EXPOSED_US) if whole.us else 0.0, ASSUMED)
 
     def is_plain_pass(self, term: Term) -> bool:
-        """Whether it is priced by its bytes: the file has no times of the operation."""
+        """True if the term is priced by its bytes, because the file has no times of the operation."""
         return term.nbytes > 0 and not self.machine.knows(term.operation, term.sizes)
 
     def collective(self, operation: str, nbytes: float, axis: str) -> Estimate:
-        found = self.axes[axis]
         if axis == self._without:
             return Estimate(0.0, ASSUMED)
-        return self.machine.network.collective(operation, nbytes, found, backend=self.backend)
-
-    def broadcasts(self, nbytes: float, axis: str) -> Estimate:
-        """Of all ranks together, each of what it owns; so many bytes go through the busiest wire."""
-        found = self.axes[axis]
-        if self.machine.network.is_measured("broadcast", found, backend=self.backend):
-            return self.collective("broadcast", nbytes, axis)
-        return self.collective("all_gather", nbytes * found.ranks / (found.ranks - 1), axis)
-
-    def without(self, axis: str) -> "Prices":
-        """The same with nothing sent on an axis."""
-        return Prices(self.machine, self.layout, self.backend, without=axis)
+        return self.machine.network.collective(
+            operation, nbytes, self.axes[axis], backend=self.backend
+        )
 
     def transfer(self, nbytes: float, axis: str = "pipeline") -> Estimate:
-        """Between neighbours on the axis: of a pipeline its stages."""
+        """Returns the time to send to the next rank of the axis; for a pipeline, to the next stage."""
         if axis == self._without:
             return Estimate(0.0, ASSUMED)
         return self.machine.network.transfer(nbytes, self.axes[axis], backend=self.backend)
 
-    def us(self, term: Term) -> float:
-        """Of all its runs, at its pace."""
-        return term.count * term.pace * self.of(term).us
+    def broadcasts(self, nbytes: float, axis: str) -> Estimate:
+        """Returns the time in which all ranks broadcast what they own.
 
-    def total_us(self, terms: Iterable[Term]) -> float:
-        return sum(map(self.us, terms))
+        `nbytes` go through the busiest wire.
+        """
+        ranks = self.axes[axis].ranks
+        if self.machine.network.is_measured("broadcast", self.axes[axis], backend=self.backend):
+            return self.collective("broadcast", nbytes, axis)
+        return self.collective("all_gather", nbytes * ranks / (ranks - 1), axis)

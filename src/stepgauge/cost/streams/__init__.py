@@ -1,1 +1,5 @@
-"""A rank's step as works of streams (`program`), when each runs (`events`), what it comes to (`outcome`)."""
+"""A rank's step as work on streams.
+
+`program` writes the work down, `events` simulates when each piece runs, `outcome` summarises it, and
+`ledger` makes the rows of a record's table of terms.
+"""

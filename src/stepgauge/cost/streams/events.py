@@ -1,12 +1,13 @@
-"""A rank's streams as events: each runs its work in order, work waits for what it reads, and what
-runs beside one another slows one another down.
+"""Simulates a rank's streams. Each runs its work in order; work waits for other work; streams that
+run at the same time slow each other down.
 
-Contention is a rate: while a collective runs, computing goes on at 1 / kernel of its pace and the
-collective at 1 / collective of its own, and only for as long as both run. Of a product it is a
-stall: its tiles are dealt to the multiprocessors when it is launched, and those of the ones that
-the collective has wait for it and for those that follow, for at most as long as the product loses
-beside collectives all along: of 2 H200s' zero3 step 3.0 % are missed so, and 3.5 % where the wait
-ends with the first collective. A product that began beside none has all multiprocessors.
+Contention works in two ways while a collective runs. Most kernels run at 1 / `kernel` of their speed,
+and the collective at 1 / `collective` of its own, for as long as both run. A matrix product stalls
+instead: its tiles are assigned to multiprocessors at launch, and tiles on those that the collective
+occupies wait for it and for collectives that follow. The stall is at most as long as the slowdown
+beside collectives all along would be. A product that started without a collective has all
+multiprocessors and never stalls. For the zero3 step on 2 x H200 this is off by 3.0 %; a stall that
+ends with the first collective is off by 3.5 %.
 """
 
 import collections
@@ -16,16 +17,16 @@ from typing import NamedTuple, Protocol
 from stepgauge.cost.rates.contention import Slowdown
 
 COMPUTE, HOST = "compute", "host"
-TINY = 1e-9  # microseconds: what rounding leaves of a work
+TINY = 1e-9  # microseconds; a smaller rest of work is rounding
 
 
 class StreamWork(NamedTuple):
-    """Something that a stream runs.
+    """One piece of work on a stream.
 
     stream     COMPUTE, HOST, or the name of a communicator
-    us         that it takes with nothing beside it
-    operation  what contention goes by: "matmul nt bf16", "all_reduce"
-    after      works, by their places, that must have ended
+    us         duration if nothing else runs
+    operation  for contention: "matmul nt bf16", "all_reduce"
+    after      indices of works that must have ended before
     """
 
     name: str
@@ -35,35 +36,35 @@ class StreamWork(NamedTuple):
     after: tuple[int, ...] = ()
 
 
-class Ran(NamedTuple):
-    """When a work began and ended, in microseconds from the begin of the first."""
+class WorkSpan(NamedTuple):
+    """When a work started and ended, in microseconds from the start of the first."""
 
     work: StreamWork
     start: float
     end: float
 
 
-class Contending(Protocol):
+class ContentionModel(Protocol):
     def of(self, operation: str, collective: str, axis: str, us: float = ...) -> Slowdown: ...
 
 
-def simulate(works: Sequence[StreamWork], contention: Contending) -> list[Ran]:
-    """When each work runs. Raises ValueError where works wait for one another in a circle."""
+def simulate(works: Sequence[StreamWork], contention: ContentionModel) -> list[WorkSpan]:
+    """Returns when each work runs. Raises ValueError if works wait for one another in a cycle."""
     queues: dict[str, collections.deque[int]] = {}
-    for place, work in enumerate(works):
-        queues.setdefault(work.stream, collections.deque()).append(place)
+    for index, work in enumerate(works):
+        queues.setdefault(work.stream, collections.deque()).append(index)
     starts = [0.0] * len(works)
     ends: list[float | None] = [None] * len(works)
-    left = [work.us for work in works]
+    left_us = [work.us for work in works]  # at full speed
     running: dict[str, int] = {}
     stalls: dict[int, float] = {}  # microseconds that a product may still wait for a collective
     now = 0.0
     while queues or running:
         for stream in [s for s in queues if s not in running]:
-            place = queues[stream][0]
-            if all(ends[other] is not None for other in works[place].after):
-                running[stream] = place
-                starts[place] = now
+            index = queues[stream][0]
+            if all(ends[other] is not None for other in works[index].after):
+                running[stream] = index
+                starts[index] = now
                 queues[stream].popleft()
                 if not queues[stream]:
                     del queues[stream]
@@ -71,58 +72,64 @@ def simulate(works: Sequence[StreamWork], contention: Contending) -> list[Ran]:
             stuck = min(queue[0] for queue in queues.values())
             raise ValueError(f"{works[stuck].name} waits for what never ends")
         pace = _paces(works, running, contention)
-        stalled = _stalled(works, running, pace, stalls)
-        step = min([left[p] * pace[p] for p in running.values() if p != stalled]
+        stalled = _stalled_product(works, running, pace, stalls)
+        # Advance to the next moment at which a work or a stall ends.
+        step = min([left_us[i] * pace[i] for i in running.values() if i != stalled]
                    + ([stalls[stalled]] if stalled is not None else []))  # fmt: skip
         now += step
         if stalled is not None:
             stalls[stalled] -= step
-        for stream, place in list(running.items()):
-            left[place] -= step / pace[place] if place != stalled else 0.0
-            if left[place] <= TINY:
-                ends[place] = now
+        for stream, index in list(running.items()):
+            left_us[index] -= step / pace[index] if index != stalled else 0.0
+            if left_us[index] <= TINY:
+                ends[index] = now
                 del running[stream]
-    return [Ran(work, starts[p], ends[p] or 0.0) for p, work in enumerate(works)]
+    return [WorkSpan(work, starts[i], ends[i] or 0.0) for i, work in enumerate(works)]
 
 
-def _stalled(
+def _stalled_product(
     works: Sequence[StreamWork],
     running: dict[str, int],
     pace: dict[int, float],
     stalls: dict[int, float],
 ) -> int | None:
-    """The product that waits for a collective now; of any product the pace becomes its own."""
-    place = running.get(COMPUTE)
-    if place is None or not works[place].operation.startswith("matmul"):
+    """Returns the index of the product that stalls now, if one does.
+
+    Sets the pace of any running product to 1, because it stalls instead of running more slowly.
+    """
+    index = running.get(COMPUTE)
+    if index is None or not works[index].operation.startswith("matmul"):
         return None
-    slowed, pace[place] = pace[place], 1.0
-    stalls.setdefault(place, (slowed - 1.0) * works[place].us)  # 0 where it is alone when it begins
-    return place if slowed > 1.0 and stalls[place] > TINY else None
+    slowdown, pace[index] = pace[index], 1.0
+    # Decided when the product starts: 0 if no collective runs then.
+    stalls.setdefault(index, (slowdown - 1.0) * works[index].us)
+    return index if slowdown > 1.0 and stalls[index] > TINY else None
 
 
 def _paces(
-    works: Sequence[StreamWork], running: dict[str, int], contention: Contending
+    works: Sequence[StreamWork], running: dict[str, int], contention: ContentionModel
 ) -> dict[int, float]:
-    """How much longer than alone each running work takes now."""
+    """Returns how many times as long each running work takes now as it would with nothing beside it."""
     pace = dict.fromkeys(running.values(), 1.0)
     computing = running.get(COMPUTE)
     if computing is None or not works[computing].operation:
         return pace
-    for stream, place in running.items():
-        if stream in (COMPUTE, HOST):
-            continue
-        kernel = works[computing]
-        slowed = contention.of(kernel.operation, works[place].operation, stream, kernel.us)
-        pace[computing] = max(pace[computing], slowed.kernel)
-        pace[place] = slowed.collective
+    kernel = works[computing]
+    for stream, index in running.items():
+        if stream not in (COMPUTE, HOST):
+            slowdown = contention.of(kernel.operation, works[index].operation, stream, kernel.us)
+            pace[computing] = max(pace[computing], slowdown.kernel)
+            pace[index] = slowdown.collective
     return pace
 
 
-def busy(ran: Sequence[Ran], *streams: str) -> list[tuple[float, float]]:
-    """When any of the streams runs something: intervals in order, none touching the next."""
-    spans = sorted((r.start, r.end) for r in ran if r.work.stream in streams and r.end > r.start)
+def busy(spans: Sequence[WorkSpan], *streams: str) -> list[tuple[float, float]]:
+    """Returns the intervals in which any of the streams runs, in order and merged."""
+    intervals = sorted(
+        (s.start, s.end) for s in spans if s.work.stream in streams and s.end > s.start
+    )
     merged: list[tuple[float, float]] = []
-    for start, end in spans:
+    for start, end in intervals:
         if merged and start <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:
@@ -130,15 +137,15 @@ def busy(ran: Sequence[Ran], *streams: str) -> list[tuple[float, float]]:
     return merged
 
 
-def alone_us(ran: Sequence[Ran], *streams: str) -> float:
-    """Microseconds in which any of the streams runs and computing does not: what is exposed."""
-    own, computing = busy(ran, *streams), collections.deque(busy(ran, COMPUTE))
-    beside = 0.0
+def alone_us(spans: Sequence[WorkSpan], *streams: str) -> float:
+    """Returns the exposed time: any of the streams runs, and nothing is computed."""
+    own, computing = busy(spans, *streams), collections.deque(busy(spans, COMPUTE))
+    overlapped = 0.0
     for start, end in own:
         while computing and computing[0][0] < end:
             first, last = computing[0]
-            beside += max(0.0, min(end, last) - max(start, first))
-            if last > end:  # it goes on beside the next
+            overlapped += max(0.0, min(end, last) - max(start, first))
+            if last > end:  # this computation may overlap the next interval, too
                 break
             computing.popleft()
-    return sum(end - start for start, end in own) - beside
+    return sum(end - start for start, end in own) - overlapped

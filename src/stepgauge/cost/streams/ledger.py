@@ -1,5 +1,7 @@
-"""The rows that a predicted step is the sum of: what a rank computes, what is exposed of each axis,
-and what is left, in which it waits for the host or for other stages.
+"""The rows whose sum is a predicted step.
+
+They are the rank's terms, each axis's exposed communication, and the remaining time, in which the rank
+waits for the host or for other stages.
 """
 
 from collections.abc import Sequence
@@ -15,22 +17,23 @@ Rows = list[list[object]]
 LEAST_US = 1.0  # a smaller rest is rounding
 
 
-def step_rows(operations: Operations, prices: Prices, found: Outcome, *, passes: int = 1) -> Rows:
-    """Of a rank without a pipeline that goes forward and backward `passes` times."""
+def step_rows(operations: Operations, prices: Prices, step: Outcome, *, passes: int = 1) -> Rows:
+    """Returns the rows of a rank without a pipeline that runs forward and backward `passes` times."""
     phases = {
         name: [term for term in terms if not term.axis]
         for name, terms in (("forward", operations.forward()), ("backward", operations.backward()))
     }
     rows = term_rows(phases, prices, times=passes)
-    rows.append(_update_row(operations, prices, found.update_ms))
-    casts = found.device_ms * 1e3 - total_us(rows)
-    rows += _row("backward", "casts of what is sent", TRAFFIC, casts)
-    for axis, ms in found.exposed.items():
+    rows.append(_update_row(operations, prices, step.update_ms))
+    casts_us = step.device_ms * 1e3 - total_us(rows)
+    rows += _row("backward", "casts of what is sent", TRAFFIC, casts_us)
+    for axis, ms in step.exposed.items():
         rows += _row("exposed", f"{axis} axis", "communication", ms * 1e3)
-    slowed = f"× {prices.contention.of('matmul', 'all_reduce', DATA).kernel:g}"
-    rows += _row("backward", "slower beside collectives", "contention", found.slowed_ms * 1e3,
-                 sizes=slowed)  # fmt: skip
-    return rows + _row("step", "waits", "the host's launches", found.step_ms * 1e3 - total_us(rows))
+    slowdown = f"× {prices.contention.of('matmul', 'all_reduce', DATA).kernel:g}"
+    rows += _row("backward", "slower beside collectives", "contention", step.slowed_ms * 1e3,
+                 sizes=slowdown)  # fmt: skip
+    left_us = step.step_ms * 1e3 - total_us(rows)
+    return rows + _row("step", "waits", "the host's launches", left_us)
 
 
 def pipeline_rows(
@@ -42,8 +45,10 @@ def pipeline_rows(
     optimizer_ms: float,
     step_ms: float,
 ) -> Rows:
-    """Of the rank that ends last, which has these stages; each goes forward and backward `passes`
-    times. Gradients arrive `exposed_ms` after its last backward; the optimizer follows.
+    """Returns the rows of the pipeline rank that ends last.
+
+    Each of its stages runs forward and backward `passes` times. The last gradients arrive `exposed_ms`
+    after its last backward, and then its optimizer runs.
     """
     terms = {
         "forward": [term for stage in stages for term in stage.forward()],
@@ -52,20 +57,21 @@ def pipeline_rows(
     rows = term_rows(terms, prices, times=passes)
     rows.append(_update_row(stages[0], prices, optimizer_ms))
     rows += _row("exposed", "data axis", "communication", exposed_ms * 1e3)
-    left = step_ms * 1e3 - total_us(rows)
-    return rows + _row("step", "waits", "other stages and the host's launches", left)
+    left_us = step_ms * 1e3 - total_us(rows)
+    return rows + _row("step", "waits", "other stages and the host's launches", left_us)
 
 
 def total_us(rows: Sequence[Sequence[object]]) -> float:
-    """The sum of the rows' microseconds."""
+    """Returns the sum of the rows' microseconds."""
     return sum(float(str(row[5])) for row in rows)
 
 
 def _update_row(operations: Operations, prices: Prices, ms: float) -> list[object]:
     term = operations.optimizer(operations.num_parameters)
-    return ["optimizer", "update", term.operation, "", 1, ms * 1e3, prices.of(term).source]
+    source = prices.estimate(term).source
+    return ["optimizer", "update", term.operation, "", 1, ms * 1e3, source]
 
 
 def _row(phase: str, term: str, operation: str, us: float, *, sizes: str = "") -> Rows:
-    """One row of an assumed time, or none of next to nothing."""
+    """Returns one row of an assumed time, or none if the time is next to nothing."""
     return [[phase, term, operation, sizes, 1, us, ASSUMED]] if abs(us) > LEAST_US else []

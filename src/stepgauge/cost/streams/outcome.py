@@ -1,24 +1,34 @@
-"""What the works of a step come to: its phases, and of each axis what is exposed."""
+"""Summarises a simulated step: its phases, and each axis's exposed communication."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 
 from stepgauge.cost.rates.contention import NoContention
 from stepgauge.cost.rates.estimate import SLOWER_HOST
-from stepgauge.cost.streams.events import COMPUTE, HOST, Contending, Ran, alone_us, simulate
+from stepgauge.cost.streams.events import (
+    COMPUTE,
+    HOST,
+    ContentionModel,
+    WorkSpan,
+    alone_us,
+    simulate,
+)
 from stepgauge.cost.streams.program import Program
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Milliseconds.
+    """A simulated step, in milliseconds.
 
-    phases         of forward, backward, optimizer; passes before the last are in none
-    communication  of each axis, with nothing beside it
-    exposed        of each axis, while nothing is computed; where several are, of the first
-    slowed         by which computing takes longer beside communication
-    update         of device_ms, what the optimizer computes
-    host           of each phase, what the host needs for it
+    phases         forward, backward and optimizer; of several passes, forward and backward of the
+                   last, with those before it in forward
+    device_ms      time of all computations without contention
+    communication  per axis, the time of its messages without contention
+    exposed        per axis, the time in which it communicates and nothing is computed; time in which
+                   several axes communicate counts for the first one
+    slowed_ms      time that contention adds to computations
+    update_ms      the part of device_ms that the optimizer takes
+    host           per phase, the time of the host
     """
 
     step_ms: float
@@ -32,98 +42,99 @@ class Outcome:
 
     @property
     def late_us(self) -> float:
-        """By which the step takes longer where the host is slower: of each phase what the host then
-        needs longer than the phase takes.
-        """
-        late = (SLOWER_HOST * ms - self.phases[phase] for phase, ms in self.host.items())
-        return 1e3 * sum(max(0.0, ms) for ms in late)
+        """The delay of the step if the host were SLOWER_HOST times as slow, in microseconds."""
+        delays = (SLOWER_HOST * ms - self.phases[phase] for phase, ms in self.host.items())
+        return 1e3 * sum(max(0.0, ms) for ms in delays)
 
     def with_more(self, before: "Outcome", passes: int) -> "Outcome":
-        """Of so many passes more, each adding what the last one added to the outcome `before`."""
+        """Returns the outcome with `passes` more passes.
 
-        def grown(now: float, then: float) -> float:
+        `before` is the outcome with one pass fewer than this one. Each further pass adds the same
+        as the last one did.
+        """
+
+        def extrapolated(now: float, then: float) -> float:
             return now + passes * (now - then)
 
-        more_ms = passes * (self.step_ms - before.step_ms)
+        added_ms = passes * (self.step_ms - before.step_ms)
+        added_host_ms = passes * (sum(self.host.values()) - sum(before.host.values()))
         return Outcome(
-            step_ms=self.step_ms + more_ms,
-            phases={**self.phases, "backward": self.phases["backward"] + more_ms},
-            device_ms=grown(self.device_ms, before.device_ms),
+            step_ms=self.step_ms + added_ms,
+            phases={**self.phases, "backward": self.phases["backward"] + added_ms},
+            device_ms=extrapolated(self.device_ms, before.device_ms),
             communication={
-                axis: grown(ms, before.communication.get(axis, 0.0))
+                axis: extrapolated(ms, before.communication.get(axis, 0.0))
                 for axis, ms in self.communication.items()
             },
             exposed={
-                axis: grown(ms, before.exposed.get(axis, 0.0)) for axis, ms in self.exposed.items()
+                axis: extrapolated(ms, before.exposed.get(axis, 0.0))
+                for axis, ms in self.exposed.items()
             },
-            slowed_ms=grown(self.slowed_ms, before.slowed_ms),
+            slowed_ms=extrapolated(self.slowed_ms, before.slowed_ms),
             update_ms=self.update_ms,
-            host={
-                **self.host,
-                "backward": self.host["backward"]
-                + passes * (sum(self.host.values()) - sum(before.host.values())),
-            },
+            host={**self.host, "backward": self.host["backward"] + added_host_ms},
         )
 
 
-def outcome(program: Program, contention: Contending) -> Outcome:
-    """The program run."""
-    ran = simulate(program.works, contention)
-    phases, before = {}, 0.0
-    for phase, place in program.ends.items():
-        end = ran[place].end / 1e3
-        phases[phase], before = end - before, end
+def run_program(program: Program, contention: ContentionModel) -> Outcome:
+    """Simulates the program."""
+    spans = simulate(program.works, contention)
+    phases, previous_end = {}, 0.0
+    for phase, index in program.ends.items():
+        end = spans[index].end / 1e3
+        phases[phase], previous_end = end - previous_end, end
     us: dict[str, float] = {}
     for work in program.works:
         us[work.stream] = us.get(work.stream, 0.0) + work.us
-    streams = sorted(us.keys() - {COMPUTE, HOST})
+    communicators = sorted(us.keys() - {COMPUTE, HOST})
     computing_us = us.get(COMPUTE, 0.0)
-    taken_us = sum(r.end - r.start for r in ran if r.work.stream == COMPUTE)
+    slowed_us = sum(s.end - s.start for s in spans if s.work.stream == COMPUTE) - computing_us
     return Outcome(
-        step_ms=max(r.end for r in ran) / 1e3,
+        step_ms=max(span.end for span in spans) / 1e3,
         phases=phases,
         device_ms=computing_us / 1e3,
-        communication={stream: us[stream] / 1e3 for stream in streams},
-        exposed=_exposed_ms(ran, streams),
-        slowed_ms=max(0.0, taken_us - computing_us) / 1e3,
+        communication={stream: us[stream] / 1e3 for stream in communicators},
+        exposed=_exposed_ms(spans, communicators),
+        slowed_ms=max(0.0, slowed_us) / 1e3,
         update_ms=_update_us(program) / 1e3,
         host=_host_ms(program),
     )
 
 
 def _host_ms(program: Program) -> dict[str, float]:
-    """Of each phase, to which all works since the end of the phase before belong."""
-    found, first = {}, 0
-    for phase, place in program.ends.items():
-        own = (work for work in program.works[first:place] if work.stream == HOST)
-        found[phase], first = sum(work.us for work in own) / 1e3, place
-    return found
+    """Returns the host's time in each phase. A phase begins where the one before has ended."""
+    host_ms, first = {}, 0
+    for phase, end in program.ends.items():
+        works = (work for work in program.works[first:end] if work.stream == HOST)
+        host_ms[phase], first = sum(work.us for work in works) / 1e3, end
+    return host_ms
 
 
-def _exposed_ms(ran: Sequence[Ran], streams: Sequence[str]) -> dict[str, float]:
-    """By stream, adding up to the time in which any of them is exposed."""
-    found, before = {}, 0.0
+def _exposed_ms(spans: Sequence[WorkSpan], streams: Sequence[str]) -> dict[str, float]:
+    """Returns the exposed time of each stream. Their sum is the time in which any is exposed."""
+    exposed, before = {}, 0.0
     for number, stream in enumerate(streams, start=1):
-        until = alone_us(ran, *streams[:number]) / 1e3
-        found[stream], before = until - before, until
-    return found
+        together = alone_us(spans, *streams[:number]) / 1e3
+        exposed[stream], before = together - before, together
+    return exposed
 
 
 def _update_us(program: Program) -> float:
-    """What is computed after the gradients are there."""
+    """Returns the time of all computations after backward."""
     first = program.ends.get("backward", len(program.works))
     return sum(work.us for work in program.works[first:] if work.stream == COMPUTE)
 
 
 def exposed_ms(step_ms: float, without_ms: float) -> float:
-    """Of a step and the same step without what an axis sends; 0 where it is no longer: without
-    them the messages of another axis may meet kernels that they slow more. Sums of floats differ
-    in the last digits, which are no time.
+    """Returns by how much the messages of an axis lengthen the step, `without_ms` without them.
+
+    0 if the step is no longer with them: without them, messages of another axis may run at the same
+    time as kernels that they slow down more. Differences in the last digits of floats are rounded off.
     """
     return max(0.0, round(step_ms - without_ms, 9))
 
 
 def without_communication_ms(program: Program, axis: str) -> float:
-    """Of the step with nothing sent on the axis, its only one."""
+    """Returns the time of the step if its only axis sent nothing."""
     works = [w._replace(us=0.0) if w.stream == axis else w for w in program.works]
-    return max(r.end for r in simulate(works, NoContention())) / 1e3
+    return max(span.end for span in simulate(works, NoContention())) / 1e3

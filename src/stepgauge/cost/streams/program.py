@@ -1,9 +1,8 @@
-"""A step of one rank written down as works of its streams: forward, backward and optimizer of its
-share, and where a way of data parallel training adds communication.
+"""A rank's step, written down as work on its streams: the host, the device, and each communicator.
 
-The host launches what is outside of blocks together (most of its time there is before the first
-launch), of a block one term after the other; the device runs them in order. Collectives of a tensor
-axis stand between two computations, which wait for them.
+Outside of blocks, the host's time comes before the group's first operation, because most of it is
+spent before the first launch. Within a block, the host launches one operation after the other. The
+device runs them in order. The device waits for each tensor-parallel collective before it goes on.
 """
 
 import dataclasses
@@ -14,53 +13,53 @@ from stepgauge.cost.operations.terms import Arithmetic, Term
 from stepgauge.cost.rates.prices import Prices
 from stepgauge.cost.streams.events import COMPUTE, HOST, StreamWork
 
-TENSOR, DATA = "tensor", "data"  # the streams of their communicators
+TENSOR, DATA = "tensor", "data"  # communicators; each is a stream
 
 
 class Program:
-    """Works as they are added; those of computing wait for the last `wait`."""
+    """The work of a step, in the order in which it is added. Methods return the work's index."""
 
     def __init__(self) -> None:
         self.works: list[StreamWork] = []
-        self.ends: dict[str, int] = {}  # of each phase, the work that ends it
-        self._before: list[int] = []
+        self.ends: dict[str, int] = {}  # phase: index of the work that ends it
+        self._awaited: list[int] = []  # what the next computation waits for
 
     def add(self, work: StreamWork) -> int:
         self.works.append(work)
         return len(self.works) - 1
 
     def host(self, name: str, us: float) -> None:
-        """What the host launches next; the device then waits for it."""
+        """Adds work of the host that the next computation waits for."""
         if us > 0:
             self.wait(self.add(StreamWork(name, HOST, us)))
 
     def compute(self, name: str, us: float, operation: str = "") -> int:
-        after, self._before = tuple(self._before), []
+        after, self._awaited = tuple(self._awaited), []
         return self.add(StreamWork(name, COMPUTE, us, operation, after))
 
     def call(self, name: str, us: float) -> tuple[int, ...]:
-        """What the host does while the device computes what it has: the call of a collective."""
+        """Adds the host's call of a collective, during which the device computes what it has."""
         return (self.add(StreamWork(name, HOST, us)),) if us > 0 else ()
 
     def send(
         self, name: str, stream: str, us: float, operation: str, *, after: int = -1,
         called: tuple[int, ...] = (),
     ) -> int:  # fmt: skip
-        """On a communicator, when `after` has ended (-1: what was computed last) and it is `called`."""
+        """Adds a collective that starts after the work `after` (-1: the last computation) and `called`."""
         after = after if after >= 0 else self.compute(f"{name} starts", 0.0)
         return self.add(StreamWork(name, stream, us, operation, (after, *called)))
 
     def wait(self, *works: int) -> None:
-        """What is computed next waits for these."""
-        self._before += works
+        """Lets the next computation wait for these."""
+        self._awaited += works
 
     def end(self, phase: str) -> None:
         self.ends[phase] = self.compute(f"end of {phase}", 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Launching:
-    """Microseconds of the host for a phase: of each block, and of all that is outside of blocks."""
+class LaunchCost:
+    """The host's time for a phase in microseconds: per block, and for everything outside of blocks."""
 
     block_us: float = 0.0
     outside_us: float = 0.0
@@ -71,8 +70,10 @@ class Launching:
 
 @dataclasses.dataclass(frozen=True)
 class LaunchGroup:
-    """Terms of a block, or of one of the ends, which the host launches one after the other, or all
-    before the device has the first.
+    """The terms of one block, or of what comes before or after the blocks.
+
+    one_by_one  the host launches the terms one after the other while the device runs; otherwise all
+                of `host_us` passes before the device gets the first one
     """
 
     name: str
@@ -82,22 +83,21 @@ class LaunchGroup:
 
     @property
     def gradients(self) -> int:
-        """How many parameters get theirs here, where it is of backward."""
+        """The number of parameters whose gradients are complete in this group."""
         return sum(1 for term in self.terms if term.gradient)
 
 
 class Operations(Protocol):
-    """What a rank runs: a list of operations with their sizes, by formulas (StepOperations) or as they
-    were traced (TracedOperations).
+    """What a rank runs, as terms: by formula (StepOperations) or traced (TracedOperations).
 
-    stream_bytes  of what a stage of a pipeline gives to the next
-    launched      blocks of the calibrated network that the host launches as much for in a phase
+    stream_bytes  bytes that a pipeline stage hands to the next one, per micro-batch
+    launched      the host's work in a phase, as a number of blocks of the calibrated network
     """
 
     @property
     def spec(self) -> Any: ...
     @property
-    def how(self) -> Arithmetic: ...
+    def arithmetic(self) -> Arithmetic: ...
     @property
     def blocks(self) -> range: ...
     @property
@@ -113,14 +113,14 @@ class Operations(Protocol):
     def launched(self, phase: str) -> float: ...
     def forward(self) -> Iterator[Term]: ...
     def backward(self) -> Iterator[Term]: ...
-    def groups(self, phase: str, host: Launching) -> Iterator[LaunchGroup]: ...
+    def groups(self, phase: str, host: LaunchCost) -> Iterator[LaunchGroup]: ...
     def optimizer(self, numel: float) -> Term: ...
 
 
 class DataParallelCost:
-    """What a way of data parallel training adds to a step; this one nothing.
+    """What a data parallel wrapper adds to a step. This base class adds nothing.
 
-    every_pass  gradients are sent in each of several passes, not in the last alone
+    every_pass  gradients are reduced in each accumulated pass, not only in the last one
     """
 
     every_pass = False
@@ -131,47 +131,47 @@ class DataParallelCost:
     def before(self, program: Program, phase: str, group: LaunchGroup) -> None:
         """Called before a group is computed."""
 
-    def after_term(self, program: Program, name: str, term: Term, place: int) -> None:
-        """Called in backward when the work at `place`, of the term, is in the program."""
+    def after_term(self, program: Program, name: str, term: Term, computed: int) -> None:
+        """Called in backward after each term, whose work has the index `computed`."""
 
     def after(self, program: Program, phase: str, group: LaunchGroup) -> None:
-        """Called when a group is computed."""
+        """Called after a group is computed."""
 
     def after_backward(self, program: Program) -> None:
-        """Called when the last group of backward is computed: what is left to send."""
+        """Called after the last group of backward, to send the rest."""
 
     def optimizer(self, program: Program, operations: Operations, prices: Prices) -> None:
+        """Adds the update of the parameters."""
         term = operations.optimizer(operations.num_parameters)
         program.compute(term.name, prices.us(term), term.operation)
 
 
 @dataclasses.dataclass(frozen=True)
 class RankStep:
-    """What a rank computes, at what prices."""
+    """What a rank computes, what each operation takes, and what launching takes on the host."""
 
     operations: Operations
     prices: Prices
-    host: dict[str, Launching]
+    host: dict[str, LaunchCost]
 
     def program(self, axis: DataParallelCost, *, passes: int = 1, phases: str = "step") -> Program:
-        """Forward and backward, `passes` times, then the optimizer; or as the `phases` of a
-        WorkSpec say.
+        """Returns forward and backward, `passes` times, and the optimizer.
+
+        `phases` as in WorkSpec: "forward" leaves out backward and optimizer, "backward" the optimizer.
         """
         program = Program()
         for number in range(passes):
             axis.begin()
             self._forward(program, axis)
-            sends = axis.every_pass or number == passes - 1
+            reduces = axis.every_pass or number == passes - 1
             if phases != "forward":
-                self._backward(program, axis if sends else DataParallelCost())
+                self._backward(program, axis if reduces else DataParallelCost())
         if phases == "step":
-            program.host("optimizer", self._optimizer_us())
+            launched = self.operations.launched("optimizer")
+            program.host("optimizer", self.host["optimizer"].us(launched))
             axis.optimizer(program, self.operations, self.prices)
             program.end("optimizer")
         return program
-
-    def _optimizer_us(self) -> float:
-        return self.host["optimizer"].us(self.operations.launched("optimizer"))
 
     def _forward(self, program: Program, axis: DataParallelCost) -> None:
         for group in self.groups("forward"):
@@ -189,7 +189,7 @@ class RankStep:
         program.end("backward")
 
     def groups(self, phase: str) -> Iterator[LaunchGroup]:
-        """In the order in which they are computed."""
+        """Yields the launch groups in the order in which they are computed."""
         return self.operations.groups(phase, self.host[phase])
 
     def _run(
@@ -197,17 +197,19 @@ class RankStep:
     ) -> None:
         launch_us = group.host_us / max(1, len(group.terms)) if group.one_by_one else 0.0
         program.host(group.name, group.host_us - launch_us * len(group.terms))
-        computed: list[tuple[str, Term]] = []
+        is_compiled = self.operations.arithmetic.is_compiled
+        computations: list[tuple[str, Term]] = []
+        index = -1
         for term in group.terms:
             name, us = f"{group.name}.{term.name}", self.prices.us(term)
             program.host(name, launch_us)
             if term.axis:
                 program.wait(program.send(name, term.axis, us, term.operation))
                 continue
-            place = program.compute(name, us, term.operation)
-            computed.append((name, term))
-            if axis is not None and not self.operations.how.is_compiled:
-                axis.after_term(program, name, term, place)
-        if axis is not None and self.operations.how.is_compiled and computed:
-            for name, term in computed:  # a compiled block gives its gradients when it has ended
-                axis.after_term(program, name, term, place)
+            index = program.compute(name, us, term.operation)
+            computations.append((name, term))
+            if axis is not None and not is_compiled:
+                axis.after_term(program, name, term, index)
+        if axis is not None and is_compiled:  # a compiled block returns all gradients at its end
+            for name, term in computations:
+                axis.after_term(program, name, term, index)

@@ -119,7 +119,7 @@ def _temporaries(stage: TracedOperations) -> float:
     """Beside what a micro-batch keeps. Where its backward ends that has gone, and a gradient stands
     beside those of earlier micro-batches that it is added to.
     """
-    added = max(stage.traced.parameters, default=0) * stage.how.weight
+    added = max(stage.traced.parameters, default=0) * stage.arithmetic.weight_bytes
     return max(stage.traced.most_bytes, added) - stage.traced.kept_bytes
 
 
@@ -146,10 +146,10 @@ def _for_weights(stage: TracedOperations) -> float:
     products = (
         term
         for term in stage.traced.terms("backward")
-        if term.weights and term.is_product and term.count
+        if term.for_weights and term.is_product and term.count
     )
     return sum(
-        term.count * pairs * (n + k) * tokens * stage.how.activation
+        term.count * pairs * (n + k) * tokens * stage.arithmetic.activation_bytes
         for term in products
         for *batch, n, k, tokens in [term.sizes]
         for pairs in [1 if GROUPED in term.operation else math.prod(batch)]
@@ -160,12 +160,12 @@ def _share(operations: TracedOperations, layout: Layout, category: str, accumula
     """Of what one device holds. The step of ZeRO 3 is traced in the type that is computed in, and
     whole gradients add up before ZeRO 2 gives them to their owners.
     """
-    wrapper, how = WRAPPERS[layout.wrapper], operations.how
+    wrapper, arithmetic = WRAPPERS[layout.wrapper], operations.arithmetic
     part = PART_OF.get(category)
     if layout.num_replicas == 1 or part is None or not wrapper.shards(part):
         return 1.0
     if layout.gathers_weights:
-        return how.weight / how.activation / layout.num_replicas
+        return arithmetic.weight_bytes / arithmetic.activation_bytes / layout.num_replicas
     if category == "gradients" and accumulates:
         return 1.0
     return most_owned(operations, layout.num_replicas) / operations.num_parameters
@@ -176,4 +176,4 @@ def _unsharded(operations: TracedOperations, in_backward: bool) -> float:
     largest = max(operations.units.values(), default=0)
     ends = operations.num_parameters - sum(operations.units.values())
     units = 1 + PREFETCHED + MOST_IN_FLIGHT if in_backward else 0  # the loss is outside of all
-    return (ends + units * largest) * operations.how.activation
+    return (ends + units * largest) * operations.arithmetic.activation_bytes

@@ -8,7 +8,7 @@ from typing import Any
 
 from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.terms import Arithmetic, Term
-from stepgauge.cost.streams.program import LaunchGroup, Launching
+from stepgauge.cost.streams.program import LaunchCost, LaunchGroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class TracedOperations:
 
     def __init__(self, spec: Any, share: NetworkPart, traced: TracedNetwork):
         self.spec, self.share, self.traced = spec, share, traced
-        self.how = Arithmetic.of(
+        self.arithmetic = Arithmetic.of(
             spec.precision, is_compiled=spec.compile != "off", gathered=share.gathered
         )
         self.blocks = share.blocks or range(1)
@@ -81,7 +81,7 @@ class TracedOperations:
     def backward(self) -> Iterator[Term]:
         return iter(_together([*self.traced.terms("backward"), *self._added()]))
 
-    def groups(self, phase: str, host: Launching) -> Iterator[LaunchGroup]:
+    def groups(self, phase: str, host: LaunchCost) -> Iterator[LaunchGroup]:
         """The runs, each with its part of the phase's launches, after what the host does first."""
         runs = self.traced.runs(phase)
         yield LaunchGroup(f"start of {phase}", [], host.us(0))
@@ -110,7 +110,7 @@ class TracedOperations:
     def _added(self) -> Iterator[Term]:
         """Gradients to those of earlier passes; ZeRO 3 adds shares alone."""
         if not self.share.gathered:
-            yield from self.how.gradients_added(self.num_parameters, self.share.passes)
+            yield from self.arithmetic.gradients_added(self.num_parameters, self.share.passes)
 
 
 def _together(terms: Sequence[Term]) -> list[Term]:

@@ -106,9 +106,7 @@ def _layouts(data: int, tensor: int, pipeline: int) -> Iterator[list[Layout]]:
             ]
 
 
-def _predicted(
-    layout: Layout, spec: PlanSpec, trace: Trace, machine: CalibratedMachine
-) -> Record:
+def _predicted(layout: Layout, spec: PlanSpec, trace: Trace, machine: CalibratedMachine) -> Record:
     step = LayoutSpec(
         model=spec.model, layout=str(layout), accumulation=spec.global_batch // layout.data,
         precision=spec.precision, compile=spec.compile, optimizer=spec.optimizer,

@@ -1,4 +1,4 @@
-"""Which steps are predicted by their traced operators, and what of their layouts is traced."""
+"""Decides which steps are predicted by their traced operators, and which layouts are traced."""
 
 import dataclasses
 from typing import Any
@@ -16,9 +16,7 @@ TRACED = "a user's model, BERT, experts, windows and other masks"
 
 
 def has_formulas(spec: Any) -> bool:
-    """Whether the terms of the step are written down (cost/operations): of other steps the operators
-    are traced.
-    """
+    """True if the terms of the step have formulas (cost/operations). Other steps are traced."""
     model, is_updated = spec.model, getattr(spec, "phases", "step") == "step"
     if not isinstance(model, ModelSpec) or model.attention == "eager" or model.norm not in NORMS:
         return False
@@ -32,7 +30,7 @@ def has_formulas(spec: Any) -> bool:
 
 
 def require_traceable(spec: TracedSpec) -> None:
-    """Raises ValueError for what is not predicted by operators, before anything is traced."""
+    """Raises ValueError, before anything is traced, for a step that a trace cannot predict."""
     require_predicted(compile=spec.compile, precision=spec.precision)
     layout = spec.parsed_layout
     if layout.torch_tensor:
@@ -50,8 +48,9 @@ def require_traceable(spec: TracedSpec) -> None:
 
 
 def cut_of(spec: TracedSpec) -> Layout:
-    """What of the spec's layout cuts layers and sequences; of a user's model, whose modules no spec
-    knows, its pipeline too.
+    """Returns the part of the spec's layout that is traced: what cuts layers and sequences.
+
+    That includes the pipeline of a user's model, whose modules are not known from a spec.
     """
     layout = spec.parsed_layout
     if isinstance(spec.model, UserModel):

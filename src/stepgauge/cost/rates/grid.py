@@ -1,0 +1,138 @@
+"""Times of one operation over a grid of sizes, and interpolation between them.
+
+Times become rates: work (FLOPs, bytes or values, by formula) over time. Between the grid's sizes, the
+logarithm of the rate is interpolated linearly in the logarithms of the sizes. Outside of the grid, the
+rate of the nearest size holds, and the estimate says so.
+"""
+
+import bisect
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from stepgauge.cost.rates.estimate import CALIBRATED, EXTRAPOLATED, INTERPOLATED, Estimate
+from stepgauge.spec.calibration import OperationTable
+
+
+def _product_flops(*sizes: float) -> float:
+    return 2 * math.prod(sizes)
+
+
+def grouped_flops(experts: float, m: float, n: float, k: float) -> float:
+    """Returns the FLOPs of grouped products. `m` counts the rows of all experts."""
+    return 2 * m * n * k
+
+
+def _attention_flops(heads: float, length: float, width: float) -> float:
+    return 2 * heads * length**2 * width
+
+
+# By an operation's first word: what its time grows with, from its sizes.
+WORK: Mapping[str, Callable[..., float]] = {
+    "matmul": _product_flops,
+    "attention": _attention_flops,
+    **dict.fromkeys(
+        (
+            "rmsnorm",
+            "layernorm",
+            "cross-entropy",
+            "heads",
+            "split",
+            "gate",
+            "gelu",
+            "compiled",
+            "embedding",
+        ),
+        lambda m, n: m * n,
+    ),
+    **dict.fromkeys(("cast", "optimizer", "traffic", "residual", "strided"), lambda size: size),
+}
+
+# A time is launch-bound if some shape with this many times the work takes less than this many times
+# as long.
+FLOOR_WORK_RATIO, FLOOR_US_RATIO = 4.0, 1.5
+
+
+class Grid:
+    """Rates on a grid of sizes, in which some shapes may be missing.
+
+    may_be_launches  short times may be launch overhead: in older files, backward was timed without
+                     CUDA graphs
+    """
+
+    def __init__(self, table: OperationTable, work: Callable[..., float], *, may_be_launches: bool):
+        self._work = work
+        self._times = {tuple(sizes): us for *sizes, us in table.rows}
+        self._launch_bound = self._launch_bound_shapes()
+        self._may_be_launches = may_be_launches
+        self._axes = [
+            sorted({shape[axis] for shape in self._times}) for axis in range(len(table.axes))
+        ]
+
+    def time(self, sizes: Sequence[float]) -> Estimate:
+        """Returns the measured time, or one from the rates of the shapes around it."""
+        shape = tuple(sizes)
+        if shape in self._times and self._is_usable(shape, inside=True):
+            return Estimate(self._times[shape], CALIBRATED)
+        inside = all(a[0] <= s <= a[-1] for a, s in zip(self._axes, sizes, strict=True))
+        weights = self._weights_around(sizes, inside=inside)
+        if not weights:
+            inside, weights = False, {self._nearest(sizes): 1.0}
+        log_rate = 0.0
+        for corner, weight in weights.items():
+            log_rate += weight * math.log(self._times[corner] / self._work(*corner))
+        us = self._work(*sizes) * math.exp(log_rate / sum(weights.values()))
+        return Estimate(us, INTERPOLATED if inside else EXTRAPOLATED)
+
+    def _weights_around(
+        self, sizes: Sequence[float], *, inside: bool
+    ) -> dict[tuple[float, ...], float]:
+        """Returns the corners of the grid cell around the sizes that have a usable time, with weights."""
+        neighbours = [_neighbours(axis, size) for axis, size in zip(self._axes, sizes, strict=True)]
+        weights = {}
+        for corner in itertools.product(*neighbours):
+            shape = tuple(size for size, _ in corner)
+            weight = math.prod(part for _, part in corner)
+            if shape in self._times and weight > 0 and self._is_usable(shape, inside=inside):
+                weights[shape] = weight
+        return weights
+
+    def _is_usable(self, shape: tuple[float, ...], *, inside: bool) -> bool:
+        """False for launch-bound times, when they are used outside of the grid or may be overhead."""
+        return shape not in self._launch_bound or (inside and not self._may_be_launches)
+
+    def _launch_bound_shapes(self) -> set[tuple[float, ...]]:
+        """Returns the shapes for which several times the work takes hardly longer.
+
+        Their times are launch latency and say nothing about larger shapes.
+        """
+        ordered = sorted(self._times, key=lambda shape: self._work(*shape))
+        works = [self._work(*shape) for shape in ordered]
+        # shortest[n]: the shortest time among the n + 1 shapes with the most work
+        shortest = list(itertools.accumulate((self._times[s] for s in reversed(ordered)), min))
+        launch_bound = set()
+        for shape, work in zip(ordered, works, strict=True):
+            larger = len(works) - bisect.bisect_left(works, FLOOR_WORK_RATIO * work)
+            if larger and shortest[larger - 1] < FLOOR_US_RATIO * self._times[shape]:
+                launch_bound.add(shape)
+        return launch_bound
+
+    def _nearest(self, sizes: Sequence[float]) -> tuple[float, ...]:
+        """Returns the nearest shape, one that is not launch-bound if there is any."""
+
+        def distance(shape: Sequence[float]) -> float:
+            return sum(math.log(p / s) ** 2 for p, s in zip(shape, sizes, strict=True))
+
+        return min(set(self._times) - self._launch_bound or self._times, key=distance)
+
+
+def _neighbours(axis: Sequence[float], size: float) -> list[tuple[float, float]]:
+    """Returns the grid's sizes on both sides of a size, each with its weight."""
+    if size <= axis[0]:
+        return [(axis[0], 1.0)]
+    if size >= axis[-1]:
+        return [(axis[-1], 1.0)]
+    above = bisect.bisect_left(axis, size)
+    low, high = axis[above - 1], axis[above]
+    part = math.log(size / low) / math.log(high / low)
+    return [(low, 1 - part), (high, part)]
