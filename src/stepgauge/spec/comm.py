@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import ClassVar, Self
 
-from stepgauge.spec.fields import check, option
+from stepgauge.spec.fields import RANKS_DEVICE_HELP, check, option
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4}
 RING_OPS = ("all_reduce", "reduce_scatter", "all_gather")
@@ -112,7 +112,7 @@ class CommSpec:
         0.3, "Time batches for this long, at least five of them", least=0.0, most=86_400.0
     )
     check: bool = option(True, "Check every element of the result", short="c")
-    device: str = option("cpu", "cpu, cuda for one GPU per rank, or auto for the fastest available")
+    device: str = option("cpu", RANKS_DEVICE_HELP)
 
     def __post_init__(self) -> None:
         check(self)

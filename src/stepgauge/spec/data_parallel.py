@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import ClassVar, Self
 
 from stepgauge.spec.bert import BertSpec
-from stepgauge.spec.fields import as_in, check, option, with_defaults
+from stepgauge.spec.fields import RANKS_DEVICE_HELP, as_in, check, option, with_defaults
 from stepgauge.spec.layout import WRAPPERS, Layout, check_wrapper
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import CHECKPOINTING, CHECKPOINTING_HELP, WorkSpec
@@ -78,7 +78,9 @@ class DataParallelSpec(OnBackend):
         4, "Sequences per rank", least=1, most=1_000_000, label=True, named_with="context_length"
     )
     precision: str = as_in(
-        WorkSpec, "precision", "Precision, as in bench step; sharded wrappers also send in it"
+        WorkSpec,
+        "precision",
+        "As in bench step; wrappers that shard weights also communicate in it",
     )
     compile: str = as_in(WorkSpec, "compile")
     optimizer: str = as_in(WorkSpec, "optimizer")
@@ -98,7 +100,7 @@ class DataParallelSpec(OnBackend):
         "Profile two more steps to measure how much communication is hidden",
         flag_value=True,
     )
-    device: str = option("cpu", "cpu, or cuda for one GPU per rank")
+    device: str = option("cpu", RANKS_DEVICE_HELP)
     seed: int = option(0, "Seed of weights and tokens", least=0, most=2**63 - 1, label="changed")
 
     phases: ClassVar[str] = "step"

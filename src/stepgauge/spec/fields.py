@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 Preset = TypeVar("Preset")
 Spec = TypeVar("Spec")
 
-# Help text of the option of every command that runs on one device.
+# Help of the option `device`: of commands that run on one device, and of those that run on ranks.
 DEVICE_HELP = "cpu, cuda, cuda:1, mps, or auto for the fastest available"
+RANKS_DEVICE_HELP = "cpu, cuda for one GPU per rank, or auto for the fastest available"
 
 
 def option(

@@ -5,7 +5,7 @@ from typing import ClassVar, Self
 
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec, OnBackend
-from stepgauge.spec.fields import as_in, check, option, with_defaults
+from stepgauge.spec.fields import RANKS_DEVICE_HELP, as_in, check, option, with_defaults
 from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.layout_rules import check_layout, check_recorded, schedule_of
 from stepgauge.spec.model import ModelSpec
@@ -73,7 +73,7 @@ class LayoutSpec(OnBackend):
     )
     warmup: int = option(5, "Warm-up steps, not timed", least=1, most=100_000)
     steps: int = option(10, "Timed steps", least=1, most=1_000_000)
-    device: str = option("cpu", "cpu, or cuda for one GPU per rank")
+    device: str = option("cpu", RANKS_DEVICE_HELP)
     seed: int = as_in(DataParallelSpec, "seed")
 
     phases: ClassVar[str] = "step"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Self
 
 from stepgauge.spec.bert import BertSpec
-from stepgauge.spec.fields import as_in, check, option, with_defaults
+from stepgauge.spec.fields import RANKS_DEVICE_HELP, as_in, check, option, with_defaults
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.pipeline import SCHEDULES, Schedule, build
@@ -132,7 +132,7 @@ class PipelineSpec:
     )
     warmup: int = option(3, "Warm-up steps, not timed", least=1, most=100_000)
     steps: int = option(5, "Timed steps", least=1, most=1_000_000)
-    device: str = option("cpu", "cpu, or cuda for one GPU per rank")
+    device: str = option("cpu", RANKS_DEVICE_HELP)
     seed: int = as_in(WorkSpec, "seed")
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from stepgauge.spec.fields import as_in, check, option
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.step import PRECISIONS, WorkSpec
+from stepgauge.spec.step import PRECISION_HELP, PRECISIONS, WorkSpec
 from stepgauge.spec.user_model import UserModel
 
 DEFAULT_BATCH = 1024
@@ -35,9 +35,9 @@ class PlanSpec:
         most=10_000_000,
     )
     tokens: str = option(
-        "0", "Tokens of the whole training run, such as 300B; 0: do not estimate its days"
+        "0", "Tokens of the training run, such as 300B, to estimate its days; 0: no estimate"
     )
-    precision: str = as_in(WorkSpec, "precision", choices=PRECISIONS)
+    precision: str = as_in(WorkSpec, "precision", PRECISION_HELP, choices=PRECISIONS)
     compile: str = as_in(WorkSpec, "compile")
     optimizer: str = as_in(WorkSpec, "optimizer")
     device: str = option("cuda", "cpu or cuda; default: the device of the hardware file")

@@ -20,6 +20,10 @@ OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-loop", "fused", "sgd")
 CHECKPOINTING = ("none", "blocks", "nested", "selective", "feed-forward")
 # Chooses one of these for each block, so that the step fits into memory: spec.plan.recompute.
 BUDGET = "budget"
+PRECISION_HELP = (
+    "bf16 and fp16 use autocast, fp16 also loss scaling; bf16-pure has bf16 parameters, bf16-master "
+    "also fp32 master weights in the optimizer"
+)
 CHECKPOINTING_HELP = (
     "What backward recomputes; selective keeps matrix products and attention, feed-forward keeps "
     "attention and its matrix products"
@@ -40,9 +44,7 @@ class WorkSpec:
     )
     precision: str = option(
         "fp32",
-        "bf16 and fp16 use autocast, fp16 also loss scaling; bf16-pure has bf16 parameters, "
-        "bf16-master also fp32 master weights in the optimizer; float8 is bf16 with torchao's "
-        "float8 linear layers",
+        PRECISION_HELP + "; float8 is bf16 with torchao's float8 linear layers",
         choices=(*PRECISIONS, FLOAT8),
         label=True,
     )

@@ -78,13 +78,13 @@ class TrainSpec:
     )
     layout: str = option(
         "none",
-        'Parallel layout, such as "dp2 zero3 tp2" or "pp2 1f1b m4"; instead of data_parallel and ranks',
+        'Parallel layout, such as "dp2 zero3 tp2" or "pp2 1f1b m4"; instead of --data-parallel and --ranks',
         label="changed",
     )
     balance: str = as_in(LayoutSpec, "balance")
     bucket_mb: float = as_in(DataParallelSpec, "bucket_mb")
     reduce_dtype: str = as_in(DataParallelSpec, "reduce_dtype")
-    device: str = option("cpu", f"{DEVICE_HELP}; with several ranks, cuda for one GPU per rank")
+    device: str = option("cpu", f"{DEVICE_HELP}; on several ranks, cuda is one GPU per rank")
     seed: int = option(0, "Seed of weights and batches", least=0, most=2**63 - 1)
 
     def __post_init__(self) -> None:
