@@ -44,7 +44,7 @@ def test_the_command_line(stepgauge, tmp_path):
     assert kept == [4 * spec.num_parameters, pytest.approx(2 * spec.num_parameters, rel=0.03)]
     table, gap, beside = blocks(records)
     assert "samples/s mean" in table.columns and "step ms std" in table.columns
-    assert [row[:3] for row in gap.rows] == [["bucketed less zero3", 2, 4]]
+    assert [row[:3] for row in gap.rows] == [["bucketed - zero3", 2, 4]]
     assert len(beside.rows) == 4
     status, out, err = stepgauge("show", tmp_path, "--over", "seed")
     assert status == 0 and "seed=1 2" in out and "std" in out
@@ -72,7 +72,7 @@ def test_the_gap_is_taken_apart():
     other = row("torch-fsdp", ranks=2, peak=15, parameter=1, gradient=1, optimizer=2, rest=11)
     table = gap_table([plain, other, sharded])
     gib_parts = [11.0, 12.0, 3.0, 3.0, 6.0, -1.0]
-    assert table.rows == [["torch-ddp less torch-fsdp", 4, 64, *gib_parts]]
+    assert table.rows == [["torch-ddp - torch-fsdp", 4, 64, *gib_parts]]
     assert gap_table([]).rows == []
 
 
@@ -82,7 +82,7 @@ def test_without_a_peak_of_tensors_the_gap_is_that_of_what_is_kept():
         for wrapper, size in (("torch-ddp", 4), ("torch-fsdp", 1))
     )
     assert gap_table([plain, sharded]).rows == [
-        ["torch-ddp less torch-fsdp", 4, 64, None, 9.0, 3.0, 3.0, 3.0, None]
+        ["torch-ddp - torch-fsdp", 4, 64, None, 9.0, 3.0, 3.0, 3.0, None]
     ]
 
 
@@ -115,7 +115,7 @@ def test_a_row_that_failed_is_named_with_its_reason_and_not_called_disturbed(mea
     failed = measured("torch-fsdp", status="failed", note="no such backend", metrics={})
     rows = [measured("torch-ddp"), failed]
     assert answer(rows) == (
-        "No row of torch-fsdp has figures: torch-ddp and torch-fsdp cannot be compared here."
+        "torch-ddp and torch-fsdp cannot be compared: torch-fsdp was not measured."
     )
     text, table, *_ = blocks(rows)
     assert "FAILED: no such backend" in text.text and len(table.rows) == 1
@@ -125,6 +125,6 @@ def test_a_row_that_failed_is_named_with_its_reason_and_not_called_disturbed(mea
 def test_the_largest_batch_that_both_have_is_compared_and_disturbed_rows_are_called_so(measured):
     rows = [measured(name) for name in ("torch-ddp", "torch-fsdp")]
     larger = measured("torch-fsdp", batch=4)
-    assert answer([*rows, larger]).startswith("At a global batch of 4 torch-fsdp takes 1.00")
+    assert answer([*rows, larger]).startswith("At a global batch of 4, torch-fsdp takes 1.00 × ")
     spread = [measured("torch-ddp"), measured("torch-fsdp", spread=2.0)]
-    assert answer(spread).startswith("Rows were disturbed: ")
+    assert answer(spread).endswith("cannot be compared: rows were disturbed.")

@@ -1,4 +1,4 @@
-"""The overhead model finds what a sweep was made of."""
+"""The model of a bucket sweep, and the plot of wrappers."""
 
 import pytest
 
@@ -8,41 +8,40 @@ from stepgauge.spec.record import Record, Sample
 from stepgauge.study.data_parallel import blocks
 
 
-def test_the_fit_finds_what_the_sweep_was_made_of():
-    made = Overhead(base_ms=50.0, ms_per_byte=2e-6, per_bucket_ms=0.03)
+def test_the_fit_finds_the_parameters_of_a_synthetic_sweep():
+    model = Overhead(base_ms=50.0, ms_per_byte=2e-6, per_bucket_ms=0.03)
     buckets, tails = [400, 80, 40, 8, 4, 1], [1e6, 5e6, 9e6, 4e7, 1e8, 5e8]
-    found = Overhead.fitted(
-        buckets, tails, [made.step_ms(n, tail) for n, tail in zip(buckets, tails, strict=True)]
-    )
-    assert found.base_ms == pytest.approx(50)
-    assert found.ms_per_byte == pytest.approx(2e-6)
-    assert found.per_bucket_ms == pytest.approx(0.03)
+    steps = [model.step_ms(n, tail) for n, tail in zip(buckets, tails, strict=True)]
+    fit = Overhead.fitted(buckets, tails, steps)
+    assert fit.base_ms == pytest.approx(50)
+    assert fit.ms_per_byte == pytest.approx(2e-6)
+    assert fit.per_bucket_ms == pytest.approx(0.03)
 
 
-def test_the_optimum_is_the_least_of_the_model():
+def test_the_optimum_has_the_shortest_step():
     model = Overhead(base_ms=50.0, ms_per_byte=2e-6, per_bucket_ms=0.03)
     total = 4e8
     best = model.best_bytes(total)
     steps = [model.step_ms(total / size, size) for size in (0.9 * best, best, 1.1 * best)]
     assert min(steps) == steps[1]
-    assert "optimum at 2.449 MB" in model.sentence(total, 5)
+    assert "optimum of the fit is 2.449 MB" in model.sentence(total, 5)
 
 
-def test_plans_that_end_alike_tell_nothing_of_the_tail():
-    found = Overhead.fitted([131, 131, 130, 34], [1e8] * 4, [153.3, 153.8, 155.3, 163.3])
-    assert found.ms_per_byte == 0
-    assert found.best_bytes(1e10) is None
-    assert found.step_ms(34, 1e8) == pytest.approx(163.3, rel=1e-3)
-    said = found.sentence(1e10, 1)
-    assert "All plans end with the same bucket" in said
-    assert "it has no optimum here" in said
+def test_plans_with_the_same_tail_do_not_determine_its_cost():
+    fit = Overhead.fitted([131, 131, 130, 34], [1e8] * 4, [153.3, 153.8, 155.3, 163.3])
+    assert fit.ms_per_byte == 0
+    assert fit.best_bytes(1e10) is None
+    assert fit.step_ms(34, 1e8) == pytest.approx(163.3, rel=1e-3)
+    text = fit.sentence(1e10, 1)
+    assert "All plans end with the same bucket" in text
+    assert "has no optimum" in text
 
 
-def test_rows_that_send_otherwise_are_other_bars():
+def test_rows_with_another_reduce_type_or_bucket_size_have_their_own_bars():
     def row(step_ms, **spec):
         metrics = {"step_ms": Sample.exact(step_ms, "ms")}
-        usual = {"size": "tiny", "wrapper": "bucketed", "bucket_mb": DataParallelSpec.bucket_mb}
-        return Record(kind="data-parallel", spec=usual | spec, metrics=metrics)
+        default = {"size": "tiny", "wrapper": "bucketed", "bucket_mb": DataParallelSpec.bucket_mb}
+        return Record(kind="data-parallel", spec=default | spec, metrics=metrics)
 
     rows = [
         row(11.0),

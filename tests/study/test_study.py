@@ -1,4 +1,4 @@
-"""The study: what a machine runs, and what the report says of the rest."""
+"""The study: what a machine runs, and its report."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ from stepgauge.study import (
     warm_up,
 )
 from stepgauge.study.experiment import StudyMachine, shipped
-from stepgauge.study.notes import remember, remember_rows
+from stepgauge.study.notes import write_machine, write_rows
 from stepgauge.study.pages import page_of
 from stepgauge.study.run import plan, select, unconfirmed
 from stepgauge.study.sizes import sizes
@@ -44,26 +44,27 @@ LAPTOP = dataclasses.replace(H100, name="Laptop GPU", bytes=8 * 2**30)
 
 
 @pytest.mark.parametrize("machine", [CPU, H100, LAPTOP], ids=lambda machine: machine.name)
-def test_every_job_is_asked_once_and_on_the_machine(machine, tmp_path):
+def test_every_job_runs_once_and_on_the_machines_device(machine, tmp_path):
     jobs = plan(machine, tmp_path, EXPERIMENTS)
     assert len({job.asked.identity for job in jobs}) == len(jobs)
     assert {job.spec.device for job in jobs} == {machine.device}
 
 
 @pytest.mark.parametrize("machine", [CPU, H100], ids=lambda machine: machine.name)
-def test_a_step_is_timed_in_one_way_so_that_it_has_one_figure(machine, tmp_path):
-    others = [each for each in EXPERIMENTS if each is not warm_up.EXPERIMENT]  # it compares ways
+def test_all_experiments_time_a_step_in_the_same_way(machine, tmp_path):
+    """All except the warm-up experiment, which compares ways to time a step."""
+    others = [each for each in EXPERIMENTS if each is not warm_up.EXPERIMENT]
     jobs = plan(machine, tmp_path, others)
     steps = {job.spec for job in jobs if isinstance(job.spec, StepSpec)}
     works = [dataclasses.replace(spec, warmup=0, steps=1, seconds=0.0) for spec in steps]
     assert len(set(works)) == len(steps) > 5
 
 
-def test_a_gpu_is_filled_and_not_overfilled():
+def test_the_sizes_that_fit_on_a_gpu():
     assert sizes(H100) == ["small", "medium", "large", "xl", "2.7b"]
     assert sizes(LAPTOP) == ["small", "medium"]
     largest = step_time.specs(LAPTOP, None)[-1].size
-    assert largest == "large"  # the first that does not fit is a row that says so
+    assert largest == "large"  # the first size that does not fit is included
 
 
 def test_a_machine_without_compiler_leaves_compile_out(tmp_path):
@@ -76,14 +77,14 @@ def test_a_machine_without_compiler_leaves_compile_out(tmp_path):
     )
 
 
-def test_select():
+def test_select_by_name():
     assert select([]) == list(EXPERIMENTS)
     assert [experiment.name for experiment in EXPERIMENTS] == list(NAMES)
     assert [e.name for e in select(["compile", "step-time"])] == ["compile", "step-time"]
 
 
 def measured(job, milliseconds, machine):
-    """A record as the job would give it."""
+    """Returns a record such as the job would give."""
     if job.spec.kind in ("comm", "broadcast"):
         figures = {
             "time_ms": "ms",
@@ -124,7 +125,7 @@ def environment(machine):
 def study_run(folder, machine, failing=()):
     store = RunStore(folder)
     store.prepare()
-    remember(machine, folder)
+    write_machine(machine, folder)
     for number, job in enumerate(plan(machine, folder, EXPERIMENTS)):
         record = measured(job, 10.0 + number, machine)
         if number in failing:
@@ -136,7 +137,7 @@ def study_run(folder, machine, failing=()):
 
 
 @pytest.mark.parametrize("machine", [CPU, H100], ids=lambda machine: machine.name)
-def test_the_report_has_a_section_an_experiment(machine, tmp_path):
+def test_the_report_has_a_section_for_each_experiment(machine, tmp_path):
     store = study_run(tmp_path, machine, failing=(1,))
     path = write(page_of(tmp_path, store.read().latest()), tmp_path / "report.html")
     text = path.read_text()
@@ -148,10 +149,10 @@ def test_the_report_has_a_section_an_experiment(machine, tmp_path):
     assert machine.name in text
     assert len(text) < 1.5 * 2**20
     assert "What to change first" in text
-    assert ("Not this machine: NVIDIA" in text) is (machine is CPU)
+    assert ("Not this machine: measured on NVIDIA" in text) is (machine is CPU)
 
 
-def test_rows_that_findings_rest_on_are_measured_in_turns_and_no_others(tmp_path):
+def test_only_rows_of_findings_are_measured_in_turns(tmp_path):
     (experiment,) = select(["compile"])
     jobs = plan(CPU, tmp_path, [experiment, *select(["step-time"])])
     eager, compiled = experiment.jobs(CPU, tmp_path)
@@ -162,13 +163,14 @@ def test_rows_that_findings_rest_on_are_measured_in_turns_and_no_others(tmp_path
     turned = [of_turns([record] * 3, "2026-01-01") for record in pair]
     assert unconfirmed(jobs, turned) == []
     bf16 = dataclasses.replace(eager, spec=dataclasses.replace(eager.spec, precision="bf16"))
-    apart = [*turned, measured(bf16, 1.0, CPU)]  # beside a row that has had its turns
-    assert {job.spec for job in unconfirmed([*jobs, bf16], apart)} == (
+    # A new finding shares a row with one that is confirmed: all of their rows are measured again.
+    mixed = [*turned, measured(bf16, 1.0, CPU)]
+    assert {job.spec for job in unconfirmed([*jobs, bf16], mixed)} == (
         {eager.spec, compiled.spec, bf16.spec}
     )
 
 
-def test_a_section_that_cannot_be_drawn_says_why_and_its_traceback_is_kept(tmp_path, monkeypatch):
+def test_a_section_that_cannot_be_drawn_says_why_and_logs_the_traceback(tmp_path, monkeypatch):
     def broken(records):
         raise KeyError("no such column")
 
@@ -182,20 +184,20 @@ def test_a_section_that_cannot_be_drawn_says_why_and_its_traceback_is_kept(tmp_p
     assert first.name in log and "in broken" in log
 
 
-def test_the_page_of_a_study_is_the_same_by_its_notes_and_written_without_torch(tmp_path):
+def test_a_page_written_from_files_without_torch_is_the_same(tmp_path):
     records = study_run(tmp_path, CPU).read().latest()
-    asked = page_of(tmp_path, records).html()
-    remember_rows(EXPERIMENTS, CPU, tmp_path)
+    page_from_jobs = page_of(tmp_path, records).html()
+    write_rows(EXPERIMENTS, CPU, tmp_path)
     code = (
         "import sys; from stepgauge import cli\n"
         f"sys.exit(cli.run(['report', {str(tmp_path)!r}]) or 'torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-    assert (tmp_path / "report.html").read_text() == asked
+    assert (tmp_path / "report.html").read_text() == page_from_jobs
 
 
-def test_what_was_not_run_is_named_with_the_reason(tmp_path):
-    remember(dataclasses.replace(CPU, has_compiler=False), tmp_path)
+def test_experiments_that_did_not_run_are_listed_with_the_reason(tmp_path):
+    write_machine(dataclasses.replace(CPU, has_compiler=False), tmp_path)
     text = page_of(tmp_path, []).html()
     assert "Not in this run" in text
     assert "torch.compile needs a C++ compiler" in text
@@ -213,7 +215,7 @@ def test_any_run_has_a_page(stepgauge, tmp_path, record):
     assert "The longest step takes 10.05 ms (compile=off)" in text
 
 
-def test_what_a_gpu_gave_is_shipped_and_answers():
+def test_shipped_records_of_gpus_answer_the_questions():
     for name in ("norm-layers", "attention"):
         (experiment,) = select([name])
         assert experiment.needs(CPU) and experiment.needs(H100) is None
@@ -225,23 +227,24 @@ def test_what_a_gpu_gave_is_shipped_and_answers():
     assert shipped("warm-up") == []
 
 
-def test_published_rows_stand_beside_the_nearest_of_ours(tmp_path):
+def test_published_rows_are_compared_with_our_most_similar_rows(tmp_path):
     jobs = step_time.EXPERIMENT.jobs(H100, tmp_path)
     ours = [measured(job, 10.0, H100) for job in jobs if job.spec.size == "small"]
-    rows = objects(published.beside("step-time", ours))
+    rows = objects(published.comparison("step-time", ours))
     found = {(row["row"], row["source"]): row for row in rows}
     small = found["size=small", "S1"]
     assert (small["batch × context here"], small["here forward ms"]) == ("16 × 128", 10.0)
     assert (small["published forward ms"], small["published backward ms"]) == (18.8, 34.0)
     assert found["size=small", "S2"]["batch × context here"] == "4 × 128"
-    alone = found["size=2.7b", "S1"]
-    assert (alone["here forward ms"], alone["published forward ms"]) == (None, 257)
-    assert alone["batch × context here"] == "not run here"
+    unmatched = found["size=2.7b", "S1"]
+    assert (unmatched["here forward ms"], unmatched["published forward ms"]) == (None, 257)
+    assert unmatched["batch × context here"] == "not run here"
 
 
-def test_published_figures_that_nothing_here_is_like_stand_alone():
-    table = published.beside("step-time", [])
-    assert table.folded and table.caption.startswith("Published figures; nothing like them ran")
+def test_published_figures_without_a_similar_row_are_folded():
+    table = published.comparison("step-time", [])
+    assert table.folded
+    assert table.caption.startswith("Published figures. Nothing comparable was measured here.")
     assert not any("here" in column for column in table.columns)
     assert "published forward ms" in table.columns
 
@@ -254,23 +257,21 @@ def test_published_figures_are_records_of_known_experiments_and_sources():
             assert record.provenance == "published" and published.legend([record.source])
 
 
-def test_published_sizes_of_messages_stand_beside_powers_of_two():
+def test_published_message_sizes_are_compared_with_powers_of_two():
     def row(device, ms, size):
         spec = CommSpec(size_bytes=size, device=device)
         metrics = {"time_ms": Sample.of([ms], "ms")}
         return Record(kind="comm", spec=dataclasses.asdict(spec), metrics=metrics)
 
     ours = [row("cuda", 9.0, 2**20), row("cpu", 7.0, 2**20), row("cpu", 70.0, 10 * 2**20)]
-    gloo = [row for row in objects(published.beside("collectives", ours)) if "gloo" in row["row"]]
-    assert [row["here time ms"] for row in gloo] == [
-        7.0,
-        70.0,
-        None,
-        None,
-    ]  # tensors of the host alone, and by their size
+    gloo = [
+        row for row in objects(published.comparison("collectives", ours)) if "gloo" in row["row"]
+    ]
+    # Only rows with tensors on the host match, and only those of a similar size.
+    assert [row["here time ms"] for row in gloo] == [7.0, 70.0, None, None]
 
 
-def test_a_source_is_told_with_what_is_known_of_it_and_what_is_not():
+def test_the_legend_describes_the_sources():
     assert published.legend(["S1", "S1"]) == (
         "S1: write-up of assignment 2, 2024, Stanford course CS336, A100-class GPU "
         "(author, title unknown)"
@@ -291,7 +292,7 @@ def test_a_section_begins_with_warnings_on_its_figures(record):
 
 
 def test_the_study_runs_here(stepgauge, tmp_path, monkeypatch):
-    """The real thing, the shortest experiment."""
+    """Runs the shortest experiment without mocks."""
     monkeypatch.setattr(warm_up, "WARM_UPS", (0, 1))
     status, out, err = stepgauge("study", "--only", "warm-up", "--device", "cpu", "--out", tmp_path)
     assert status == 0, err
@@ -301,7 +302,7 @@ def test_the_study_runs_here(stepgauge, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "machine.json").read_text())["device"] == "cpu"
     text = (tmp_path / "report.html").read_text()
     assert "not measured in this run" in text
-    assert "warm-up 1" in text and "Without warm-up the mean of" in text
+    assert "warm-up 1" in text and "Without warm-up, the mean of" in text
 
 
 def sharded(**gib):
@@ -309,7 +310,9 @@ def sharded(**gib):
     return Record(kind="data-parallel", spec={"size": "tiny", "wrapper": "zero1"}, metrics=metrics)
 
 
-def test_a_peak_that_its_predictor_counted_is_no_test_of_the_prediction():
+def test_on_a_cpu_the_predicted_peak_has_no_error():
+    """The same tracker counts and predicts it."""
+
     def rows(device):
         measured = Record(
             kind="memory",
@@ -320,9 +323,9 @@ def test_a_peak_that_its_predictor_counted_is_no_test_of_the_prediction():
         )
         return [measured, dataclasses.replace(measured, provenance="modelled")]
 
-    for device, said in (("cuda", "Largest error of the predicted peak"), ("cpu", SAME_COUNT)):
+    for device, text in (("cuda", "Largest error of the predicted peak"), ("cpu", SAME_COUNT)):
         table, *blocks = memory_blocks(rows(device), drawn=[], compared=[])
-        assert said in next(block.text for block in blocks if isinstance(block, Text))
+        assert text in next(block.text for block in blocks if isinstance(block, Text))
         assert ("predicted error %" in table.columns) == (device == "cuda")
 
 
@@ -330,16 +333,16 @@ def test_a_peak_that_its_predictor_counted_is_no_test_of_the_prediction():
     ("found", "total", "caption"),
     [
         ({"peak": 9.5, "rest": 2.25}, "9.5", "Peak memory of tiny by part."),
-        ({"resident_peak": 20}, "7", "Memory of what a step keeps of tiny by part."),
+        ({"resident_peak": 20}, "7", "Memory kept between steps of tiny by part."),
     ],
 )
-def test_memory_by_part_ends_at_the_peak_of_tensors_or_at_what_is_kept(found, total, caption):
+def test_memory_by_part_ends_at_the_peak_or_at_the_memory_kept(found, total, caption):
     (plot,) = sharded_state._picture([sharded(parameter=1, gradient=2, optimizer=4, **found)])
     assert plot.caption == caption
     assert f">{total}<" in plot.svg and (">rest<" in plot.svg) == ("rest" in found)
 
 
-def test_a_pipeline_whose_fewest_micro_batches_are_best_is_compared_with_the_most():
+def test_if_the_fewest_micro_batches_are_best_they_are_compared_with_the_most():
     def row(micro_batches, rate):
         spec = {"schedule": "1f1b", "ranks": 2, "micro_batches": micro_batches, "overweight": 0}
         metrics = {"samples_per_s": Sample.exact(rate, "samples/s")}
@@ -348,5 +351,5 @@ def test_a_pipeline_whose_fewest_micro_batches_are_best_is_compared_with_the_mos
     answer = select(["pipeline"])[0].answer
     falling, rising = ([row(n, rate) for n, rate in zip((2, 4, 8), rates, strict=True)]
                        for rates in ((9.0, 8.0, 7.0), (7.0, 8.0, 9.0)))  # fmt: skip
-    assert "with 2 micro-batches; with 8 it does 7" in answer(falling)
-    assert "with 8 micro-batches; with 2 it does 7" in answer(rising)
+    assert "9.000 samples/s with 2 micro-batches, and 7.000 with 8." in answer(falling)
+    assert "9.000 samples/s with 8 micro-batches, and 7.000 with 2." in answer(rising)

@@ -1,4 +1,4 @@
-"""The study's predictions: made from the calibration of the same run, and not made twice."""
+"""The study's predictions use the calibration of the same run, and are not repeated."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ AXES = {"matmul": "mnk", "rmsnorm": "mn", "attention": "htd", "cross-entropy": "
 
 
 def timed(spec):
-    """As the calibration's job would give it: one shape, 10 us."""
+    """Returns a record such as the calibration would give, with two shapes."""
     axes = AXES.get(spec.operation.split()[0], "b")
     rows = [[*axes, "us", "MHz"], [*(64 for _ in axes), 10.0, 2000.0],
             [*(128 for _ in axes), 70.0, 2000.0]]  # fmt: skip
@@ -30,7 +30,7 @@ def timed(spec):
     )
 
 
-def test_a_row_is_predicted_from_the_runs_calibration_and_found_again(tmp_path):
+def test_a_row_is_predicted_from_the_runs_calibration_and_not_again(tmp_path):
     jobs = validation.EXPERIMENT.jobs(CPU, tmp_path)
     store = RunStore(tmp_path)
     store.prepare()
@@ -47,10 +47,10 @@ def test_a_row_is_predicted_from_the_runs_calibration_and_found_again(tmp_path):
     record = first.run(first.spec)
     assert record.note == BEFORE and record.median("step_ms") > 0
     asked = dataclasses.replace(first.asked, environment=environment(torch.device("cpu")))
-    assert record.identity == asked.identity  # a second run finds it and keeps it
+    assert record.identity == asked.identity  # a second run finds and keeps the record
 
 
-def test_a_gpu_without_a_hardware_file_is_told(tmp_path, monkeypatch):
+def test_a_gpu_without_a_hardware_file_cannot_run_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     gpu = dataclasses.replace(CPU, device="cuda", name="NVIDIA H300")
     assert "stepgauge calibrate makes one" in validation.needs(gpu)

@@ -1,6 +1,6 @@
-"""The study: a list of experiments, run where the machine can, and one report of all of them.
+"""The study: a list of experiments. Those that the machine can run are run, and one report shows all.
 
-A new experiment is one file with an EXPERIMENT, of its name, and that name in spec/experiments.py.
+To add an experiment, add a file with an EXPERIMENT, and its name to spec/experiments.py.
 """
 
 import importlib
@@ -8,12 +8,6 @@ import importlib
 from stepgauge.spec.experiments import EXPERIMENTS as NAMES
 from stepgauge.study.experiment import Experiment
 
-
-def _of_name(name: str) -> Experiment:
-    experiment: Experiment = importlib.import_module(
-        f"{__name__}.{name.replace('-', '_')}"
-    ).EXPERIMENT
-    return experiment
-
-
-EXPERIMENTS = tuple(_of_name(name) for name in NAMES)
+EXPERIMENTS: tuple[Experiment, ...] = tuple(
+    importlib.import_module(f"{__name__}.{name.replace('-', '_')}").EXPERIMENT for name in NAMES
+)

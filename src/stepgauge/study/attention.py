@@ -1,4 +1,4 @@
-"""E7: attention, one sequence of one head (c) and a batch of eight (a)."""
+"""Experiment: attention kernels, by sequence length and batch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from stepgauge.spec.grids import ATTENTION_BATCH, ATTENTION_HEADS
 from stepgauge.spec.kernel import KernelSpec
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, StudyMachine
-from stepgauge.study.published import beside
+from stepgauge.study.published import comparison
 from stepgauge.study.sizes import kernel_specs, needs_gpu
 
 
@@ -21,20 +21,20 @@ def specs(machine: StudyMachine, folder: Path) -> Sequence[KernelSpec]:
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
     plotted = [record for record in records if record.spec["width"] == 64]
     plots = kernel_plots(plotted, "sequence", by=("batch", "dtype", "passes"))
-    return [*plots, kernel_table(records), beside("attention", records)]
+    return [*plots, kernel_table(records), comparison("attention", records)]
 
 
 EXPERIMENT = Experiment(
     name="attention",
     title="Attention",
     question=(
-        "From which length on is attention without a score matrix faster, and where does the one "
-        "with it run out of memory?"
+        "From which sequence length on is attention without a stored score matrix faster, and when "
+        "does attention with one run out of memory?"
     ),
     method=(
         "fa2, cudnn, efficient and math are the backends of torch's scaled_dot_product_attention. "
-        "FLOPs: 4 B H T² D in the forward, half of that if causal, 2.5 times the forward in the "
-        "backward. A row says which implementation ran out of memory."
+        "FLOPs: 4 B H T² D in forward, half of that if causal; backward counts 2.5 times forward. "
+        "The table says which implementations ran out of memory."
     ),
     specs=specs,
     blocks=blocks,

@@ -1,4 +1,4 @@
-"""E8: what the links between ranks give, by collective and size."""
+"""Experiment: bandwidth and time of collectives, by size."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.units import MIB
 from stepgauge.study.experiment import Experiment, StudyMachine, needs_two_gpus
-from stepgauge.study.published import beside
+from stepgauge.study.published import comparison
 
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_recv")
 _GPU_SIZES = tuple(round(mib * MIB) for mib in (0.5, 1, 2, 10, 25, 50, 100, 250, 500, 1024))
@@ -39,22 +39,22 @@ def _gpu_row(backend: str, op: str, size: int, ranks: int) -> CommSpec:
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
-    return [*comm_blocks(records), beside("collectives", records, "All-reduce")]
+    return [*comm_blocks(records), comparison("collectives", records, "All-reduce")]
 
 
 EXPERIMENT = Experiment(
     name="collectives",
     title="Collectives",
-    question="What do the links between ranks give, and what does a byte cost?",
+    question="How fast are the links between ranks, and how does the time of a collective grow with size?",
     method=(
-        "A process a rank. Each operation is run on known values and every element is compared, "
-        "before the timing and after it. Batches of operations are enqueued one after another; a "
-        "batch's time over its number of operations is one value, the slowest rank's counts, the "
-        "median is shown. Bus bandwidth as nccl-tests defines it. A third of the sizes is held out "
-        "of the fit."
+        "Each rank is a process. Each operation is run on known values and every element of the "
+        "result is checked, before and after the timing. Operations are enqueued in batches, without "
+        "waiting between them. The time of a batch divided by its number of operations is one "
+        "measurement, that of the slowest rank counts, and the median is shown. Bus bandwidth is "
+        "defined as in nccl-tests. A third of the sizes is held out of the fit."
     ),
     specs=specs,
     blocks=blocks,
     needs=needs_two_gpus,
-    on_cpu="Gloo between two processes of one CPU: it says nothing of links between GPUs",
+    on_cpu="Gloo connects two processes on one CPU, which says nothing about links between GPUs",
 )

@@ -1,4 +1,4 @@
-"""E6: what torch.compile gains, and what it costs once."""
+"""Experiment: the speedup of torch.compile and the time of compilation."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +13,8 @@ from stepgauge.report.views import record_table
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 from stepgauge.study.experiment import Experiment, StudyMachine
-from stepgauge.study.published import SWIGLU, beside
-from stepgauge.study.sizes import S1, sizes, step_spec
+from stepgauge.study.published import SWIGLU, comparison
+from stepgauge.study.sizes import S1_LOAD, sizes, step_spec
 
 MODES = {"off": "eager", "on": "compiled"}
 
@@ -33,32 +33,32 @@ def specs(machine: StudyMachine, folder: Path) -> Sequence[StepSpec]:
     fit = sizes(machine)
     ends = list(dict.fromkeys((fit[0], fit[-1])))
     ours = [step_spec(machine, s, precision="bf16", compile=m) for s in ends for m in MODES]
-    return ours + [step_spec(machine, s, load=S1, compile=m) for s in fit[:2] for m in MODES]
+    return ours + [step_spec(machine, s, load=S1_LOAD, compile=m) for s in fit[:2] for m in MODES]
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
     caption = (
-        "The same step, eager and compiled. Compile time is not in it; the table gives it apart."
+        "Step time, eager and compiled. The time of compilation is not included; the table has it."
     )
     return [
         step_bars(records, caption, row=_row, bar=lambda record: MODES[record.spec["compile"]]),
         record_table(records),
-        beside("compile", records, SWIGLU),
+        comparison("compile", records, SWIGLU),
     ]
 
 
 def answer(records: Sequence[Record]) -> str:
-    """What compiling gains, and after how many steps it has paid for itself."""
-    said = [choice_answer(records, "compile")]
-    found = pairs(records, {"compile": "off"})
-    costs = [(p, p.after.median("compile_s")) for p in found if p.saved_ms > 0]
+    """Returns the speedup, and the number of steps after which compilation pays off."""
+    sentences = [choice_answer(records, "compile")]
+    compared = pairs(records, {"compile": "off"})
+    costs = [(p, p.after.median("compile_s")) for p in compared if p.saved_ms > 0]
     if known := [(pair, cost) for pair, cost in costs if cost]:
         pair, cost = max(known, key=lambda each: each[0].saved_ms)
-        said.append(
-            f"Compiling takes {number(cost)} s once at {_row(pair.after)}, which "
-            f"{1e3 * cost / pair.saved_ms:,.0f} steps pay back."
+        sentences.append(
+            f"Compilation takes {number(cost)} s for {_row(pair.after)}, which pays off after "
+            f"{1e3 * cost / pair.saved_ms:,.0f} steps."
         )
-    return " ".join(said)
+    return " ".join(sentences)
 
 
 def _row(record: Record) -> str:
@@ -69,11 +69,11 @@ def _row(record: Record) -> str:
 EXPERIMENT = Experiment(
     name="compile",
     title="torch.compile",
-    question="What does compiling the whole model gain a step, and how long does it take once?",
+    question="How much faster is a step of the compiled model, and how long does compilation take?",
     method=(
-        "The model and its loss are compiled as one; the optimizer is torch's fused one in both. "
-        "compile s is the first step's time less an ordinary step's, with whatever compiler cache "
-        "the machine has."
+        "The model and its loss are compiled together. Both rows use torch's fused optimizer. "
+        "'compile s' is the time of the first step minus that of an ordinary step; a compiler cache "
+        "on the machine is used if there is one."
     ),
     specs=specs,
     blocks=blocks,

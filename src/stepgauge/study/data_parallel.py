@@ -1,4 +1,4 @@
-"""E9 and E10: what training on several ranks costs a step, by wrapper and bucket size."""
+"""Experiment: data-parallel training, by wrapper and bucket size."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +11,8 @@ from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, StudyMachine, needs_two_gpus
-from stepgauge.study.published import beside
-from stepgauge.study.sizes import S1, sizes
+from stepgauge.study.published import comparison
+from stepgauge.study.sizes import S1_LOAD, sizes
 
 BUCKETS_MB = (1.0, 5.0, 10.0, 50.0, 100.0, 500.0)
 CPU_BUCKETS_MB = (0.05, 0.2, 0.5, 1.0, 5.0)
@@ -32,25 +32,20 @@ def specs(machine: StudyMachine, folder: Path) -> Sequence[DataParallelSpec]:
 
 
 def _spec(machine: StudyMachine, size: str, **fields: Any) -> DataParallelSpec:
-    batch, context = S1 if machine.is_gpu else (2, 64)
+    batch, context = S1_LOAD if machine.is_gpu else (2, 64)
     model = ModelSpec.preset(size, context_length=context)
     counts = {"warmup": 5, "steps": 10} if machine.is_gpu else {"warmup": 2, "steps": 4}
-    asked = {
-        **counts,
-        "model": model,
-        "size": size,
-        "batch": batch,
-        "device": "cuda" if machine.is_gpu else "cpu",
-    }
-    return DataParallelSpec(**{**asked, **fields}).canonical()
+    device = "cuda" if machine.is_gpu else "cpu"
+    defaults = {**counts, "model": model, "size": size, "batch": batch, "device": device}
+    return DataParallelSpec(**{**defaults, **fields}).canonical()
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
-    return [*plots(records), beside("data-parallel", records, "S1 has 2 GPUs")]
+    return [*plots(records), comparison("data-parallel", records, "S1 has 2 GPUs")]
 
 
 def row_of(records: Sequence[Record], wrapper: str, size: str) -> Record | None:
-    """The first row of the wrapper and size."""
+    """Returns the first row of the wrapper and size."""
     return next(
         (r for r in records if (r.spec["wrapper"], r.spec["size"]) == (wrapper, size)), None
     )
@@ -59,15 +54,15 @@ def row_of(records: Sequence[Record], wrapper: str, size: str) -> Record | None:
 EXPERIMENT = Experiment(
     name="data-parallel",
     title="Data parallel",
-    question="What does training on two ranks cost a step, and how much of the communication is hidden?",
+    question="How much slower is a step on two ranks, and how much of the communication is hidden?",
     method=(
-        "One process a rank; of each step the slowest counts. Exposed communication is the step "
-        "less the same step with the collectives left out; the overlap ratio is the time in which "
-        "a traced step both communicates and computes over the time in which it communicates. Sent "
-        "bytes are those of ring algorithms, not measured."
+        "Each rank is a process, and the slowest rank of each step counts. Exposed communication is "
+        "the step's time minus that of the same step without collectives. The overlap ratio is the "
+        "time in which a traced step both communicates and computes, divided by the time in which it "
+        "communicates. Sent bytes are computed for ring algorithms, not measured."
     ),
     specs=specs,
     blocks=blocks,
     needs=needs_two_gpus,
-    on_cpu="two processes of one CPU, not two GPUs: they share its cores and copy through memory",
+    on_cpu="the two ranks are processes on one CPU: they share its cores and copy through memory",
 )

@@ -1,4 +1,4 @@
-"""E11: replicated against sharded training of BERT."""
+"""Experiment: training BERT with replicated and with sharded weights."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,22 +15,22 @@ from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.study.experiment import Experiment, StudyMachine, needs_two_gpus
-from stepgauge.study.published import beside
+from stepgauge.study.published import comparison
 
-MOST_RANKS = 4  # as S3
+MAX_RANKS = 4  # as in S3
 SEEDS = (1, 2, 3)
 GLOBAL_BATCHES = (64, 16)
-# Each replicating wrapper beside the sharding one of the same make.
+# Pairs of wrappers by the same author: one replicates weights, one shards them.
 PAIRS = (("torch-ddp", "torch-fsdp"), ("bucketed", "zero3"))
 SHOWN = ("samples_per_s", "step_ms", "peak_bytes")
 KEPT = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
-PUBLISHED_AT = (
-    "S3 used 4 of its GPUs; its sequence and precision are not stated, its GB are 10⁹ bytes"
+PUBLISHED_NOTE = (
+    "S3 used 4 of its GPUs. It does not state sequence length and precision; its GB are 10⁹ bytes"
 )
 
 
 def specs(machine: StudyMachine, folder: Path) -> Sequence[DataParallelSpec]:
-    ranks = min(machine.gpus, MOST_RANKS) if machine.is_gpu else 2
+    ranks = min(machine.gpus, MAX_RANKS) if machine.is_gpu else 2
     batches = [batch for batch in GLOBAL_BATCHES if batch % ranks == 0] if machine.is_gpu else [4]
     return [
         _spec(machine, wrapper, ranks, batch // ranks, seed)
@@ -64,31 +64,29 @@ def _spec(
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
     rows = over_seeds(records)
-    without = [record for record in records if record.status != "ok"]
-    failed = [
-        Text(f"{name}: {remark(r)}.") for name, r in zip(labels(without), without, strict=True)
+    failed = [record for record in records if record.status != "ok"]
+    reasons = [
+        Text(f"{name}: {remark(r)}.") for name, r in zip(labels(failed), failed, strict=True)
     ]
     if not rows:
-        return failed
+        return reasons
     figures = [
         dataclasses.replace(row, metrics={n: row.metrics[n] for n in SHOWN if n in row.metrics})
         for row in rows
     ]
     table = record_table(figures, statistics=("mean", "std"), first=("wrapper", "global_batch"))
-    caption = (
-        "Throughput and step over seeds, peak memory over ranks and seeds; std is that of a sample."
-    )
+    caption = "Throughput and step time: mean and sample std over seeds. Peak memory: over ranks and seeds."
     table = dataclasses.replace(table, caption=f"{caption} {table.caption}")
-    return [*failed, table, gap_table(rows), beside("ddp-vs-fsdp", rows, PUBLISHED_AT)]
+    return [*reasons, table, gap_table(rows), comparison("ddp-vs-fsdp", rows, PUBLISHED_NOTE)]
 
 
 def over_seeds(records: Sequence[Record]) -> list[Record]:
-    """A record for the seeds of a configuration, with its global batch and samples/s."""
+    """Merges the seeds of each configuration, and adds the global batch and samples/s."""
     rows = merge_over(records, "seed") if records else []
-    return [_of_all_ranks(row) for row in rows]
+    return [_with_samples_per_s(row) for row in rows]
 
 
-def _of_all_ranks(row: Record) -> Record:
+def _with_samples_per_s(row: Record) -> Record:
     batch, tokens = row.spec["batch"] * row.spec["ranks"], row.metrics["tokens_per_s"]
     length = row.spec["model"]["context_length"]
     figures = ("mean", "std", "median", "p10", "p90")
@@ -99,27 +97,29 @@ def _of_all_ranks(row: Record) -> Record:
 
 
 def answer(records: Sequence[Record]) -> str:
-    """Sharding's memory and time beside replication, torch's wrappers, at the largest batch."""
-    held, among = undisturbed([record for record in records if record.status == "ok"])
-    rows = {(row.spec["wrapper"], row.spec["global_batch"]): row for row in over_seeds(held)}
+    """Returns the step time and peak memory of torch-fsdp relative to torch-ddp, at the largest batch."""
+    kept, among = undisturbed([record for record in records if record.status == "ok"])
+    rows = {(row.spec["wrapper"], row.spec["global_batch"]): row for row in over_seeds(kept)}
     batches = [batch for _, batch in rows if all((name, batch) in rows for name in PAIRS[0])]
     if not batches:
-        return f"{_why_not(records)}: torch-ddp and torch-fsdp cannot be compared here."
+        return f"torch-ddp and torch-fsdp cannot be compared: {_why_not(records)}."
     batch = max(batches)
     plain, sharded = (rows[name, batch] for name in PAIRS[0])
     time, memory = (_ratio(sharded, plain, name) for name in ("step_ms", "peak_bytes"))
-    of_peak = f" and {memory:.2f} of its peak memory" if memory else ""
+    peak = f" and {memory:.2f} × its peak memory" if memory else ""
     at = f"{among}at" if among else "At"
     return (
-        f"{at} a global batch of {batch} torch-fsdp takes {time:.2f} of torch-ddp's step{of_peak}."
+        f"{at} a global batch of {batch}, torch-fsdp takes {time:.2f} × the step time of torch-ddp"
+        f"{peak}."
     )
 
 
 def _why_not(records: Sequence[Record]) -> str:
-    """What kept both of torch's wrappers from having a row at one batch."""
-    figures = {record.spec["wrapper"] for record in records if record.status == "ok"}
-    missing = [name for name in PAIRS[0] if name not in figures]
-    return f"No row of {' and '.join(missing)} has figures" if missing else "Rows were disturbed"
+    """Returns why torch's two wrappers have no rows at the same batch."""
+    measured = {record.spec["wrapper"] for record in records if record.status == "ok"}
+    missing = [name for name in PAIRS[0] if name not in measured]
+    were = "was" if len(missing) == 1 else "were"
+    return f"{' and '.join(missing)} {were} not measured" if missing else "rows were disturbed"
 
 
 def _ratio(above: Record, below: Record, metric: str) -> float | None:
@@ -129,10 +129,10 @@ def _ratio(above: Record, below: Record, metric: str) -> float | None:
 
 
 def gap_table(rows: Sequence[Record]) -> Table:
-    """What sharding frees a rank of, by part: the replicating wrapper's bytes less its own."""
+    """Returns the memory per rank that sharding saves, by part."""
     cells = []
     for plain in rows:
-        sharded = next((row for row in rows if _shards(row, plain)), None)
+        sharded = next((row for row in rows if _is_sharding_partner(row, plain)), None)
         if sharded is None:
             continue
         ranks = plain.spec["ranks"]
@@ -146,39 +146,38 @@ def gap_table(rows: Sequence[Record]) -> Table:
         sizes = {"peak": gaps.pop("peak_bytes"), "expected": expected}
         sizes |= {name.removesuffix("_bytes"): gap for name, gap in gaps.items()}
         cells.append({
-            "wrappers": f"{plain.spec['wrapper']} less {sharded.spec['wrapper']}",
+            "wrappers": f"{plain.spec['wrapper']} - {sharded.spec['wrapper']}",
             "ranks": ranks,
             "global batch": plain.spec["global_batch"],
             **{f"{name} GiB": scaled(size, "bytes") for name, size in sizes.items()},
         })  # fmt: skip
     caption = (
-        "Memory that sharding saves on a rank. Expected: (N−1)/N of parameters, gradients and "
-        "optimizer state; the rest is activations, which both have, and what a wrapper keeps for "
-        "communication. On a CPU peaks are those of processes and not of tensors: they and the "
-        "rest are left out."
+        "Memory per rank that sharding saves: the replicating wrapper's minus the sharding wrapper's. "
+        "Expected is (N−1)/N of parameters, gradients and optimizer state. The rest is activations, "
+        "which both have, and buffers for communication. On a CPU, peak and rest are left out, "
+        "because only the peak of whole processes is known."
     )
     return Table.from_rows(cells, caption=caption, names=1)
 
 
-def _shards(row: Record, plain: Record) -> bool:
-    """Whether the row is the sharding partner of the plain one."""
+def _is_sharding_partner(row: Record, plain: Record) -> bool:
     wrappers = plain.spec["wrapper"], row.spec["wrapper"]
     return wrappers in PAIRS and {**row.spec, "wrapper": ""} == {**plain.spec, "wrapper": ""}
 
 
 EXPERIMENT = Experiment(
     name="ddp-vs-fsdp",
-    title="Replicated against sharded weights",
-    question="What do sharded weights save a rank of BERT, and what do they cost?",
+    title="Replicated and sharded weights",
+    question="How much memory do sharded weights save in training BERT, and how much time do they cost?",
     method=(
-        "One process a rank, BERT with the masked-language-model loss on random pairs of texts, "
-        "three seeds of weights and tokens. Throughput and step time are means over each seed's "
-        "steps; memory is each rank's peak. The gap between a replicating and a sharding wrapper "
-        "is taken apart into parameters, gradients, optimizer state and the rest."
+        "Each rank is a process. BERT trains with the masked-language-model loss on random pairs of "
+        "texts, with three seeds of weights and tokens. Throughput and step time are means over the "
+        "steps of each seed; memory is the peak of each rank. The difference between a replicating "
+        "and a sharding wrapper is split into parameters, gradients, optimizer state and the rest."
     ),
     specs=specs,
     blocks=blocks,
     answer=answer,
     needs=needs_two_gpus,
-    on_cpu="two processes of one CPU train a tiny BERT: figures of neither GPUs nor BERT-base",
+    on_cpu="two processes on one CPU train a tiny BERT; BERT-base on GPUs has other figures",
 )

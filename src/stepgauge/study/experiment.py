@@ -1,4 +1,4 @@
-"""What an experiment is: what it needs, what it runs, what it answers and what it shows."""
+"""The type of an experiment: its requirements, specs, answer and report section."""
 
 import dataclasses
 import importlib.resources
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class StudyMachine:
-    """What experiments decide by. `bytes` is the memory of the device; `gpus` how many there are."""
+    """The machine that runs the study. `bytes` is the memory of its device, `gpus` their number."""
 
     device: str
     name: str
@@ -31,18 +31,18 @@ class StudyMachine:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """One row of the study.
+    """One experiment of the study.
 
-    name      how the command line selects it
-    title     of its section
-    question  that its section answers, one sentence
-    method    how the figures come about
-    specs     what it measures on a machine, in a folder of the run: specs, or jobs of its own
-    blocks    what its section shows of its own records
-    answer    one or two sentences that its records answer the question with
-    pictures  what it shows of files that lie beside the records, in the folder of the run
-    needs     why the machine cannot run it, or None
-    on_cpu    what its figures are not, where they are a CPU's
+    name      its name on the command line
+    title     the title of its section
+    question  the question that its section answers, one sentence
+    method    how the figures are measured
+    specs     returns the specs or jobs that it measures on a machine, given the run's folder
+    blocks    returns the content of its section, from its records
+    answer    returns one or two sentences that answer the question, from its records
+    pictures  returns content made from other files in the run's folder
+    needs     returns why the machine cannot run it, or None
+    on_cpu    why its figures differ from a GPU's if it runs on a CPU
     """
 
     name: str
@@ -57,24 +57,23 @@ class Experiment:
     on_cpu: str = ""
 
     def jobs(self, machine: StudyMachine, folder: Path) -> list["Job"]:
-        """What measures it on the machine."""
-        from stepgauge.bench.jobs import jobs_of  # torch, which a page needs not
+        """Returns the jobs that measure it on the machine."""
+        from stepgauge.bench.jobs import jobs_of  # imports torch, which writing a page must not
         from stepgauge.bench.sweep import Job
 
-        asked = self.specs(machine, folder)
-        own = [[each] if isinstance(each, Job) else jobs_of(each, folder) for each in asked]
-        return [job for jobs in own for job in jobs]
+        jobs: list[Job] = []
+        for each in self.specs(machine, folder):
+            jobs += [each] if isinstance(each, Job) else jobs_of(each, folder)
+        return jobs
 
 
 def needs_two_gpus(machine: StudyMachine) -> str | None:
-    """Of ranks: on a machine without GPUs they are processes."""
+    """For experiments with several ranks. Without any GPU, ranks are processes on the CPU."""
     return "needs two GPUs" if machine.is_gpu and machine.gpus < 2 else None
 
 
 def shipped(name: str) -> list[Record]:
-    """Records of GPU machines that come with the package, for the experiment of that name; of
-    sharded state they are those of data parallel training.
-    """
+    """Returns the experiment's records from a GPU machine that come with the package; [] for none."""
     folder = importlib.resources.files(__package__) / "shipped"
     path = folder / f"{'data-parallel' if name == 'sharded-state' else name}.jsonl"
     if not path.is_file():

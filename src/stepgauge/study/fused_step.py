@@ -1,4 +1,4 @@
-"""The whole step with our parts in place of torch's, eager and compiled."""
+"""Experiment: the whole step with our norm, attention, loss and optimizer, eager and compiled."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,12 +42,15 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
     shown = []
     for (size, name), ms in rows.items():
         stock = [t for (s, n), t in rows.items() if s == size and n.startswith("stock") and t]
-        over = min(stock) / ms if stock and ms else None
-        shown.append({"size": size, "parts": name, "step ms": ms, "best stock over it": over})
-    caption = "The best stock run's time divided by the row's: above 1 is faster than stock can be."
+        speedup = min(stock) / ms if stock and ms else None
+        shown.append({"size": size, "parts": name, "step ms": ms, "speedup": speedup})
+    caption = (
+        "Stock is torch's parts. The speedup is the time of the best stock row divided by the row's: "
+        "above 1, the row is faster than the best that torch offers."
+    )
     return [
-        step_bars(records, "The step with torch's parts and with ours.", row=_size, bar=_name),
-        Table.from_rows(shown, caption=caption, formats={"best stock over it": ".3f"}),
+        step_bars(records, "Step time with torch's parts and with ours.", row=_size, bar=_name),
+        Table.from_rows(shown, caption=caption, formats={"speedup": ".3f"}),
         record_table(records),
     ]
 
@@ -57,20 +60,22 @@ def _size(record: Record) -> str:
 
 
 def answer(records: Sequence[Record]) -> str:
-    """Our step beside the best stock one, by size."""
+    """Returns our step time and the best stock one, by size."""
     times = {(_size(r), _name(r)): r.median("step_ms") for r in records}
-    told = []
+    clauses = []
     for size in dict.fromkeys(size for size, _ in times):
         stock, ours = (
-            [ms for (s, name), ms in times.items() if s == size and name.startswith(who) and ms]
-            for who in ("stock", "ours")
+            [ms for (s, name), ms in times.items() if s == size and name.startswith(parts) and ms]
+            for parts in ("stock", "ours")
         )
         if stock and ours:
-            told.append(
-                f"{size} takes {number(min(ours))} ms with our parts and {number(min(stock))} ms "
-                f"with the best of torch's: {min(stock) / min(ours):.3f} times as fast"
+            clauses.append(
+                f"a step of {size} takes {number(min(ours))} ms with our parts and "
+                f"{number(min(stock))} ms with the best of torch's, "
+                f"{min(stock) / min(ours):.3f} times as fast"
             )
-    return f"{'; '.join(told)}." if told else ""
+    text = "; ".join(clauses)
+    return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
 def _name(record: Record) -> str:
@@ -82,9 +87,9 @@ def _name(record: Record) -> str:
 
 EXPERIMENT = Experiment(
     name="fused-step",
-    title="The step on fused parts",
-    question="Is the whole step faster with our norm, attention, loss and optimizer than the best that torch gives?",
-    method="The rows differ in the four parts and in torch.compile alone; each runs in a process of its own.",
+    title="The step with fused parts",
+    question="Is a step with our norm, attention, loss and optimizer faster than the best that torch offers?",
+    method="The rows differ only in these four parts and in torch.compile. Each row runs in its own process.",
     specs=specs,
     blocks=blocks,
     answer=answer,

@@ -1,4 +1,4 @@
-"""One training step under layouts of each axis: which is the fastest, and what the others lose."""
+"""Experiment: one training step under layouts with different axes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,15 +32,16 @@ def _spec(machine: StudyMachine, layout: str) -> LayoutSpec:
 EXPERIMENT = Experiment(
     name="layout",
     title="Layouts",
-    question="Which layout trains one network fastest, and what does each axis cost?",
+    question="Which layout trains a network fastest, and how much time does each axis cost?",
     method=(
-        "The same step, of one batch over all ranks: forward, backward and optimizer, of each step "
-        "the slowest rank. What an axis costs is the step less the same step without its "
-        "communication; of a pipeline, forward and backward less what its busiest rank computes."
+        "All layouts run the same step on the same global batch: forward, backward and optimizer. "
+        "The slowest rank of each step counts. The cost of an axis is the step's time minus that of "
+        "the same step without its communication. For a pipeline it is forward and backward minus "
+        "the compute time of its busiest rank."
     ),
     specs=specs,
     blocks=layout_blocks,
     answer=layout_answer,
     needs=needs_two_gpus,
-    on_cpu="ranks are processes that share one CPU: two have no more cores than one",
+    on_cpu="the ranks are processes on one CPU, so two ranks have no more cores than one",
 )

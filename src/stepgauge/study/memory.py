@@ -1,4 +1,4 @@
-"""E4: who holds memory, and what activation checkpointing gives back for how much time."""
+"""Experiment: memory of a step by category, and the effect of activation checkpointing."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -17,11 +17,12 @@ from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 from stepgauge.study.experiment import Experiment, StudyMachine
 from stepgauge.study.fused_step import OUR_PARTS
-from stepgauge.study.published import beside
-from stepgauge.study.sizes import S1, S2, sizes, step_spec
+from stepgauge.study.published import comparison
+from stepgauge.study.sizes import S1_LOAD, S2_LOAD, sizes, step_spec
 
-PUBLISHED_AT = (
-    "S1's GB are taken as 10⁹ bytes, which it does not say. Ours has SwiGLU, so more parameters"
+PUBLISHED_NOTE = (
+    "S1's GB are taken as 10⁹ bytes, which it does not state. The model here has SwiGLU and so more "
+    "parameters"
 )
 NO_PARTS: Mapping[str, str] = MappingProxyType({})
 CHOICES = (("none", 1), ("blocks", 1), ("blocks", 2), ("nested", 2), ("selective", 1))
@@ -29,16 +30,16 @@ BEYOND = (("10b", 512), ("2.7b", 2048))
 
 
 def specs(machine: StudyMachine, folder: Path) -> Sequence[Any]:
-    """Memory by size, and of one size by checkpointing, which is timed too."""
+    """Memory by size, and memory and time of one size by kind of checkpointing."""
     from stepgauge.bench import memory
 
-    load, chosen = (S1, "small") if machine.is_gpu else (S2, "mini")
+    load, chosen = (S1_LOAD, "small") if machine.is_gpu else (S2_LOAD, "mini")
     spec = functools.partial(_spec, machine)
     choices: list[dict[str, Any]] = [
         {"checkpointing": name, "checkpoint_blocks": k} for name, k in CHOICES
     ]
     rows = [spec(size, load, precision=p) for size in sizes(machine) for p in ("fp32", "bf16")]
-    rows += [spec(chosen, load, **choice) for choice in choices[1:]]  # none is among the sizes
+    rows += [spec(chosen, load, **choice) for choice in choices[1:]]  # "none" is one of the sizes
     rows.append(spec(chosen, load, parts=OUR_PARTS, optimizer="fused"))
     if machine.has_compiler:
         rows.append(spec(chosen, load, compile="on"))
@@ -47,7 +48,7 @@ def specs(machine: StudyMachine, folder: Path) -> Sequence[Any]:
             spec(size, (4, length), precision="bf16", predict="sm90") for size, length in BEYOND
         ]
     timed = [step_spec(machine, chosen, load=load, **choice) for choice in choices]
-    # without the run's folder, to which snapshots of the allocator would go
+    # Jobs without the run's folder write no snapshots of the allocator.
     return [*(job for row in rows for job in memory.jobs(row)), *timed]
 
 
@@ -80,28 +81,24 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
     points = _memory_and_time([record for record in variants if record in measured], steps)
     if points:
         shown.append(memory_against_time(points))
-    return [*shown, beside("memory", measured, PUBLISHED_AT)]
+    return [*shown, comparison("memory", measured, PUBLISHED_NOTE)]
 
 
 def _memory_and_time(
     tracked: Sequence[Record], steps: Sequence[Record]
 ) -> dict[str, tuple[float, float]]:
-    """ms of a step and bytes at its peak, by the way of checkpointing."""
+    """Returns ms of a step and bytes at its peak, by kind of checkpointing."""
     ms = {choice_of(step): step.median("step_ms") for step in steps if step.status == "ok"}
     points = {}
     for record in tracked:
-        choice = choice_of(record)
-        if choice in ms and _is_stock(record):
-            points[_words(*choice)] = (ms[choice] or 0.0, record.median("peak_bytes") or 0.0)
+        choice, k = choice_of(record)
+        if (choice, k) in ms and _differs_only_in_checkpointing(record):
+            name = choice if choice == "none" else f"{choice} {k}"
+            points[name] = (ms[choice, k] or 0.0, record.median("peak_bytes") or 0.0)
     return points
 
 
-def _words(checkpointing: str, blocks_a_part: int) -> str:
-    return checkpointing if checkpointing == "none" else f"{checkpointing} {blocks_a_part}"
-
-
-def _is_stock(record: Record) -> bool:
-    """Whether nothing but its checkpointing may set the row apart."""
+def _differs_only_in_checkpointing(record: Record) -> bool:
     spec = flatten(record.spec)
     return spec["compile"] == "off" and spec["norm"] != OUR_PARTS["norm"]
 
@@ -109,16 +106,16 @@ def _is_stock(record: Record) -> bool:
 EXPERIMENT = Experiment(
     name="memory",
     title="Memory",
-    question="Who holds memory when in a step, what is its peak, and what does computing again give back?",
+    question="What holds memory during a step, what is the peak, and how much does checkpointing save?",
     method=(
-        "Every storage is tracked from birth to death; a gradient is what a parameter's grad "
-        "holds, optimizer state what the optimizer's state holds, an activation what outlives the "
-        "forward pass, a temporary the rest. On a GPU the bytes are those of the caching "
-        "allocator's own history, on a CPU those of the storages. The prediction is a record of "
-        "its own: the same step on tensors without memory, through a model of the allocator. "
-        "Forward only is the first thing that runs, without gradients or optimizer state. What "
-        "compiled code keeps is what autograd's node holds, and where it was made is known from "
-        "torch.compile's partitioner."
+        "Every storage is tracked from allocation to release. A gradient is the storage of a "
+        "parameter's .grad, optimizer state is storage in the optimizer's state, an activation "
+        "outlives the forward pass, and a temporary is everything else. On a GPU, sizes are from the "
+        "history of the caching allocator, on a CPU they are those of the storages. The prediction "
+        "is a separate record: the same step on tensors without memory, through a model of the "
+        "allocator. 'Forward only' runs first, without gradients or optimizer state. For compiled "
+        "code, what is kept for backward is what autograd's node holds; torch.compile's partitioner "
+        "tells where it was made."
     ),
     specs=specs,
     blocks=blocks,

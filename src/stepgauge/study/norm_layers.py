@@ -1,4 +1,4 @@
-"""E5: norm layers, ours beside eager, compiled and LayerNorm."""
+"""Experiment: RMSNorm, ours compared with eager and compiled torch, and LayerNorm."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from stepgauge.spec.grids import NORM_LAYERS
 from stepgauge.spec.kernel import KernelSpec
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, StudyMachine
-from stepgauge.study.published import beside
+from stepgauge.study.published import comparison
 from stepgauge.study.sizes import kernel_specs, needs_gpu
 
 
@@ -20,17 +20,17 @@ def specs(machine: StudyMachine, folder: Path) -> Sequence[KernelSpec]:
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
     plots = kernel_plots(records, "width", by=("passes",))
-    return [*plots, kernel_table(records), beside("norm-layers", records)]
+    return [*plots, kernel_table(records), comparison("norm-layers", records)]
 
 
 EXPERIMENT = Experiment(
     name="norm-layers",
     title="Norm layers",
-    question="What does RMSNorm cost as torch operations, compiled and fused, and what LayerNorm?",
+    question="How long does RMSNorm take in eager torch, compiled and fused, and how long LayerNorm?",
     method=(
-        "All implementations of a row run in one process, each checked against float64 first, then "
-        "timed in turns over several rounds. Bytes count two tensors of the input's size in the "
-        "forward, five in both passes."
+        "All implementations of a row run in one process. Each is checked against float64, then they "
+        "are timed in turns over several rounds. Bytes count two tensors of the input's size in "
+        "forward, and five in forward and backward."
     ),
     specs=specs,
     blocks=blocks,

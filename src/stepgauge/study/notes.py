@@ -1,4 +1,6 @@
-"""What a study notes beside its records: its page can then be written elsewhere, and without torch."""
+"""Files that a study writes next to its records, so that its page can be written on another machine
+and without torch.
+"""
 
 import dataclasses
 import hashlib
@@ -12,43 +14,45 @@ from stepgauge.spec.record import Record
 from stepgauge.spec.store import StoreError
 from stepgauge.study.experiment import Experiment, StudyMachine
 
-ASKED_FILE = "experiments.json"  # the rows of each experiment, in the order of its section
+ROWS_FILE = "experiments.json"  # the ids of each experiment's rows, in the order of its section
 
 
-def remember(machine: StudyMachine, folder: Path) -> None:
-    """Raises StoreError where it cannot be written, as remember_rows does."""
+def write_machine(machine: StudyMachine, folder: Path) -> None:
+    """Writes the machine. Like write_rows, raises StoreError if the file cannot be written."""
     _write(folder / MACHINE_FILE, dataclasses.asdict(machine))
 
 
-def remembered(folder: Path) -> StudyMachine | None:
-    """The machine of a study's run; None where the run is of another command."""
+def read_machine(folder: Path) -> StudyMachine | None:
+    """Returns the machine of a study, or None if the run is not a study."""
     try:
         return StudyMachine(**json.loads((folder / MACHINE_FILE).read_text()))
     except (OSError, ValueError, TypeError):
         return None
 
 
-def remember_rows(experiments: Sequence[Experiment], machine: StudyMachine, folder: Path) -> None:
-    """Which rows each experiment asks for on the machine, beside those noted before."""
-    asked = {
-        e.name: [row_of(job.asked) for job in e.jobs(machine, folder)]
+def write_rows(experiments: Sequence[Experiment], machine: StudyMachine, folder: Path) -> None:
+    """Writes the ids of the rows that each experiment measures on the machine, and keeps those of other
+    experiments.
+    """
+    ids = {
+        e.name: [row_id(job.asked) for job in e.jobs(machine, folder)]
         for e in experiments
         if e.needs(machine) is None
     }
-    _write(folder / ASKED_FILE, {**remembered_rows(folder), **asked})
+    _write(folder / ROWS_FILE, {**read_rows(folder), **ids})
 
 
-def remembered_rows(folder: Path) -> dict[str, list[str]]:
-    """By the names of experiments; nothing of a study that noted none."""
+def read_rows(folder: Path) -> dict[str, list[str]]:
+    """Returns the row ids of each experiment, or {} if the study has no such file."""
     try:
-        found: dict[str, list[str]] = json.loads((folder / ASKED_FILE).read_text())
+        ids: dict[str, list[str]] = json.loads((folder / ROWS_FILE).read_text())
     except (OSError, ValueError):
         return {}
-    return found
+    return ids
 
 
-def row_of(record: Record) -> str:
-    """What tells a study's rows apart, short."""
+def row_id(record: Record) -> str:
+    """Returns a short hash of the record's spec and provenance."""
     return hashlib.sha256(f"{record.provenance} {record.key}".encode()).hexdigest()[:16]
 
 

@@ -1,4 +1,4 @@
-"""Records of a study in, one HTML page out, a section an experiment."""
+"""Builds the HTML page of a study, with one section per experiment."""
 
 import contextlib
 import dataclasses
@@ -18,22 +18,22 @@ from stepgauge.spec.record import Record
 from stepgauge.spec.store import FAILURES
 from stepgauge.study import EXPERIMENTS
 from stepgauge.study.experiment import Experiment, StudyMachine, shipped
-from stepgauge.study.notes import remembered, remembered_rows, row_of
+from stepgauge.study.notes import read_machine, read_rows, row_id
 
 
 def page_of(folder: Path, records: Sequence[Record]) -> Page:
-    """Of a study, where its machine was noted beside the records; else as of any other run."""
-    machine = remembered(folder)
+    """Returns the page of a study if the run has a machine file, else that of an ordinary run."""
+    machine = read_machine(folder)
     return study_page(records, machine, folder) if machine else run_page(records, folder)
 
 
 def study_page(records: Sequence[Record], machine: StudyMachine, folder: Path) -> Page:
-    here = measured_on(machine, records)
+    measured = measured_on(machine, records)
     return Page(
         title="stepgauge study",
-        sections=[_experiment(experiment, machine, folder, here) for experiment in EXPERIMENTS],
-        facts=page_facts(here),
-        findings=findings(here),
+        sections=[_section(experiment, machine, folder, measured) for experiment in EXPERIMENTS],
+        facts=page_facts(measured),
+        findings=findings(measured),
     )
 
 
@@ -41,29 +41,31 @@ def measured_on(machine: StudyMachine, records: Sequence[Record]) -> list[Record
     return [record for record in records if record.environment.get("device") == machine.name]
 
 
-def _experiment(
+def _section(
     experiment: Experiment, machine: StudyMachine, folder: Path, records: Sequence[Record]
 ) -> Section:
-    """The experiment's section: what was measured here, else the reason and what a GPU gave."""
+    """Returns the experiment's section: its measurements, or why it did not run. On a CPU, results of a
+    GPU machine that come with the package follow.
+    """
     empty = Section(experiment.title, experiment.question, method=experiment.method)
-    elsewhere = [] if machine.is_gpu else _elsewhere(experiment)
+    gpu_results = [] if machine.is_gpu else _gpu_results(experiment)
     reason = experiment.needs(machine)
-    if reason and elsewhere:
-        return dataclasses.replace(empty, blocks=[Text(f"Not run here: {reason}."), *elsewhere])
+    if reason and gpu_results:
+        return dataclasses.replace(empty, blocks=[Text(f"Not run here: {reason}."), *gpu_results])
     if reason:
         return dataclasses.replace(empty, reason=reason)
     own = _own(experiment, machine, folder, records)
     if not own:
         return dataclasses.replace(empty, reason="not measured in this run")
-    caution = [Text(f"On a CPU: {experiment.on_cpu}.")] if experiment.on_cpu and elsewhere else []
+    on_cpu = [Text(f"On a CPU, {experiment.on_cpu}.")] if experiment.on_cpu and gpu_results else []
     try:
-        blocks = [*caution, *warnings(own), *experiment.blocks(own),
-                  *experiment.pictures(own, folder), *elsewhere]  # fmt: skip
+        blocks = [*on_cpu, *warnings(own), *experiment.blocks(own),
+                  *experiment.pictures(own, folder), *gpu_results]  # fmt: skip
         good = [record for record in own if record.status == "ok"]
         return dataclasses.replace(
             empty, blocks=blocks, answer=experiment.answer(good) if good else answer([])
         )
-    except Exception as error:  # one section that cannot be drawn must not cost the others
+    except Exception as error:  # the other sections are still written
         with contextlib.suppress(OSError), (folder / FAILURES).open("a") as log:
             log.write(f"section of {experiment.name}\n{traceback.format_exc()}\n")
         why = f"{type(error).__name__}: {error}; traceback in {folder / FAILURES}"
@@ -73,27 +75,27 @@ def _experiment(
 def _own(
     experiment: Experiment, machine: StudyMachine, folder: Path, records: Sequence[Record]
 ) -> list[Record]:
-    """The experiment's records in its order: by the run's note of its rows, else, of a run that has
-    none, by asking the experiment again, which loads torch.
+    """Returns the experiment's records in its order. Row ids come from the run's file; an older run
+    without one takes them from the experiment's jobs, which imports torch.
     """
-    noted = remembered_rows(folder)
-    if noted:
-        rows = noted.get(experiment.name, [])
+    ids = read_rows(folder)
+    if ids:
+        rows = ids.get(experiment.name, [])
     else:
-        rows = [row_of(job.asked) for job in experiment.jobs(machine, folder)]
-    by_row = {row_of(record): record for record in records}
-    return [by_row[row] for row in rows if row in by_row]
+        rows = [row_id(job.asked) for job in experiment.jobs(machine, folder)]
+    by_id = {row_id(record): record for record in records}
+    return [by_id[row] for row in rows if row in by_id]
 
 
-def _elsewhere(experiment: Experiment) -> list[Block]:
-    """What a GPU machine gave, from the records that come with the package."""
+def _gpu_results(experiment: Experiment) -> list[Block]:
+    """Returns the results of a GPU machine that come with the package."""
     records = shipped(experiment.name)
     if not records:
         return []
     where = records[0].environment
     title = (
-        f"Not this machine: {where['device']}, torch {where['torch']}, "
-        f"{records[0].created[:10]}, a record that comes with stepgauge"
+        f"Not this machine: measured on {where['device']} with torch {where['torch']} on "
+        f"{records[0].created[:10]}; the records come with stepgauge"
     )
     return [OtherMachine(title, experiment.answer(records), [_table(records)])]
 

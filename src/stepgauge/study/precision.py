@@ -1,4 +1,4 @@
-"""E3: what each precision gains, which types a step then has, and what a sum's type loses."""
+"""Experiment: step time by precision, the tensor types of a step, and rounding in sums."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -16,8 +16,8 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import PRECISIONS, StepSpec
 from stepgauge.study.experiment import Experiment, StudyMachine
-from stepgauge.study.published import SWIGLU, beside
-from stepgauge.study.sizes import S1, sizes, step_spec
+from stepgauge.study.published import SWIGLU, comparison
+from stepgauge.study.sizes import S1_LOAD, sizes, step_spec
 
 
 def specs(machine: StudyMachine, folder: Path) -> Sequence[Any]:
@@ -32,25 +32,25 @@ def _timed(machine: StudyMachine) -> list[StepSpec]:
     rows = [_spec(machine, size, p) for size in sizes(machine) for p in PRECISIONS]
     both = ("fp32", "bf16")
     return rows + [
-        step_spec(machine, s, precision=p, load=S1) for s in sizes(machine) for p in both
+        step_spec(machine, s, precision=p, load=S1_LOAD) for s in sizes(machine) for p in both
     ]
 
 
 def _spec(machine: StudyMachine, size: str, precision: str) -> StepSpec:
-    """Only our optimizer keeps master weights."""
+    """Uses our optimizer for bf16-master, because only it keeps master weights."""
     optimizer = "fused" if precision == "bf16-master" else "adamw"
     return step_spec(machine, size, precision=precision, optimizer=optimizer)
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
     steps = [record for record in records if record.kind == StepSpec.kind]
-    shown: list[Block] = _times(steps) if steps else []
+    shown: list[Block] = _step_blocks(steps) if steps else []
     shown += [dtype_table(record) for record in records if "dtypes" in record.tables]
     sums = [accumulation_table(record) for record in records if "sums" in record.tables]
     return [*shown, *sums, *([Text(EXPLANATION)] if sums else [])]
 
 
-def _times(records: Sequence[Record]) -> list[Block]:
+def _step_blocks(records: Sequence[Record]) -> list[Block]:
     first = flatten(records[0].spec)
     same = [r for r in records if flatten(r.spec)["context_length"] == first["context_length"]]
     caption = (
@@ -59,7 +59,7 @@ def _times(records: Sequence[Record]) -> list[Block]:
     return [
         step_bars(same, caption, row=_field("size"), bar=_field("precision"), bars=PRECISIONS),
         record_table(records),
-        beside("precision", [_with_total(record) for record in records], SWIGLU),
+        comparison("precision", [_with_total(record) for record in records], SWIGLU),
     ]
 
 
@@ -68,7 +68,7 @@ def _field(name: str) -> Callable[[Record], str]:
 
 
 def _with_total(record: Record) -> Record:
-    """The record with forward + backward as one figure, as the source gives it."""
+    """Adds the sum of forward and backward, which is what the sources published."""
     if record.status != "ok":
         return record
     total = (record.median("forward_ms") or 0.0) + (record.median("backward_ms") or 0.0)
@@ -81,15 +81,15 @@ EXPERIMENT = Experiment(
     name="precision",
     title="Precision",
     question=(
-        "What do tf32, autocast to 16 bits, loss scaling and bf16 parameters gain over fp32, and "
-        "where do they round?"
+        "How much faster than fp32 are tf32, autocast to 16 bits and bf16 parameters, and where do "
+        "they round?"
     ),
     method=(
-        "fp32 forbids tf32 products; tf32 allows them, on CUDA GPUs only; bf16 and fp16 are "
-        "autocast over fp32 parameters, fp16 with loss scaling; bf16-pure keeps parameters and "
-        "optimizer state in bf16; bf16-master keeps fp32 masters of bf16 parameters in our fused "
-        "optimizer. MFU is taken against the dense peak of the arithmetic that the precision's "
-        "products run in. A published total is forward plus backward."
+        "fp32 does not allow tf32 matrix products; tf32 does, only on CUDA GPUs. bf16 and fp16 are "
+        "autocast with fp32 parameters; fp16 uses loss scaling. bf16-pure keeps parameters and "
+        "optimizer state in bf16. bf16-master has bf16 parameters and fp32 master weights in our "
+        "fused optimizer. MFU is relative to the dense peak of the type in which the precision's "
+        "matrix products run. A published total is forward plus backward."
     ),
     specs=specs,
     blocks=blocks,

@@ -1,4 +1,4 @@
-"""E2: where the time of a step goes, by kind of work, phase and part of the model."""
+"""Experiment: the time of a step by kind of work, phase and module."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +17,12 @@ from stepgauge.spec.profile import ProfileSpec
 from stepgauge.spec.record import Record
 from stepgauge.study.experiment import Experiment, StudyMachine
 from stepgauge.study.published import legend
-from stepgauge.study.sizes import OURS, S1, S2, sizes
+from stepgauge.study.sizes import DEFAULT_LOAD, S1_LOAD, S2_LOAD, sizes
 
 if TYPE_CHECKING:
     from stepgauge.bench.sweep import Job
 
-# What S1 and S5 say of their profiles: (source, figure, value).
+# Published profiles: (source, figure, value).
 PUBLISHED = (
     ("S1", "matmul, share of a forward", "82 %"),
     ("S1", "matmul, share of a whole step", "71 %"),
@@ -30,7 +30,7 @@ PUBLISHED = (
     ("S1", "softmax, share of a forward at xl", "3.3 %"),
     ("S5", "softmax in one attention, against its matrix products", "800 µs against 762 µs"),
 )
-# Which cells of a profile each figure adds up.
+# The cells of a profile that each figure adds up.
 FIGURES: Mapping[str, Callable[[Cell], bool]] = {
     "matmul": lambda cell: cell.kind == "matmul",
     "attention, fused": lambda cell: cell.kind == "attention",
@@ -48,10 +48,10 @@ def specs(machine: StudyMachine, folder: Path) -> Sequence["Job"]:
 
 def _specs(machine: StudyMachine) -> list[ProfileSpec]:
     if not machine.is_gpu:
-        return [_spec(machine, "tiny", S2, warmup=2, steps=5, seconds=0.5)]
+        return [_spec(machine, "tiny", S2_LOAD, warmup=2, steps=5, seconds=0.5)]
     fit = sizes(machine)
-    rows = [_spec(machine, size, S1) for size in dict.fromkeys((fit[0], fit[-1]))]
-    return [*rows, _spec(machine, fit[-1], OURS, attention="sdpa", precision="bf16")]
+    rows = [_spec(machine, size, S1_LOAD) for size in dict.fromkeys((fit[0], fit[-1]))]
+    return [*rows, _spec(machine, fit[-1], DEFAULT_LOAD, attention="sdpa", precision="bf16")]
 
 
 def _spec(
@@ -72,7 +72,7 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
 
 
 def _timings(record: Record) -> Record:
-    """The record without the shares of the kinds: tables of their own give them."""
+    """Returns the record without its kinds of work, which have their own tables."""
     kept = {
         n: s
         for n, s in record.metrics.items()
@@ -84,42 +84,42 @@ def _timings(record: Record) -> Record:
 def pictures(records: Sequence[Record], folder: Path) -> Sequence[Block]:
     shown: list[Block] = []
     for record in records:
-        found = read(record, folder / "profile")
-        if found is None:
+        analysis = read(record, folder / "profile")
+        if analysis is None:
             continue
         name = describe(record).removeprefix("profile ")
-        caption = f"Shares of the time in a forward and in the whole step: {name}"
-        shares = Table(["kind", "forward %", "step %"], kinds_shares(found), caption=caption)
-        shown += [shares, *profile_blocks(found)]
+        caption = f"Shares of the time of forward and of the whole step: {name}"
+        shares = Table(["kind", "forward %", "step %"], kinds_shares(analysis), caption=caption)
+        shown += [shares, *profile_blocks(analysis)]
     return [published_table(), *shown] if shown else []
 
 
-def kinds_shares(found: Analysis) -> list[tuple[str, float, float]]:
-    """(figure, % of a forward, % of the step) of kinds of work, and of all norm layers."""
-    forward = [cell for cell in found.cells if cell.phase == "forward"]
+def kinds_shares(analysis: Analysis) -> list[tuple[str, float, float]]:
+    """Returns (figure, % of forward, % of the step) for kinds of work and for all norm layers."""
+    forward = [cell for cell in analysis.cells if cell.phase == "forward"]
     return [
-        (name, _percent(forward, wanted), _percent(found.cells, wanted))
-        for name, wanted in FIGURES.items()
+        (name, _percent(forward, is_part), _percent(analysis.cells, is_part))
+        for name, is_part in FIGURES.items()
     ]
 
 
-def _percent(cells: Sequence[Cell], wanted: Callable[[Cell], bool]) -> float:
-    """Of the time of all cells, that of the wanted ones."""
-    in_all = sum(cell.us for cell in cells)
-    own = sum(cell.us for cell in cells if wanted(cell))
-    return 100 * own / in_all if in_all else 0.0
+def _percent(cells: Sequence[Cell], is_part: Callable[[Cell], bool]) -> float:
+    """Returns the share of the time of the cells for which `is_part` is true."""
+    total = sum(cell.us for cell in cells)
+    part = sum(cell.us for cell in cells if is_part(cell))
+    return 100 * part / total if total else 0.0
 
 
 def published_table() -> Table:
-    """What S1 and S5 say of their profiles, and where they are from."""
-    caption = f"What others published of their profiles. {legend(('S1', 'S5'))}."
+    """Returns the figures of published profiles and their sources."""
+    caption = f"Published profiles, for comparison. {legend(('S1', 'S5'))}."
     return Table(["source", "figure", "value"], PUBLISHED, caption=caption)
 
 
 EXPERIMENT = Experiment(
     name="profile",
     title="Where the time goes",
-    question="Which kernels, phases and parts of the model take the time of a step, and why does the device wait?",
+    question="Which kernels, phases and modules take the time of a step, and why is the device idle?",
     method=METHOD,
     specs=specs,
     blocks=blocks,

@@ -1,7 +1,7 @@
-"""Figures that others published, from published.json, as records beside ours.
+"""Compares our records with figures that others published, which are in published.json.
 
-A row of the file names its experiment and source, the fields of our spec that it was measured with,
-as far as the source says them, and its figures by the names of our metrics.
+A row of the file has its experiment, its source, the spec fields that the source states, and its
+figures by the names of our metrics.
 """
 
 import functools
@@ -16,10 +16,10 @@ from stepgauge.report.table import Table
 from stepgauge.report.views import plotted
 from stepgauge.spec.record import Record, Sample
 
-UNITS = {"bytes": "bytes", "per_s": "", "ms": "ms"}  # by how a metric's name ends
-SWIGLU = "The networks may differ in detail; this one has SwiGLU"
+UNITS = {"bytes": "bytes", "per_s": "", "ms": "ms"}  # by the end of a metric's name
+SWIGLU = "The networks may differ in details; the one here has SwiGLU"
 LOAD = ("batch", "context_length")
-NEAR = 0.1  # sizes of messages that are compared: 10^6 bytes with 2^20
+NEAR = 0.1  # relative difference of message sizes that are compared, such as 10^6 bytes and 2^20
 
 
 @functools.cache
@@ -29,12 +29,12 @@ def _file() -> Any:
 
 
 def legend(sources: Sequence[str]) -> str:
-    """What each source is; what was not noted when it was read is said to be unknown."""
+    """Returns a description of each source."""
     return "; ".join(f"{name}: {_file()['sources'][name]}" for name in dict.fromkeys(sources))
 
 
 def published(experiment: str) -> list[Record]:
-    """The published rows of an experiment."""
+    """Returns the published rows of an experiment as records."""
     return [
         Record(
             kind="step",
@@ -52,38 +52,37 @@ def _unit(metric: str) -> str:
     return next(unit for end, unit in UNITS.items() if metric.endswith(end))
 
 
-def beside(experiment: str, records: Sequence[Record], note: str = "Hardware differs") -> Table:
-    """Each published row beside the nearest one measured here; alone where there is none. Shown only
-    when opened where nothing was measured here.
+def comparison(experiment: str, records: Sequence[Record], note: str = "Hardware differs") -> Table:
+    """Returns a table of each published row and the most similar one measured here. If there is none
+    for any row, the table is folded.
 
-    Hardware and networks differ in detail, so that the table gives both figures and no verdict.
+    Hardware and networks differ in details, so the table gives both figures without a verdict.
     """
-    theirs = published(experiment)
-    fields = [name for name in differing_fields(theirs) if name not in LOAD]
-    pairs = [(their, nearest(records, their.spec)) for their in theirs]
-    is_beside = any(plotted(ours, name) for their, ours in pairs if ours for name in their.metrics)
+    rows_published = published(experiment)
+    fields = [name for name in differing_fields(rows_published) if name not in LOAD]
+    pairs = [(other, nearest(records, other.spec)) for other in rows_published]
+    has_ours = any(plotted(ours, name) for other, ours in pairs if ours for name in other.metrics)
     rows = []
-    for their, ours in pairs:
+    for other, ours in pairs:
         row: dict[str, Any] = {
-            "row": " ".join(f"{n}={their.spec[n]}" for n in fields if n in their.spec)
+            "row": " ".join(f"{n}={other.spec[n]}" for n in fields if n in other.spec)
         }
-        for metric, sample in their.metrics.items():
+        for metric, sample in other.metrics.items():
             name, here = heading(metric, sample.unit), plotted(ours, metric) if ours else None
-            row |= {f"here {name}": scaled(here, sample.unit)} if is_beside else {}
+            row |= {f"here {name}": scaled(here, sample.unit)} if has_ours else {}
             row |= {f"published {name}": scaled(sample.median, sample.unit)}
-        if set(LOAD) <= their.spec.keys():
-            row |= {"batch × context here": _load(ours)} if is_beside else {}
-            row |= {"published batch × context": _load(their)}
-        rows.append(row | {"source": their.source})
-    head = (
-        "Beside published figures" if is_beside else "Published figures; nothing like them ran here"
-    )
+        if set(LOAD) <= other.spec.keys():
+            row |= {"batch × context here": _load(ours)} if has_ours else {}
+            row |= {"published batch × context": _load(other)}
+        rows.append(row | {"source": other.source})
+    head = "Comparison with published figures" if has_ours else (
+        "Published figures. Nothing comparable was measured here")  # fmt: skip
     caption = f"{head}. {legend([row['source'] for row in rows])}. {note}."
-    return Table.from_rows(rows, caption=caption, names=1, folded=not is_beside)
+    return Table.from_rows(rows, caption=caption, names=1, folded=not has_ours)
 
 
 def _load(record: Record | None) -> str:
-    """Batch and context of a row."""
+    """Returns "batch × context" of a row."""
     if record is None:
         return "not run here"
     spec = flatten(record.spec)
@@ -91,16 +90,18 @@ def _load(record: Record | None) -> str:
 
 
 def nearest(records: Sequence[Record], wanted: Mapping[str, Any]) -> Record | None:
-    """The row here with all that the published one states, else with all but batch and context."""
+    """Returns our row that agrees with all wanted fields, else one that agrees in all except batch and
+    context.
+    """
     good = [(flatten(r.spec), r) for r in records if r.status == "ok"]
     for names in (list(wanted), [name for name in wanted if name not in LOAD]):
         for spec, record in good:
-            if all(_alike(name, spec.get(name), wanted[name]) for name in names):
+            if all(_agrees(name, spec.get(name), wanted[name]) for name in names):
                 return record
     return None
 
 
-def _alike(name: str, ours: Any, theirs: Any) -> bool:
+def _agrees(name: str, ours: Any, published: Any) -> bool:
     if name == "size_bytes":
-        return abs((ours or 0) / theirs - 1) < NEAR
-    return bool(ours == theirs)
+        return abs((ours or 0) / published - 1) < NEAR
+    return bool(ours == published)

@@ -18,37 +18,37 @@ from stepgauge.study.experiment import Experiment, StudyMachine
 
 
 def this_machine(device: str) -> StudyMachine:
-    """Raises ValueError for a device that is not there."""
+    """Describes this machine. Raises ValueError if it does not have the device."""
     resolved = resolve(device)
-    found = run_isolated(environment, resolved)
+    here = run_isolated(environment, resolved)
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
     return StudyMachine(
         str(resolved),
-        found["device"],
-        found["device_bytes"],
+        here["device"],
+        here["device_bytes"],
         compiler is not None,
         max(1, torch.cuda.device_count()),
     )
 
 
 def select(names: Sequence[str]) -> list[Experiment]:
-    """The experiments of those names, all for none."""
+    """Returns the experiments with these names; all experiments for []."""
     known = {experiment.name: experiment for experiment in EXPERIMENTS}
     return [known[name] for name in names or known]
 
 
 def plan(machine: StudyMachine, folder: Path, experiments: Sequence[Experiment]) -> list[Job]:
-    """The jobs of all experiments that the machine can run, each once."""
+    """Returns the jobs of the experiments that the machine can run, without duplicates."""
     jobs = [job for e in experiments if e.needs(machine) is None for job in e.jobs(machine, folder)]
     return list({job.asked.identity: job for job in jobs}.values())
 
 
 def unconfirmed(jobs: Sequence[Job], records: Sequence[Record]) -> list[Job]:
-    """The jobs of all rows on which findings rest, where any of these was not measured in turns: those
-    that were share rows with it, and would be apart from these.
+    """Returns the jobs of all findings' rows if any finding is not confirmed, else []. Rows of confirmed
+    findings are measured again too: findings share rows, and all must be measured in the same turns.
     """
-    found = [finding for finding in findings(records) if finding.rows]
-    if all(finding.is_confirmed for finding in found):
+    compared = [finding for finding in findings(records) if finding.rows]
+    if all(finding.is_confirmed for finding in compared):
         return []
-    keys = {row.key for finding in found for row in finding.rows}
+    keys = {row.key for finding in compared for row in finding.rows}
     return [job for job in jobs if job.asked.key in keys and job.provenance == "measured"]

@@ -1,4 +1,4 @@
-"""E10: optimizer state, gradients and weights sharded over ranks: ZeRO stages 1, 2 and 3."""
+"""Experiment: ZeRO stages 1, 2 and 3, which shard optimizer state, gradients and weights."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +14,12 @@ from stepgauge.spec.units import GIB
 from stepgauge.study import data_parallel
 from stepgauge.study.data_parallel import row_of
 from stepgauge.study.experiment import Experiment, StudyMachine, needs_two_gpus
-from stepgauge.study.published import beside
+from stepgauge.study.published import comparison
 
 PLAIN = "bucketed"
 WRAPPERS = (PLAIN, "zero1", "torch-zero1", "zero2", "zero3", "torch-fsdp")
 PARTS = ("parameter", "gradient", "optimizer", "rest")
-# of the table, in GiB
+# Metrics, without their suffix _bytes, and headings of the table's columns.
 COLUMNS = {
     **{name: f"{name.replace('_', ' ')} GiB" for name in ("initial", "before_update", "after_update", "peak")},
     "parameter": "parameters GiB", "gradient": "gradients GiB", "optimizer": "optimizer GiB", "rest": "rest GiB",
@@ -27,14 +27,14 @@ COLUMNS = {
 
 
 def specs(machine: StudyMachine, folder: Path) -> Sequence[DataParallelSpec]:
-    """Those of data parallel training: what both ask is measured once."""
-    asked = data_parallel.specs(machine, folder)
-    usual = [
+    """Some of the specs of the data-parallel experiment, so that each is measured once for both."""
+    return [
         spec
-        for spec in asked
-        if spec.bucket_mb == DataParallelSpec.bucket_mb and spec.reduce_dtype == "own"
+        for spec in data_parallel.specs(machine, folder)
+        if spec.wrapper in WRAPPERS
+        and spec.bucket_mb == DataParallelSpec.bucket_mb
+        and spec.reduce_dtype == "own"
     ]
-    return [spec for spec in usual if spec.wrapper in WRAPPERS]
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
@@ -42,28 +42,29 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
     return [
         *_picture(good),
         _memory(good),
-        beside("sharded-state", good, "S1's sharded optimizer stands at zero1"),
+        comparison("sharded-state", good, "S1's sharded optimizer is compared with zero1"),
     ]
 
 
 def answer(records: Sequence[Record]) -> str:
-    """What each stage keeps of the plain wrapper's state, and what its step costs."""
+    """Returns the memory and step time of each ZeRO stage relative to the plain wrapper."""
     good = [r for r in records if r.status == "ok" and is_comparable(r)]
     plain = max((r for r in good if r.spec["wrapper"] == PLAIN), key=_kept, default=None)
     if plain is None or not _kept(plain):
         return ""
-    told = []
+    clauses = []
     for stage in ("zero1", "zero2", "zero3"):
         sharded = row_of(good, stage, str(plain.spec["size"]))
         if sharded:
             time = (sharded.median("step_ms") or 0.0) / (plain.median("step_ms") or 1.0)
             kept = _kept(sharded) / _kept(plain)
-            told.append(f"{stage} keeps {kept:.2f} of the bytes and takes {time:.2f} of the step")
-    return f"Beside {PLAIN} at size={plain.spec['size']}: {'; '.join(told)}."
+            clauses.append(f"{stage} keeps {kept:.2f} × the bytes and takes {time:.2f} × the time")
+    size = plain.spec["size"]
+    return f"Relative to {PLAIN} at size={size}, {'; '.join(clauses)}." if clauses else ""
 
 
 def _kept(record: Record) -> float:
-    """Bytes of parameters, gradients and optimizer state on a rank."""
+    """Returns the bytes of parameters, gradients and optimizer state on a rank."""
     kept = (f"{part}_bytes" for part in PARTS[:3])
     return sum(record.median(name) or 0.0 for name in kept)
 
@@ -74,14 +75,14 @@ def _picture(records: Sequence[Record]) -> list[Block]:
         return []
     parts = {part: [_gib(record, part) for record in largest] for part in PARTS}
     if "peak_bytes" in largest[0].metrics:
-        what, totals = "Peak memory", [_gib(record, "peak") for record in largest]
-    else:  # on a CPU only what a step keeps is known
+        title, totals = "Peak memory", [_gib(record, "peak") for record in largest]
+    else:  # on a CPU, the peak of tensors is unknown
         del parts[PARTS[-1]]
-        what = "Memory of what a step keeps"
+        title = "Memory kept between steps"
         totals = [sum(filter(None, each)) for each in zip(*parts.values(), strict=True)]
     names = [str(record.spec["wrapper"]) for record in largest]
     svg = stacked_bars(names, parts, totals=totals, unit="GiB a rank")
-    return [Plot(svg, f"{what} of {largest[0].spec['size']} by part.")]
+    return [Plot(svg, f"{title} of {largest[0].spec['size']} by part.")]
 
 
 def _gib(record: Record, part: str) -> float | None:
@@ -90,37 +91,39 @@ def _gib(record: Record, part: str) -> float | None:
 
 
 def _memory(records: Sequence[Record]) -> Table:
-    """Each moment and each part, and of the state how far the fullest rank is from an even share."""
+    """Returns memory by moment and part, and how far the optimizer state of the fullest rank exceeds an
+    even share.
+    """
     rows = []
     for record in records:
         plain = row_of(records, PLAIN, record.spec["size"])
-        whole, state = (r.median("optimizer_bytes") if r else None for r in (plain, record))
+        total, state = (r.median("optimizer_bytes") if r else None for r in (plain, record))
         ranks = record.spec["ranks"] if record.spec["wrapper"] != PLAIN else 1
-        over = 100 * (state * ranks / whole - 1) if whole and state else None
+        excess = 100 * (state * ranks / total - 1) if total and state else None
         rows.append({
             "size": record.spec["size"],
             "wrapper": record.spec["wrapper"],
             "step ms": plotted(record, "step_ms"),
             **{text: _gib(record, name) for name, text in COLUMNS.items()},
-            "state over an even share %": over,
+            "state above even share %": excess,
         })  # fmt: skip
-    formats = {"state over an even share %": "+.2f"}
+    formats = {"state above even share %": "+.2f"}
     return Table.from_rows(rows, caption="Memory of the fullest rank.", formats=formats)
 
 
 EXPERIMENT = Experiment(
     name="sharded-state",
     title="Sharded optimizer state",
-    question="What does each stage of ZeRO free on a rank, and what does it cost a step?",
+    question="How much memory does each stage of ZeRO save on a rank, and how much time does it cost?",
     method=(
-        "The rows of data parallel training with the usual buckets. Memory is that of tensors: "
-        "after the first build, before and after the update, and at the peak, taken apart into "
-        "parameters, gradients before the update, optimizer state and the rest. An even share is "
-        "the plain wrapper's state over the ranks."
+        "The rows are those of the data-parallel experiment with the default buckets. Memory is that "
+        "of tensors: initially, before and after the update, and at the peak. It is split into "
+        "parameters, gradients before the update, optimizer state and the rest. An even share is the "
+        "optimizer state of the plain wrapper divided by the number of ranks."
     ),
     specs=specs,
     blocks=blocks,
     answer=answer,
     needs=needs_two_gpus,
-    on_cpu="two processes of one CPU, not two GPUs: bytes are right, times are not a GPU's",
+    on_cpu="the two ranks are processes on one CPU: bytes are as on GPUs, times are not",
 )

@@ -1,6 +1,4 @@
-"""Which sizes and loads a machine is asked for: on a GPU those that fit and fill it, on a CPU those
-that end soon.
-"""
+"""Model sizes and batches of the study: on a GPU those that fit, on a CPU small ones."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,12 +11,12 @@ from stepgauge.study.experiment import StudyMachine
 
 GPU_SIZES = ("small", "medium", "large", "xl", "2.7b", "10b")
 CPU_SIZES = ("nano", "tiny", "mini")
-# batch and context: our default, and the published ones
-OURS, S1, S2 = (4, 512), (16, 128), (4, 128)
+# (batch, context): our default, and those of the published sources
+DEFAULT_LOAD, S1_LOAD, S2_LOAD = (4, 512), (16, 128), (4, 128)
 
 
 def sizes(machine: StudyMachine) -> list[str]:
-    """Sizes whose parameters, gradients and optimizer state fit the device in fp32."""
+    """Returns the sizes whose parameters, gradients and optimizer state in fp32 fit on the device."""
     if not machine.is_gpu:
         return list(CPU_SIZES)
 
@@ -30,30 +28,30 @@ def sizes(machine: StudyMachine) -> list[str]:
 def step_spec(
     machine: StudyMachine, size: str, *, load: tuple[int, int] | None = None, **fields: Any
 ) -> StepSpec:
-    """A StepSpec on the machine; CPU rows are short."""
-    batch, context = load or (OURS if machine.is_gpu else S2)
+    """Returns a StepSpec for the machine, with few repetitions on a CPU."""
+    batch, context = load or (DEFAULT_LOAD if machine.is_gpu else S2_LOAD)
     counts = (
         {"warmup": 5, "steps": 10} if machine.is_gpu else {"warmup": 2, "steps": 5, "seconds": 0.5}
     )
-    asked = {
+    defaults = {
         **counts,
         "model": ModelSpec.preset(size, context_length=context),
         "size": size,
         "batch": batch,
         "device": machine.device,
     }
-    return StepSpec(**{**asked, **fields})
+    return StepSpec(**{**defaults, **fields})
 
 
-SECONDS = 0.05  # of timing for each implementation: a grid has many rows
+SECONDS = 0.05  # timing per implementation; short, because a grid has many rows
 
 
 def kernel_specs(machine: StudyMachine, kind: str, points: Iterable[Point]) -> list[KernelSpec]:
-    """One row a point."""
+    """Returns one spec per point."""
     rows = ({"seconds": SECONDS, **point, "device": machine.device} for point in points)
     return [KERNELS[kind](**row) for row in rows]
 
 
 def needs_gpu(machine: StudyMachine) -> str | None:
-    """Elsewhere plain PyTorch runs in place of our kernels, which measures nothing of them."""
+    """Without a GPU, plain PyTorch would run instead of our kernels."""
     return None if machine.is_gpu else "our kernels run on CUDA GPUs only"

@@ -1,4 +1,4 @@
-"""E1: what a step takes, by size and phase."""
+"""Experiment: step time by size and phase."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,18 +10,18 @@ from stepgauge.report.views import record_table
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 from stepgauge.study.experiment import Experiment, StudyMachine
-from stepgauge.study.published import SWIGLU, beside, published
-from stepgauge.study.sizes import GPU_SIZES, OURS, S1, S2, sizes, step_spec
+from stepgauge.study.published import SWIGLU, comparison, published
+from stepgauge.study.sizes import DEFAULT_LOAD, GPU_SIZES, S1_LOAD, S2_LOAD, sizes, step_spec
 
 EXPERIMENT_NAME = "step-time"
 
 
 def specs(machine: StudyMachine, folder: Path) -> Sequence[StepSpec]:
-    loads = (OURS, S1, S2) if machine.is_gpu else (S2,)
+    loads = (DEFAULT_LOAD, S1_LOAD, S2_LOAD) if machine.is_gpu else (S2_LOAD,)
     shown = sizes(machine)
     rows = [step_spec(machine, size, load=load) for load in loads for size in shown]
     if machine.is_gpu and len(shown) < len(GPU_SIZES):
-        # the first size that does not fit is a row that says so
+        # The first size that does not fit is included, and its row says so.
         rows.append(step_spec(machine, GPU_SIZES[len(shown)]))
     return rows
 
@@ -36,11 +36,11 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
         points = _published_totals(load, names)
         shown.append(phase_bars(rows, names, caption, points=points, scale_end=scale_end))
     shown.append(record_table(records))
-    return [*shown, beside(EXPERIMENT_NAME, records, SWIGLU)]
+    return [*shown, comparison(EXPERIMENT_NAME, records, SWIGLU)]
 
 
 def _published_totals(load: str, names: Sequence[str]) -> dict[str, list[float | None]]:
-    """Forward and backward of the sources that were measured at this load."""
+    """Returns forward + backward of each source that published this batch and context, by size."""
     totals: dict[str, dict[str, float]] = {}
     for row in published(EXPERIMENT_NAME):
         if "batch" in row.spec and _load(row) == load:
@@ -60,12 +60,12 @@ def _load(record: Record) -> str:
 EXPERIMENT = Experiment(
     name=EXPERIMENT_NAME,
     title="Step time",
-    question="What do forward, backward and optimizer take, and how does that grow with the model?",
+    question="How long do forward, backward and optimizer take, and how does that grow with the model?",
     method=(
-        "Each row runs in a process of its own: build, warm up, then time n steps. On a GPU, "
-        "events mark the phase boundaries on the device's queue and the host waits once at the end "
-        "of a step; on a CPU the clock is perf_counter. Forward includes the loss. Figures are "
-        "medians, with p10 and p90."
+        "Each row runs in its own process, which builds the model, warms up and then times n steps. "
+        "On a GPU, events on the device's queue mark the phase boundaries, and the host waits once "
+        "at the end of each step. On a CPU the clock is perf_counter. Forward includes the loss. "
+        "Figures are medians, with p10 and p90."
     ),
     specs=specs,
     blocks=blocks,

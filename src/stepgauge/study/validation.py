@@ -1,4 +1,4 @@
-"""E14: steps predicted from a calibration of this machine, then run."""
+"""Experiment: steps are predicted from a calibration of this machine, then measured."""
 
 import dataclasses
 import functools
@@ -26,22 +26,26 @@ from stepgauge.study.sizes import step_spec
 from stepgauge.validate.predicted import predicted
 
 ON_CPU = (
-    "On a CPU the calibration takes a second an operation, and ranks share the cores with each "
-    "other and with whatever else runs: errors say as much of the machine's quiet as of the model."
+    "On a CPU, calibration takes one second per operation, and the ranks share the cores with each "
+    "other and with other programs, so part of the errors comes from disturbances and not from the "
+    "model."
 )
 LINKS = ("all_reduce", "all_gather", "reduce_scatter")
-CALIBRATION_S = 1.0  # an operation, over all its shapes: those of small steps
-BATCH, CONTEXT = 4, 96  # of no other experiment: each row is predicted before it is run
+CALIBRATION_S = 1.0  # per operation, over all its shapes
+# Used by no other experiment, so that each row is predicted before it is first measured.
+BATCH, CONTEXT = 4, 96
 
 
 def needs(machine: StudyMachine) -> str | None:
     if machine.is_gpu and file_of(machine.name, 0) is None:
-        return "no hardware file of this device: stepgauge calibrate makes one in 3 minutes"
+        return (
+            "there is no hardware file of this device; stepgauge calibrate makes one in 3 minutes"
+        )
     return None
 
 
 def specs(machine: StudyMachine, folder: Path) -> Sequence[Any]:
-    """A calibration of what the steps need, predictions, and the steps."""
+    """Returns a calibration of the operations that the steps need, the predictions, and the steps."""
     from stepgauge.bench.sweep import Job
 
     rows = _specs(machine)
@@ -71,8 +75,8 @@ def _specs(machine: StudyMachine) -> list[Any]:
 
 
 def _calibration(machine: StudyMachine, specs: Sequence[Any]) -> list[Any]:
-    """The operations of the steps, alone and on two ranks side by side, and collectives, which are
-    those of the experiment of that name.
+    """Returns specs of the steps' operations, on one rank and on two at once, and of collectives, which
+    are the same as in the collectives experiment.
     """
     import torch
 
@@ -80,7 +84,7 @@ def _calibration(machine: StudyMachine, specs: Sequence[Any]) -> list[Any]:
 
     whole = operations_of(specs[0], NetworkPart(batch=specs[0].batch))
     phases = phases_of(whole, specs[0].phases).values()
-    # what is not timed on this kind of device is predicted by its bytes
+    # An operation that is not calibrated on this kind of device is predicted from its bytes.
     timed = set(calibration.names(torch.device(machine.device)))
     used = dict.fromkeys([TRAFFIC, *(term.operation for terms in phases for term in terms)])
     names = [name for name in used if name in timed]
@@ -95,8 +99,8 @@ def _calibration(machine: StudyMachine, specs: Sequence[Any]) -> list[Any]:
 
 
 def predict_row(spec: Any, folder: Path) -> Record:
-    """The prediction of a row, from the calibration in the run's folder, else from this device's
-    hardware file. Raises ValueError for what is not modelled.
+    """Predicts a row from the calibration in the run's folder, on a GPU from the device's hardware file.
+    Raises ValueError for a spec that has no model.
     """
     import torch
 

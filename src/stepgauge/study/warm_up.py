@@ -1,4 +1,4 @@
-"""E1: what a figure is worth without warm-up."""
+"""Experiment: the error of a mean that is measured without warm-up."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +41,7 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
     svg = grouped_bars(
         names,
         {"mean": [s.mean for s in forward], "median": [s.median for s in forward]},
-        unit="ms a forward",
+        unit="ms a forward pass",
     )
     rows: list[list[Any]] = []
     for record, sample in zip(good, forward, strict=True):
@@ -50,36 +50,36 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
     for source, warmup, mean, std in _FIGURES:
         rows.append([warmup, mean, std, None, source])
     head = ["warm-up steps", "forward ms mean", "std", "median", "source"]
-    caption = f"Beside published figures of small. {legend(('S1', 'S2'))}."
+    caption = f"Comparison with published figures for size small. {legend(('S1', 'S2'))}."
     table = Table(head, rows, names=1, caption=caption)
     least, most = min(sample.n for sample in forward), max(sample.n for sample in forward)
     counts = f"{least}" if least == most else f"{least} to {most}"
     return [
-        Plot(svg, f"Mean and median of {counts} forward passes each, {describe(good[0])}."),
+        Plot(svg, f"Mean and median over {counts} forward passes, {describe(good[0])}."),
         table,
     ]
 
 
 def answer(records: Sequence[Record]) -> str:
-    """The mean without warm-up beside the median with the most of it."""
+    """Compares the mean without warm-up with the median after the longest warm-up."""
     known = {r.spec["warmup"]: r.metrics["forward_ms"] for r in records if r.status == "ok"}
     if len(known) < 2:
         return ""
     cold, warm = known[min(known)], known[max(known)]
     return (
-        f"Without warm-up the mean of {cold.n} forward passes is {number(cold.mean)} ms, "
+        f"Without warm-up, the mean of {cold.n} forward passes is {number(cold.mean)} ms: "
         f"{cold.mean / warm.median:.1f} times the median after {max(known)} warm-up steps "
-        f"({number(warm.median)} ms); the median without warm-up is {number(cold.median)} ms."
+        f"({number(warm.median)} ms). The median without warm-up is {number(cold.median)} ms."
     )
 
 
 EXPERIMENT = Experiment(
     name="warm-up",
-    title="The cost of no warm-up",
+    title="Warm-up",
     question="How wrong is a mean that includes the first steps of a process?",
     method=(
-        "The same row with 0, 1, 2 and 5 untimed steps first, each in a fresh process, so that no "
-        "earlier row has loaded kernels, chosen algorithms or grown the memory pool."
+        "The same row is measured after 0, 1, 2 and 5 untimed steps, each time in a new process, in "
+        "which no kernel is loaded yet, no algorithm chosen and no memory pool grown."
     ),
     specs=specs,
     blocks=blocks,
