@@ -2,7 +2,7 @@
 
 Everything in a network except attention works on each token separately. So modules run unchanged on
 their rank's tokens and the tokens' positions, and weight gradients are averaged over the group as in
-data parallel. Attention is that of ring_attention or head_exchange.
+data parallel. For attention see ring_attention and head_exchange.
 """
 
 import dataclasses

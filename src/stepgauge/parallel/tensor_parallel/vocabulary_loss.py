@@ -80,9 +80,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
             torch.stack(((local_lse_N - max_N).exp(), local_target_N)), group
         )
         lse_N = max_N + sum_N.log()
-        counts_N = (targets_N != IGNORED).to(lse_N.dtype)
-        # if no token counts, the loss is NaN and the gradient zero, as in F.cross_entropy
-        weights_N = counts_N / counts_N.sum().clamp(min=1)
+        counts_N, weights_N = _mean_weights(targets_N, lse_N.dtype)
         ctx.save_for_backward(hidden_ND, weight_VD, rows_N, lse_N, local_target_N, weights_N)
         ctx.partial_loss = partial_loss
         return ((lse_N - target_N) * counts_N).sum() / counts_N.sum()
@@ -118,6 +116,14 @@ def _local_rows(targets_N: Tensor, first_row: int, num_rows: int) -> tuple[Tenso
     return rows_N, (targets_N != IGNORED) & (rows_N >= 0) & (rows_N < num_rows)
 
 
+def _mean_weights(targets_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns 1 for each token that counts, else 0, and the weights of tokens in the gradient of the
+    mean. If no token counts, the mean is NaN and its gradient zero, as in F.cross_entropy.
+    """
+    counts_N = (targets_N != IGNORED).to(dtype)
+    return counts_N, counts_N / counts_N.sum().clamp(min=1)
+
+
 def vocabulary_parallel_cross_entropy(
     logits: Tensor, targets: Tensor, *, first_row: int, vocab_size: int, stream: ResidualStream
 ) -> Tensor:
@@ -148,9 +154,7 @@ class _CrossEntropy(torch.autograd.Function):
         target_N = shifted_NV.gather(1, rows_N[:, None])[:, 0] * is_local_N
         exp_NV = shifted_NV.exp()
         sum_N, target_N = over_ranks(torch.stack((exp_NV.sum(-1), target_N)), group)
-        counts_N = (targets_N != IGNORED).to(wide.dtype)
-        # if no token counts, the loss is NaN and the gradient zero, as in F.cross_entropy
-        weights_N = counts_N / counts_N.sum().clamp(min=1)
+        counts_N, weights_N = _mean_weights(targets_N, wide.dtype)
         probabilities_NV = (exp_NV / sum_N[:, None]).to(logits_NV.dtype)
         ctx.save_for_backward(probabilities_NV, rows_N, is_local_N, weights_N)
         return ((sum_N.log() - target_N) * counts_N).sum() / counts_N.sum()
