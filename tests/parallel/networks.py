@@ -1,6 +1,4 @@
-"""Networks and training loops that the tests of parallel run on ranks and, as the oracle, in one
-process.
-"""
+"""Networks and the training loop of the tests in this folder, which compare ranks with one process."""
 
 import torch
 from torch import nn
@@ -10,12 +8,12 @@ from stepgauge.models.transformer import TransformerLM
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.model import ModelSpec
 
-MICRO_BATCHES, ROWS, STEPS = 2, 3, 3  # rows a rank and micro-batch
+MICRO_BATCHES, ROWS, STEPS = 2, 3, 3  # rows per rank and micro-batch
 
 
 class Toy(nn.Module):
-    """Tied, frozen and unused parameters, a buffer, and layers that are used in another order than
-    registered.
+    """Has tied, frozen and unused parameters and a buffer, and uses its layers in another order than it
+    registers them.
     """
 
     def __init__(self):
@@ -77,12 +75,12 @@ def optimizer_of(name, parameters):
 
 
 def train_alone(network, optimizer, ranks, *, clip):
-    """Losses, last gradients and last weights of one process that sees all ranks' batches."""
+    """Trains in one process on the batches of all ranks; returns losses, last gradients and weights."""
     model = make(network)
-    step_with = optimizer_of(optimizer, [p for p in model.parameters() if p.requires_grad])
+    sgd_or_adamw = optimizer_of(optimizer, [p for p in model.parameters() if p.requires_grad])
     losses = []
     for step in range(STEPS):
-        step_with.zero_grad()
+        sgd_or_adamw.zero_grad()
         total = 0.0
         for micro in range(MICRO_BATCHES):
             for rank in range(ranks):
@@ -90,7 +88,7 @@ def train_alone(network, optimizer, ranks, *, clip):
                 loss.backward()
                 total += loss.item()
         nn.utils.clip_grad_norm_(model.parameters(), clip)
-        step_with.step()
+        sgd_or_adamw.step()
         losses.append(total)
     gradients = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
     return losses, gradients, {n: p.detach().clone() for n, p in model.named_parameters()}

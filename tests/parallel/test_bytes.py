@@ -1,4 +1,4 @@
-"""What a step of each ZeRO stage keeps alive and sends, counted below autograd on two ranks."""
+"""Counts the bytes that a step of each ZeRO stage keeps alive and sends, on two ranks."""
 
 import time
 import weakref
@@ -19,13 +19,13 @@ from stepgauge.spec.layout import sent_bytes
 
 WRAPPERS = ("bucketed", "zero1", "zero2", "zero3")
 RANKS, BLOCKS, WIDTH = 2, 8, 64
-UNIT = WIDTH * WIDTH * 4  # bytes of a block, which has no more than a matrix
+UNIT = WIDTH * WIDTH * 4  # bytes of a block, which is one matrix
 WHOLE = (BLOCKS + 1) * UNIT
 SMALL = UNIT / 2  # activations of a batch of one row, and flags
-SHARE = (BLOCKS + 2) // RANKS * UNIT  # of the fuller rank
-# Of bytes that are alive beside weights and gradients, or this rank's share of them: of stage 2 the
-# gradient that is computed and one on its way to another rank; of stage 3 two gathered blocks, the
-# gradients of one, two on their way, and the head, which belongs to no block, with its gradient.
+SHARE = (BLOCKS + 2) // RANKS * UNIT  # of the rank that owns more
+# Bounds of the bytes alive. They allow for weights and gradients, or this rank's shares of them. Stage 2
+# adds the gradient being computed and one in flight to another rank. Stage 3 adds two gathered blocks,
+# the gradients of one, those of two in flight, and the head, which is in no block, with its gradient.
 BOUNDS = {
     "bucketed": 2 * WHOLE + SMALL,
     "zero1": 2 * WHOLE + SMALL,
@@ -35,7 +35,7 @@ BOUNDS = {
 
 
 class Blocks(nn.Module):
-    """Square matrices in a row, and one that belongs to none of them."""
+    """A list of square matrices, and a head outside of the list."""
 
     def __init__(self):
         super().__init__()
@@ -48,25 +48,25 @@ class Blocks(nn.Module):
         return self.head(x)
 
 
-# How often a ring sends a share (N-1)/N of a message's bytes.
+# How many times a ring algorithm sends (N-1)/N of a message's bytes.
 SENDS = {
     "allreduce_": 2,
     "allreduce_coalesced_": 2,
     "reduce_": 1,
     "broadcast_": 1,
-    "allgather_": 1,  # of names, in the first step
+    "allgather_": 1,  # ranks compare names in the first step
     "_allgather_base_": 1,
     "_reduce_scatter_base_": 1,
 }
 
 
 class Counting(TorchDispatchMode):
-    """Sees every storage, and every message, of the operations in it.
+    """Counts the bytes of all storages and messages of the operations inside it.
 
-    bound  of bytes alive: above it Gloo's threads get 20 s to let go of messages that have been
-           waited for, which they hold for a moment longer
-    most   bytes alive at once
-    sent   bytes that a rank sends, by the counts of ring algorithms
+    bound  if more bytes are alive, waits up to 20 s: Gloo's threads hold messages for a moment after
+           they have been waited for
+    most   the most bytes alive at once
+    sent   bytes that a rank sends with ring algorithms
     """
 
     def __init__(self, bound):
@@ -90,7 +90,7 @@ class Counting(TorchDispatchMode):
         self.most = max(self.most, alive)
         if func.namespace == "c10d":
             sends = SENDS[func._schema.name.partition("::")[2]]
-            whole = max(map(nbytes_of, args))  # of what is read or written, the larger
+            whole = max(map(nbytes_of, args))  # input or output, whichever is larger
             self.sent += sends * (RANKS - 1) / RANKS * whole
         return result
 
@@ -107,7 +107,7 @@ def nbytes_of(argument):
 
 
 class LateWork:
-    """As NCCL's work where the host is ahead of the device: not done when it is asked."""
+    """Behaves like NCCL's work when the host is ahead of the device: it is never completed yet."""
 
     waits = 0
 
@@ -135,7 +135,7 @@ def count():
     held, scatter = [], Sharding.launch_scatter
 
     def scatter_and_hold(self, slice_, message):
-        held.append(message)  # as NCCL's watchdog does
+        held.append(message)  # NCCL's watchdog holds messages too
         return scatter(self, slice_, message)
 
     OwnerDataParallel.device_may_wait = lambda *_: True
@@ -161,7 +161,7 @@ def spread(wrapper, module):
 
 
 def count_a_step(wrapper):
-    """Most bytes that are alive in forward and backward, and bytes sent in a step."""
+    """Returns the most bytes alive in forward and backward, and the bytes sent in a step."""
     module = Blocks()
     parallel = spread(wrapper, module)
     for _ in range(2):  # in the first, ranks compare the order of their blocks
@@ -176,8 +176,8 @@ def count_a_step(wrapper):
 
 
 def count_waits_of_begin():
-    """Messages that are waited for when gradients are sent after backward, and until their means
-    are there.
+    """Returns how many messages begin_synchronizing waits for, and how many until the means are
+    complete.
     """
     module = spread("zero2", Blocks()).module
     with module.no_sync():
@@ -189,23 +189,23 @@ def count_waits_of_begin():
     return begun, LateWork.waits
 
 
-def test_bytes_that_are_alive(counted):
+def test_bytes_alive_are_within_bounds(counted):
     for rank in counted:
         for wrapper, bound in BOUNDS.items():
             assert rank[wrapper][0] <= bound, (wrapper, rank[wrapper][0] / UNIT)
 
 
-def test_gradients_that_are_sent_after_backward_are_not_waited_for_meanwhile(counted):
-    """A pipeline computes other stages while a stage's gradients travel."""
+def test_begin_synchronizing_does_not_wait(counted):
+    """A pipeline computes other stages while a stage's gradients are in flight."""
     for rank in counted:
         begun, finished = rank["waits"]
         assert begun == 0 < finished
 
 
-def test_bytes_that_are_sent_are_those_declared(counted):
+def test_bytes_sent_equal_those_declared_in_the_spec(counted):
     for wrapper in WRAPPERS:
         sent = sum(rank[wrapper][1] for rank in counted) / RANKS
         declared = sent_bytes(wrapper, gradient_bytes=WHOLE, weight_bytes=WHOLE, ranks=RANKS)
-        # The head stays gathered from forward to backward.
+        # The head is gathered only once: it stays whole from forward to backward.
         once = UNIT * (RANKS - 1) / RANKS if wrapper == "zero3" else 0
         assert sent == pytest.approx(declared - once, rel=1e-3), wrapper

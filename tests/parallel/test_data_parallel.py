@@ -1,7 +1,7 @@
-"""Each data parallel wrapper against one process that sees the whole batch, over Gloo, ranks as
-processes.
+"""Compares each data parallel wrapper with one process that has the whole batch, over Gloo.
 
-All checks of a world size run in one launch: starting ranks takes longer than they do.
+All checks on the same number of ranks run in one launch, because starting ranks takes longer than the
+checks.
 """
 
 import contextlib
@@ -43,8 +43,8 @@ CASES = [*itertools.product(WRAPPERS, NETWORKS, OPTIMIZERS)]
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_gradients_that_others_share_are_sent_as_copies(count):
-    shared = torch.ones(3, 6)  # one row more than is sent: the storage is not all theirs
+def test_gradients_that_share_memory_are_sent_as_copies(count):
+    shared = torch.ones(3, 6)  # one row more than the gradients have
     sent = [nn.Parameter(torch.zeros(2, 3)) for _ in range(count)]
     for parameter, row in zip(sent, shared, strict=False):
         parameter.grad = row.view(2, 3)
@@ -59,13 +59,13 @@ def test_gradients_that_others_share_are_sent_as_copies(count):
     assert all(parameter.grad.eq(0).all() for parameter in sent)
 
 
-def test_training_equals_that_of_one_process(two_ranks):
+def test_training_on_two_ranks_equals_one_process(two_ranks):
     for case in CASES:
         for rank in two_ranks:
             assert rank[case] < 1e-12, case
 
 
-def test_four_ranks_too():
+def test_training_on_four_ranks_equals_one_process():
     for rank in launch(parity, CASES[-4:], ranks=4):
         assert all(difference < 1e-12 for difference in rank.values()), rank
 
@@ -74,7 +74,7 @@ def test_four_ranks_too():
     "check",
     [
         "several types",
-        "each wrapper runs by the row that it is predicted from",
+        "each wrapper has the policy of its row in the spec",
         "gradients that share a storage",
         "gradients are views of their buckets",
         "one large gradient stays where it is",
@@ -88,7 +88,7 @@ def test_on_two_ranks(two_ranks, check):
     assert [rank[check] for rank in two_ranks] == ["", ""]
 
 
-def test_different_models_are_told_at_the_start(two_ranks):
+def test_different_models_are_refused_at_the_start(two_ranks):
     for rank in two_ranks:
         assert rank["shapes"] == (
             "the ranks' models differ: parameter or buffer weight is float32 (3, 2) on cpu on rank 0, "
@@ -100,7 +100,7 @@ def test_different_models_are_told_at_the_start(two_ranks):
 
 @pytest.fixture(scope="module")
 def two_ranks():
-    """What each rank found, by check."""
+    """The results of each rank, by check."""
     return launch(all_checks, ranks=2)
 
 
@@ -114,7 +114,7 @@ def all_checks():
     for name, build in DIFFERENT.items():
         try:
             NaiveDataParallel(build(dist.get_rank()))
-            found[name] = "not noticed"
+            found[name] = "accepted"
         except DifferentModelsError as error:
             found[name] = str(error)
     return found
@@ -127,12 +127,12 @@ def parity(cases):
 
 def difference_from_one_process(wrapper, network, optimizer):
     losses, gradients, weights = train_alone(network, optimizer, dist.get_world_size(), clip=CLIP)
-    # Other weights on other ranks: rank 0's count.
+    # Ranks start with different weights; all get those of rank 0.
     parallel = WRAPPERS[wrapper](make(network, seed=dist.get_rank()))
-    step_with = optimizer_of(optimizer, [p for p in parallel.parameters() if p.requires_grad])
+    sgd_or_adamw = optimizer_of(optimizer, [p for p in parallel.parameters() if p.requires_grad])
     differences = []
     for step in range(STEPS):
-        step_with.zero_grad()
+        sgd_or_adamw.zero_grad()
         total = torch.zeros((), dtype=torch.float64)
         for micro in range(MICRO_BATCHES):
             last = micro == MICRO_BATCHES - 1
@@ -141,7 +141,7 @@ def difference_from_one_process(wrapper, network, optimizer):
                 loss.backward()
             total += loss.detach()
         parallel.clip_gradients(CLIP)
-        step_with.step()
+        sgd_or_adamw.step()
         dist.all_reduce(total)
         differences.append(abs(total.item() / dist.get_world_size() - losses[step]))
     for name, parameter in parallel.module.named_parameters():
@@ -153,7 +153,7 @@ def difference_from_one_process(wrapper, network, optimizer):
 
 
 def expected(module, *losses):
-    """Gradients of the mean over ranks of the losses, each a function of the module and the rank."""
+    """Returns the gradients of the mean over ranks of losses, functions of the module and the rank."""
     for rank in range(dist.get_world_size()):
         for loss in losses:
             (loss(module, rank) / dist.get_world_size()).backward()
@@ -208,7 +208,7 @@ def shared_storage():
         def forward(self, factor):
             return factor * (self.a.view(-1) + self.b.view(-1)).pow(2).sum()
 
-    # By hand, for autograd itself would add to both gradients at once.
+    # Computed by hand: with a shared storage, autograd in one process would add to both gradients.
     mean_factor = (dist.get_world_size() + 1) / 2
     wanted = [torch.full((4, 4), 4 * mean_factor, dtype=torch.float64)] * 2
     for wrap in WRAPPERS.values():
@@ -217,7 +217,7 @@ def shared_storage():
         require_equal(parallel.module, wanted)
 
 
-def views():
+def gradients_are_views_of_their_bucket():
     parallel = FlatDataParallel(mlp())
     loss_of(parallel, dist.get_rank()).backward()
     storages = {p.grad.untyped_storage().data_ptr() for p in parallel.parameters()}
@@ -226,7 +226,7 @@ def views():
     assert next(parallel.parameters()).grad.untyped_storage().nbytes() == 8 * elements
 
 
-def stays():
+def large_gradient_stays_in_place():
     parallel = OverlappedDataParallel(mlp())
     places = {}
     for name, parameter in parallel.named_parameters():
@@ -238,7 +238,7 @@ def stays():
     assert "module.0.weight" in kept, kept
 
 
-def same_start():
+def all_ranks_start_with_rank_0s_values():
     torch.manual_seed(dist.get_rank())
     parallel = NaiveDataParallel(nn.BatchNorm1d(3))
     parallel.module.running_mean += dist.get_rank()
@@ -246,15 +246,15 @@ def same_start():
     nn.init.normal_(module.weight)
     module.running_mean += dist.get_rank()
     parallel = NaiveDataParallel(module)
-    everyones = [torch.empty(6) for _ in range(2)]
+    of_ranks = [torch.empty(6) for _ in range(2)]
     dist.all_gather(
-        everyones, torch.cat((parallel.module.weight.detach(), parallel.module.running_mean))
+        of_ranks, torch.cat((parallel.module.weight.detach(), parallel.module.running_mean))
     )
-    assert torch.equal(everyones[0], everyones[1])
-    assert torch.equal(everyones[0][3:], torch.zeros(3))
+    assert torch.equal(of_ranks[0], of_ranks[1])
+    assert torch.equal(of_ranks[0][3:], torch.zeros(3))
 
 
-def silent():
+def communication_is_skipped():
     alone, parallel = mlp(), BucketedDataParallel(mlp())
     parallel.communicates = False
     loss_of(alone, dist.get_rank()).backward()
@@ -262,7 +262,7 @@ def silent():
     require_equal(parallel.module, [p.grad for p in alone.parameters()])
 
 
-def freed():
+def dropped_wrapper_is_freed():
     for wrap in WRAPPERS.values():
         parallel = wrap(mlp())
         loss_of(parallel, dist.get_rank()).backward()
@@ -272,7 +272,7 @@ def freed():
         assert weight() is None
 
 
-def sparse():
+def sparse_gradient_is_refused():
     parallel = NaiveDataParallel(nn.Embedding(5, 2, sparse=True))
     try:
         parallel(torch.tensor([1])).sum().backward()
@@ -281,7 +281,7 @@ def sparse():
         return "" if "a gradient of shape (5, 2) is sparse" in str(error) else str(error)
 
 
-def rows():
+def policies_are_rows_of_the_spec():
     for name, wrap in REPLICATING.items():
         assert wrap(mlp(), Settings()).policy is layout.WRAPPERS[name], name
     owners = {"0.weight": 0}
@@ -290,14 +290,14 @@ def rows():
 
 CHECKS = {
     "several types": several_types,
-    "each wrapper runs by the row that it is predicted from": rows,
+    "each wrapper has the policy of its row in the spec": policies_are_rows_of_the_spec,
     "gradients that share a storage": shared_storage,
-    "gradients are views of their buckets": views,
-    "one large gradient stays where it is": stays,
-    "ranks start from rank 0": same_start,
-    "without communication": silent,
-    "a wrapper that is dropped frees its weights": freed,
-    "sparse": sparse,
+    "gradients are views of their buckets": gradients_are_views_of_their_bucket,
+    "one large gradient stays where it is": large_gradient_stays_in_place,
+    "ranks start from rank 0": all_ranks_start_with_rank_0s_values,
+    "without communication": communication_is_skipped,
+    "a wrapper that is dropped frees its weights": dropped_wrapper_is_freed,
+    "sparse": sparse_gradient_is_refused,
 }
 DIFFERENT = {
     "shapes": lambda rank: nn.Linear(2 + rank, 3),

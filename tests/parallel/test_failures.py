@@ -1,5 +1,5 @@
-"""A rank that fails in any phase of any wrapper: the job ends soon, names the rank, and leaves no
-process. STEPGAUGE_FAILURES=1 tries every phase, wrapper and way to fail.
+"""Tests that a job ends soon, names the failed rank and leaves no process if a rank fails under any
+wrapper. STEPGAUGE_FAILURES=1 tests every phase, wrapper and kind of failure.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ from stepgauge.train.checkpoint import Checkpoints
 
 PHASES = ("wrap", "forward", "backward", "clip", "step", "save")
 WRAPPERS = ("naive", "flat", "overlapped", "bucketed", "zero1", "zero2", "zero3")
-WORDS = {
+MESSAGES = {
     "raises": "rank 1 of 2: ValueError: wrong here",
     "killed": "rank 1 of 2 was ended by SIGKILL",
     "exits with 0": "rank 1 of 2 ended with status 0 before it returned",
 }
 EVERYTHING = bool(os.environ.get("STEPGAUGE_FAILURES"))
 CASES = (
-    [*itertools.product(WRAPPERS, PHASES, WORDS)]
+    [*itertools.product(WRAPPERS, PHASES, MESSAGES)]
     if EVERYTHING
     else [
         ("bucketed", "backward", "raises"),
@@ -42,9 +42,9 @@ CASES = (
 
 
 @pytest.mark.parametrize(("wrapper", "phase", "how"), CASES)
-def test_a_rank_that_fails_within_a_wrapper(wrapper, phase, how, tmp_path):
+def test_a_rank_fails_under_a_wrapper(wrapper, phase, how, tmp_path):
     failed_at = tmp_path / "failed_at"
-    with ending_soon(WORDS[how], failed_at):
+    with ending_soon(MESSAGES[how], failed_at):
         launch(train, wrapper, phase, how, failed_at, ranks=2)
 
 
@@ -52,8 +52,8 @@ def test_a_rank_that_fails_within_a_wrapper(wrapper, phase, how, tmp_path):
     ("wrapper", "rank"),
     [*itertools.product(("zero1", "zero2", "zero3"), (0, 1))] if EVERYTHING else [("zero2", 1)],
 )
-def test_a_rank_that_is_killed_while_it_saves_its_share(wrapper, rank, tmp_path):
-    """The checkpoint before is whole, and the next is written over what is left of this one."""
+def test_a_rank_is_killed_while_it_saves_its_share(wrapper, rank, tmp_path):
+    """The previous checkpoint is whole, and the next one replaces the incomplete one."""
     failed_at, checkpoints = tmp_path / "failed_at", Checkpoints(tmp_path / "checkpoints")
     with ending_soon(f"rank {rank} of 2 was ended by SIGKILL", failed_at):
         launch(save_twice, wrapper, rank, failed_at, checkpoints, ranks=2)
@@ -65,10 +65,10 @@ def test_a_rank_that_is_killed_while_it_saves_its_share(wrapper, rank, tmp_path)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS if EVERYTHING else ("zero3",))
-def test_a_rank_that_waits_for_one_with_fewer_batches(wrapper, tmp_path):
+def test_a_rank_waits_for_one_with_fewer_batches(wrapper, tmp_path):
     ended_at = tmp_path / "ended_at"
-    words = "rank 0 of 2: RuntimeError: rank 1 has returned already, and this one waited for it"
-    with pytest.raises(RankError, match=words):
+    message = "rank 0 of 2: RuntimeError: rank 1 has already returned while this rank waited"
+    with pytest.raises(RankError, match=message):
         launch(train_unequally, wrapper, ended_at, ranks=2)
     assert time.time() - float(ended_at.read_text()) < 30
 
@@ -84,18 +84,20 @@ def train_unequally(wrapper, ended_at):
 
 
 @contextlib.contextmanager
-def ending_soon(words, failed_at):
-    """What is launched in it raises these words within 30 s of the failure, and leaves no process."""
+def ending_soon(message, failed_at):
+    """Expects that the launch inside raises the message within 30 s of the failure and leaves no
+    process.
+    """
     before = set(multiprocessing.active_children())
     with pytest.raises(RankError) as raised:
         yield
-    assert str(raised.value) == words
+    assert str(raised.value) == message
     assert time.time() - float(failed_at.read_text()) < 30
     assert not set(multiprocessing.active_children()) - before
 
 
 def save_twice(wrapper, failing, failed_at, checkpoints):
-    """The second time a rank is killed between the parts of its share."""
+    """Saves twice; the second time a rank is killed while it writes its share."""
     parallel = spread(wrapper)
     parallel.module(torch.ones(1, 64)).sum().backward()
     parallel.optimizer.step()
@@ -118,11 +120,11 @@ class KilledWhenWritten:
 
 
 def train(wrapper, phase, how, failed_at):
-    """Rank 1 fails in one phase; the other goes on until it needs it."""
+    """Trains; rank 1 fails in one phase, and rank 0 continues until it needs rank 1."""
     fails = Failing(phase, how, failed_at)
     fails.at("wrap")
     parallel = spread(wrapper)
-    # In backward the gradients of the third and fourth layer are on their way by then.
+    # In backward, the gradients of the third and fourth layer are in flight by then.
     parallel.module.module[1].register_forward_hook(
         lambda _, inputs, output: fails.within_layer(output)
     )

@@ -1,4 +1,4 @@
-"""The fully sharded wrapper: the steps of one process, memory that comes and goes, checkpoints."""
+"""Tests the fully sharded wrapper: parity with one process, memory of whole weights, checkpoints."""
 
 import contextlib
 import copy
@@ -56,25 +56,25 @@ CASES = [
         (torch.optim.SGD, torch.bfloat16, False),
         (torch.optim.SGD, torch.float16, False),
     )
-    # The toy's buffer is of another type; BERT's tied weight has two gradients, which are rounded
-    # to 16 bits apart.
+    # Not in 16 bits: the toy's buffer has another dtype, and BERT's tied weight has two gradients, which
+    # are rounded separately.
     if dtype is None or network == "transformer"
-    # The softmax cancels BERT's key biases: AdamW would make steps of the rounding that is their
-    # gradient.
+    # Not with AdamW: the softmax cancels BERT's key biases, so their gradients are rounding errors, which
+    # AdamW would turn into whole steps.
     if optimizer is torch.optim.SGD or network != "bert"
 ]
 
 
 def test_padding_is_sent_as_zeros():
-    """Memory as it was found may hold NaN, for which NCCL can be told to look."""
+    """Uninitialised memory may contain NaN, which NCCL's checks would report."""
     whole = torch.full((4, 6 + 1), torch.nan)
     pack([torch.ones(5, 3), torch.ones(0, 3), torch.full((3,), 2.0)], whole)
-    places, numbers = whole.split([6, 1], dim=1)
-    assert places.reshape(8, 3).sum(1).tolist() == [3.0] * 5 + [0.0] * 3
-    assert numbers.flatten().tolist() == [2.0, 2.0, 2.0, 0.0]
+    matrix, vector = whole.split([6, 1], dim=1)
+    assert matrix.reshape(8, 3).sum(1).tolist() == [3.0] * 5 + [0.0] * 3
+    assert vector.flatten().tolist() == [2.0, 2.0, 2.0, 0.0]
 
 
-def test_training_equals_that_of_one_process(two_ranks):
+def test_training_equals_one_process(two_ranks):
     for case in CASES:
         worst = max(rank[case] for rank in two_ranks)
         assert worst < (1e-6 if case[2] is None else 1e-4), case
@@ -85,22 +85,20 @@ def test_on_two_ranks(two_ranks):
     assert [(c, rank[c]) for rank in two_ranks for c in checks if rank[c]] == []
 
 
-def test_ranks_that_call_other_blocks_are_told(two_ranks):
-    calls = ("0 after [the module]", "1 after [the module]")
+def test_ranks_that_call_different_blocks_raise(two_ranks):
+    calls = [f"rank {rank} calls {rank} after [the module]" for rank in range(2)]
     for rank, found in enumerate(two_ranks):
-        other = 1 - rank
-        words = f"rank 0 calls {calls[0]}, rank 1" if rank == 0 else f"rank 1 calls {calls[1]}"
-        assert words in found["order"] and f"rank {other} calls {calls[other]}" in found["order"]
+        assert f"{calls[rank]}, {calls[1 - rank]}" in found["order"]
 
 
-def test_a_rank_that_alone_leaves_the_order_of_blocks_says_so():
+def test_a_rank_that_changes_its_order_alone_raises():
     store = dist.HashStore()
     store.set_timeout(datetime.timedelta(seconds=0.2))
     group = types.SimpleNamespace(
         group_name="two", get_group_store=lambda: store, rank=lambda: 1, size=lambda: 2
     )
-    words = r"rank 1 calls 2 after \[0\], rank 0 has kept to the order of the previous forward"
-    with pytest.raises(RuntimeError, match=words):
+    message = r"rank 1 calls 2 after \[0\], rank 0 has kept to the order of the previous forward"
+    with pytest.raises(RuntimeError, match=message):
         CallOrder(group).require_same(["0"], "2")
 
 
@@ -146,27 +144,27 @@ def whole(module):
 def difference_from_one_process(network, optimizer, dtype, clips):
     weights = train_alone(network, optimizer, dtype, clips)
     parallel = FullyShardedDataParallel(make(network, seed=dist.get_rank()), dtype)
-    step_with = optimizer_of(optimizer, parallel.parameters())
+    built = optimizer_of(optimizer, parallel.parameters())
     for step in range(STEPS):
-        step_with.zero_grad()
+        built.zero_grad()
         for micro in range(MICRO_BATCHES):
             (parallel(*batch(step, micro, dist.get_rank())) / MICRO_BATCHES).backward()
         if clips:
             parallel.clip_gradients(CLIP)
-        step_with.step()
+        built.step()
     full = whole(parallel.module)
     assert list(full) == list(weights)
     return max((full[name] - weights[name]).abs().max().item() for name in weights)
 
 
 def train_alone(network, optimizer, dtype, clips):
-    """Both ranks' batches in one process, the means formed as ranks form them; casts where the
-    wrapper casts.
+    """Trains in one process on the batches of both ranks. It computes the means as ranks do, and casts
+    where the wrapper casts.
     """
     model = make(network)
-    step_with = optimizer_of(optimizer, model.parameters())
+    built = optimizer_of(optimizer, model.parameters())
     for step in range(STEPS):
-        step_with.zero_grad()
+        built.zero_grad()
         for micro in range(MICRO_BATCHES):
             parts = [gradients_of(model, dtype, batch(step, micro, rank)) for rank in range(2)]
             for parameter, first, second in zip(model.parameters(), *parts, strict=True):
@@ -176,7 +174,7 @@ def train_alone(network, optimizer, dtype, clips):
                 parameter.grad = mean if parameter.grad is None else parameter.grad + mean
         if clips:
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        step_with.step()
+        built.step()
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
@@ -189,18 +187,18 @@ def gradients_of(model, dtype, inputs):
     return [None if p.grad is None else p.grad for p in cast.parameters()]
 
 
-def small():
-    """Parameters are parts of half the elements, and the module's own."""
+def parameters_are_shards():
+    """Each of two ranks has half the elements, and the module's parameters are DTensors."""
     module = transformer()
     elements = sum(p.numel() for p in module.parameters())
     parallel = FullyShardedDataParallel(module)
     assert all(isinstance(p, DTensor) for p in module.parameters())
-    mine = sum(p.to_local().numel() for p in parallel.parameters())
-    assert abs(mine - elements / 2) <= 64 * len(list(module.parameters())), (mine, elements)
+    own = sum(p.to_local().numel() for p in parallel.parameters())
+    assert abs(own - elements / 2) <= 64 * len(list(module.parameters())), (own, elements)
 
 
 def compiled_blocks():
-    """Blocks that are compiled alone and checkpoint themselves have the gradients of others."""
+    """Blocks that are compiled separately and checkpoint themselves have the same gradients."""
     gradients = []
     for plan in (None, RecomputePlan(2, feed_forward=1, selective=1)):
         torch.manual_seed(0)
@@ -215,22 +213,23 @@ def compiled_blocks():
         torch.testing.assert_close(one, other)
 
 
-def prefetch():
-    """From the second step on weights are on their way while another unit computes."""
+def prefetches():
+    """From the second step on, weights are gathered while another unit computes."""
     late = []
     with noting(late):
         parallel = FullyShardedDataParallel(transformer(4))
         for _ in range(2):
             late.clear()
             parallel(*batch(0, 0, 0)).backward()
-    # In forward the root's is late. The first block's comes while the root's own layers compute, in
-    # backward the last one's, which this does not count.
+    # Not prefetched are the root's weights in forward, and those of the first block in forward and the
+    # last block in backward: these are gathered while layers of the root compute, which `noting` does
+    # not count.
     assert len(late) == 9 and sum(late) <= 3, late
 
 
 @contextlib.contextmanager
 def noting(late):
-    """Notes of each gathering that is waited for whether nothing was computed since its start."""
+    """Appends, for each gather that is waited for, True if nothing was computed since its start."""
     start, wait, after, reduce = (
         UnshardedUnit.unshard,
         UnshardedUnit.wait,
@@ -266,13 +265,13 @@ def noting(late):
         ShardedUnit.after_forward, GradientReductions.reduce = after, reduce
 
 
-def frees():
-    """Few whole weights are alive at any time, and none after a step."""
+def frees_weights():
+    """Few units are whole at any time, and none after a step."""
     assert most_alive(FullyShardedDataParallel(transformer(6))) <= 4
 
 
-def frees_frozen():
-    """The same where most weights are frozen, as under adapters."""
+def frees_frozen_weights():
+    """The same holds if most weights are frozen, as with adapters."""
     module = transformer(6)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_("norm" in name)
@@ -280,7 +279,7 @@ def frees_frozen():
 
 
 def most_alive(parallel):
-    """Units that are whole at once, over two steps; raises where one is left whole."""
+    """Returns the most units that are whole at once in two steps; raises if one stays whole."""
     alive, most, start, free = set(), [0], UnshardedUnit.unshard, UnshardedUnit.reshard
 
     def noting_start(gathered):
@@ -303,7 +302,7 @@ def most_alive(parallel):
     return most[0]
 
 
-def order():
+def different_orders():
     parallel = FullyShardedDataParallel(Ordered())
     try:
         parallel([0, 1, 2] if dist.get_rank() == 0 else [1, 0, 2])
@@ -324,7 +323,7 @@ class Ordered(nn.Sequential):
         return x
 
 
-def scalar():
+def scalar_parameter():
     module = nn.Linear(2, 2)
     module.scale = nn.Parameter(torch.tensor(1.0))
     try:
@@ -369,7 +368,7 @@ def load(folder):
 
 
 class Levels(nn.Module):
-    """Integers beyond what bfloat16 tells apart, and complex weights that are trained."""
+    """Has integers that bfloat16 cannot represent, and trainable complex weights."""
 
     def __init__(self):
         super().__init__()
@@ -383,7 +382,7 @@ class Levels(nn.Module):
         return (self.angles.abs() * self.scale.float() * self.levels).sum()
 
 
-def only_floating_types_are_cast():
+def only_floating_dtypes_are_cast():
     parallel = FullyShardedDataParallel(Levels(), torch.bfloat16)
     parallel(torch.ones(8)).backward()
     gradient = parallel.module.angles.grad.full_tensor()
@@ -392,14 +391,14 @@ def only_floating_types_are_cast():
 
 
 def frees_after_part_of_a_backward():
-    """A backward that does not come to the weights leaves none of them whole."""
+    """A backward that does not reach all weights leaves none of them whole."""
     parallel = FullyShardedDataParallel(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))))
     x = torch.ones(2, 4, requires_grad=True)
-    parallel.module[1].weight.requires_grad_(False)  # whose inputs are watched
+    parallel.module[1].weight.requires_grad_(False)
     expected = None
     for _ in range(2):
         y = parallel(x).sum()
-        (found,) = torch.autograd.grad(y, x, retain_graph=True)
+        (gradient,) = torch.autograd.grad(y, x, retain_graph=True)
         require_none_is_whole(parallel)
         y.backward(inputs=[parallel.module[2].bias])
         require_none_is_whole(parallel)
@@ -407,7 +406,7 @@ def frees_after_part_of_a_backward():
         y.backward()
         require_none_is_whole(parallel)
         expected = x.grad if expected is None else expected
-        assert torch.equal(found, expected)
+        assert torch.equal(gradient, expected)
         x.grad = None
 
 
@@ -417,14 +416,14 @@ def require_none_is_whole(parallel):
 
 
 def two_groups():
-    """What is computed of sharded weights goes over the group that they are sharded over."""
+    """Operations on sharded weights communicate over the group that these are sharded over."""
     for _ in range(2):
         group = dist.new_group()
         norm = FullyShardedDataParallel(Toy(), group=group).module.last.weight.norm()
         assert norm.device_mesh.get_group() is group, norm.device_mesh
 
 
-def nothing_to_shard():
+def no_parameters():
     x = torch.ones(2, requires_grad=True)
     parallel = FullyShardedDataParallel(nn.ReLU())
     parallel(x).sum().backward()
@@ -438,7 +437,7 @@ class Output:
 
 
 class Exit(nn.Module):
-    """Returns an object, and keeps a loss that backward comes to before it comes to the output."""
+    """Returns an object, and keeps a loss that backward reaches before the output."""
 
     def __init__(self):
         super().__init__()
@@ -451,7 +450,7 @@ class Exit(nn.Module):
 
 
 def kept_losses():
-    """Losses that blocks keep beside their outputs, which are objects, have right gradients."""
+    """Losses that blocks keep as attributes have correct gradients; the blocks return objects."""
 
     class Exits(nn.Module):
         def __init__(self):
@@ -477,7 +476,7 @@ def kept_losses():
 
 
 def losses_kept_elsewhere():
-    """Backward comes to such a loss before the block's weights are there: it raises and reads none."""
+    """Backward reaches such a loss before the block's weights are gathered, and must raise."""
     losses = []
 
     class Elsewhere(Exit):
@@ -497,7 +496,7 @@ def losses_kept_elsewhere():
 
 
 def refusals():
-    """What sharded weights cannot do is said in one sentence."""
+    """Unsupported uses of sharded weights raise with a message that helps."""
     with pytest.raises(ValueError, match=r"^0 has max_norm"):
         FullyShardedDataParallel(nn.Sequential(nn.Embedding(3, 4, max_norm=1.0)))
     with pytest.raises(ValueError, match=r"^the module has max_norm"):
@@ -524,7 +523,7 @@ def refusals():
 
 
 def other_weights():
-    """What stands in place of a weight is seen or refused, never ignored."""
+    """A tensor in place of a weight is used or refused, but never ignored."""
     module = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
     parallel, x = FullyShardedDataParallel(module), torch.ones(4)
     whole = {name: p.full_tensor().detach() for name, p in module.named_parameters()}
@@ -557,14 +556,14 @@ CHECKS = {
     "losses kept elsewhere": losses_kept_elsewhere,
     "refusals": refusals,
     "part of a backward": frees_after_part_of_a_backward,
-    "no parameters": nothing_to_shard,
+    "no parameters": no_parameters,
     "two groups of the same ranks": two_groups,
-    "types": only_floating_types_are_cast,
-    "small": small,
+    "dtypes": only_floating_dtypes_are_cast,
+    "parameters are shards": parameters_are_shards,
     "compiled blocks": compiled_blocks,
-    "prefetch": prefetch,
-    "frees": frees,
-    "frees frozen weights": frees_frozen,
-    "order": order,
-    "scalar": scalar,
+    "prefetches": prefetches,
+    "frees weights": frees_weights,
+    "frees frozen weights": frees_frozen_weights,
+    "order": different_orders,
+    "scalar": scalar_parameter,
 }

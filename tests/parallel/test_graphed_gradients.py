@@ -1,5 +1,5 @@
-"""Data-parallel steps that are recorded and replayed: what is written where on a CPU, two ranks over
-NCCL on GPUs.
+"""Tests recorded data-parallel steps: on a CPU with a replacement for CUDA graphs, and on two GPUs over
+NCCL.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ SHAPE = ModelSpec(vocab_size=64, context_length=16, d_model=32, d_ff=64, num_lay
 
 
 class Loss(nn.Module):
-    """With a buffer that forward changes."""
+    """A network with a buffer that forward changes."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +40,7 @@ def batches(rank, device, number=3):
 
 
 def trained(module, gradients, given):
-    """The weights after a step of SGD for each batch, and the losses."""
+    """Returns the weights after a step of SGD for each batch, and the losses."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     losses = []
     for batch in given:
@@ -59,7 +59,7 @@ def eagerly(module):
     return gradients
 
 
-def test_replays_train_as_eager_steps_do():
+def test_replays_equal_eager_steps():
     module = Loss()
     alone = copy.deepcopy(module)
     graphed = GraphedGradients(module, RunAgain())
@@ -68,11 +68,11 @@ def test_replays_train_as_eager_steps_do():
     expected = trained(alone, eagerly(alone), given)
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, theirs)
-    # the stand-in runs forward again in each replay; warm-ups and recording have left nothing
+    # Each replay on a CPU runs forward again; warm-ups and the recording must not count.
     assert module.calls == alone.calls == 3
 
 
-def test_what_was_recorded_must_stay():
+def test_changes_after_the_recording_are_refused():
     module, (batch,) = Loss(), batches(0, "cpu", 1)
     graphed = GraphedGradients(module, RunAgain())
     graphed(batch, 1)
@@ -89,7 +89,7 @@ def test_what_was_recorded_must_stay():
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "message"),
     [
         ({"wrapper": "flat"}, "wrapper is 'flat', which cannot be captured"),
         ({"wrapper": "zero3"}, "wrapper is 'zero3', which cannot be captured"),
@@ -100,14 +100,14 @@ def test_what_was_recorded_must_stay():
         ({"reduce_dtype": "bf16"}, "which cannot be captured"),
     ],
 )
-def test_steps_that_cannot_be_captured_are_refused(changes, sentence):
+def test_steps_that_cannot_be_captured_are_refused(changes, message):
     fields = {"wrapper": "bucketed", "device": "cuda", "cuda_graphs": True} | changes
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=message):
         DataParallelSpec(model=SHAPE, **fields)
 
 
 def on_ranks():
-    """Largest difference of weights and losses from those of eager steps, by wrapper."""
+    """Returns the largest difference of weights and losses from those of eager steps, by wrapper."""
     rank = torch.distributed.get_rank()
     device = torch.device("cuda", rank)
     found = {}
@@ -122,12 +122,12 @@ def on_ranks():
         ours = trained(module, lambda batch, run=graphed: run(batch, 1), given)
         theirs = trained(alone, eagerly(alone), given)
         found[name] = max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
-        del graphed  # before its communicator
+        del graphed  # a graph must be destroyed before its communicator
     return found
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_gpu_replays_over_nccl_are_what_eager_steps_compute():
+def test_gpu_replays_over_nccl_equal_eager_steps():
     for rank in launch(on_ranks, ranks=2, device="cuda"):
         assert all(difference <= 1e-5 for difference in rank.values()), rank

@@ -1,5 +1,5 @@
-"""Layouts against one process: loss, norm, every weight after SGD (so every gradient), optimizer
-state under AdamW, and states that another layout goes on from.
+"""Compares layouts with one process: loss, norm, every weight after SGD (so every gradient), the
+optimizer state under AdamW, and states that another layout loads.
 """
 
 import collections
@@ -98,8 +98,8 @@ ON_FOUR = [
     ("pp2 1f1b m2 dp2 zero3", "tied", "adamw"),
     ("pp2 interleaved m2 dp2 zero3", "grouped", "sgd"),
 ]
-# Where ranks round where one process does the bound is 0 but for the order of sums. Under zero3 norms
-# and the embedding are in bf16 too, which they are not in one process.
+# Bounds of the ratio in `rounding_of`. It is near 0 if ranks round in the same places as one process. zero3
+# is not here: it computes norms and the embedding in bf16, and one process does not.
 ROUNDED_ON_TWO = {
     "dp2 zero2": 0.01,
     "pp2 1f1b m2": 0.01,
@@ -127,69 +127,79 @@ ON_EIGHT = [
 
 
 def test_two_ranks_are_one_process():
-    checks = [(check, *case) for case in CUT for check in (work_of_backward, of_a_copy)]
-    find_nothing(2, differences_of(ON_TWO) + checks + [(of_torchs_tensor_parallel,)])
+    checks = [(check, *case) for case in CUT for check in (work_of_backward, gradients_of_a_copy)]
+    require_no_differences(
+        2, differences_of(ON_TWO) + checks + [(differences_of_torchs_tensor_parallel,)]
+    )
 
 
 def test_four_ranks_are_one_process():
-    checks = [(gathers_of_sharded_stages,), (unwritten_where_parts_are_uneven,)]
-    checks += [(recorded, layout) for layout in RECORDED]
+    checks = [(gathers_of_sharded_stages,), (missing_in_shares_of_uneven_parts,)]
+    checks += [(differences_of_recorded_stages, layout) for layout in RECORDED]
     checks += [(sums_of_means, layout) for layout in ADDED_TO_MEANS]
     checks += [(with_blocks_compiled, "dp2 zero3 tp2 overlap", "grouped", "sgd")]
-    find_nothing(4, differences_of(ON_FOUR) + checks)
+    require_no_differences(4, differences_of(ON_FOUR) + checks)
 
 
 def test_eight_ranks_are_one_process():
-    find_nothing(8, differences_of(ON_EIGHT))
+    require_no_differences(8, differences_of(ON_EIGHT))
 
 
 def differences_of(cases):
     return [(differences, *case) for case in cases]
 
 
-def find_nothing(ranks, checks):
-    """Runs all checks, a function and its arguments each, in one start of so many ranks."""
-    for found in launch(run_checks, checks, ranks=ranks):
-        assert found == {}
+def require_no_differences(ranks, checks):
+    """Runs all checks, each a function with its arguments, in one launch of ranks."""
+    for differing in launch(run_checks, checks, ranks=ranks):
+        assert differing == {}
 
 
 def run_checks(checks):
-    """What each check found, in words, if it found anything."""
+    """Returns the differences that each check found, in text, if there are any."""
     torch.set_num_threads(1)
     plan.LEAST_OVERLAPPED_BYTES = 0  # in this process
-    found = {(check.__name__, *arguments): check(*arguments) for check, *arguments in checks}
-    return {check: told for check, told in found.items() if told}
+    results = {(check.__name__, *arguments): check(*arguments) for check, *arguments in checks}
+    return {check: result for check, result in results.items() if result}
 
 
-def test_what_ranks_are_told():
-    for minds, ways, name, rate in launch(what_they_are_told, ranks=3):
-        assert ways == [
+def test_refusals_and_a_loaded_learning_rate_on_three_ranks():
+    for different, unsupported, same_names, rate in launch(messages_on_ranks, ranks=3):
+        assert unsupported == [
             "layout 'bucketed cp3' has a context axis; the network has no cut_sequences",
             "layout 'pp3 1f1b m3' has a pipeline axis; the network has no schedule",
             "layout 'tp3' has a tensor axis; the network has no table with rules",
         ]
-        assert minds == "the ranks' layouts differ: rank 0 has 'tp2', rank 1 has 'dp2 bucketed'"
-        assert name == "stages 0 and 1 both have a parameter weight; give each stage's " + NAMES
+        assert different == "the ranks' layouts differ: rank 0 has 'tp2', rank 1 has 'dp2 bucketed'"
+        assert (
+            same_names == "stages 0 and 1 both have a parameter weight; give each stage's " + NAMES
+        )
         assert rate == 1.0
 
 
-def what_they_are_told():
+def messages_on_ranks():
     ranks = dist.get_world_size()
-    return of_two_minds(), without_a_way(), of_one_name(ranks), rate_after_loading(ranks)
+    return (
+        message_for_different_layouts(),
+        messages_for_unsupported_axes(),
+        message_for_stages_with_same_names(ranks),
+        rate_after_loading(ranks),
+    )
 
 
-def without_a_way():
-    """What is said where the network does not say how it is spread over an axis."""
+def messages_for_unsupported_axes():
+    """Returns the messages for a network that has no way to be spread over an axis."""
     network = Network(build=lambda _: torch.nn.Linear(1, 1))
     layouts = map(Layout.parse, ("cp3", "pp3 1f1b m3", "tp3"))
-    return [said_of(layout, network) for layout in layouts]
+    return [message_for(layout, network) for layout in layouts]
 
 
 @pytest.mark.parametrize(("ranks", "layouts"), [(2, ROUNDED_ON_TWO), (4, ROUNDED_ON_FOUR)])
 def test_mixed_precision_rounds_as_one_process_does(ranks, layouts):
-    """What a layout's update differs by from one process in bf16, over what that one differs by from
-    fp32: nothing where both round in the same places. Parts that are rounded before they are summed
-    (tensor, keys of a ring) are as far from one process as rounding itself, not farther.
+    """Compares the update of a layout in bf16 with that of one process in bf16, relative to how much the
+    latter differs from fp32. The ratio is 0 if both round in the same places. If parts are rounded
+    before they are summed (tensor axis, keys of a ring), the difference is about as large as the
+    rounding error itself.
     """
     for layout, ratio in launch(rounding_of, layouts, ranks=ranks)[0].items():
         assert ratio < layouts[layout], (layout, ratio)
@@ -198,21 +208,23 @@ def test_mixed_precision_rounds_as_one_process_does(ranks, layouts):
 def rounding_of(layouts):
     torch.set_num_threads(1)
     plan.LEAST_OVERLAPPED_BYTES = 0  # in this process
-    found = {}
+    ratios = {}
     for layout in layouts:
         spec = LayoutSpec(
             model=NETWORKS["ring"], layout=layout, batch=8, optimizer="sgd", precision="bf16"
         )
         precise = dataclasses.replace(spec, precision="fp32")
         parts = spec.parsed_layout.data * spec.parsed_layout.microbatches
-        asked = (spec, spec.parsed_layout, 1), (spec, Layout(), parts), (precise, Layout(), parts)
-        ours, alone, exact = (update_of(*each) for each in asked)
-        found[layout] = ((ours - alone).norm() / (alone - exact).norm()).item()
-    return found
+        spread_update = update_of(spec, spec.parsed_layout, 1)
+        alone, exact = (update_of(each, Layout(), parts) for each in (spec, precise))
+        ratios[layout] = ((spread_update - alone).norm() / (alone - exact).norm()).item()
+    return ratios
 
 
 def update_of(spec, axes, parts):
-    """What a step of SGD adds to all weights, on rank 0; its batch in so many, one after another."""
+    """Returns what a step of SGD adds to all weights, on rank 0. The batch is split into parts, which
+    are computed one after another.
+    """
     step, place = build(spec, axes), axes.place(dist.get_rank())["data"]
     before = {name: x.clone() for name, x in weights_of(step).items()}
     own = [part.chunk(axes.data)[place] for part in batch_for(spec.model, spec.batch, 0)]
@@ -229,11 +241,12 @@ def weights_of(step):
 
 
 def work_of_backward(layout, network):
-    """What backward computes or sends again under a checkpointing that keeps attention: nothing of
-    attention, of products beside which ranks send, or of what is sent. Gathers before other products
-    are as large as what all ranks have together, and not kept.
+    """Checks which operators backward repeats under a checkpointing that keeps attention: none of
+    attention, of matrix products that overlap with communication, or of communication. An exception
+    are gathers before other products, whose results are not kept because they are as large as the
+    parts of all ranks together.
     """
-    told, expected = [], None
+    differences, expected = [], None
     for checkpointing in ("none", "feed-forward", "selective"):
         spec = LayoutSpec(
             model=NETWORKS[network], layout=layout, batch=8, checkpointing=checkpointing
@@ -244,14 +257,14 @@ def work_of_backward(layout, network):
         gradients = {name: p.grad for name, p in step.module.named_parameters()}
         expected = expected or (counting.operators, gradients)
         if checkpointing == "selective" or "tp" not in layout:
-            told += differing(f"{checkpointing} {layout}", counting.operators, expected[0])
-        told += differing(f"{checkpointing} {layout}", gradients, expected[1])
-    return told
+            differences += differing(f"{checkpointing} {layout}", counting.operators, expected[0])
+        differences += differing(f"{checkpointing} {layout}", gradients, expected[1])
+    return differences
 
 
-def of_a_copy(layout, network):
-    """Gradients of a deep copy, after the first forward was one of inference: what is made in it
-    and kept takes part in backward afterwards.
+def gradients_of_a_copy(layout, network):
+    """Compares the gradients of a deep copy with those of the original. The first forward is in
+    inference mode: tensors that it caches must work in backward later.
     """
     spec = LayoutSpec(model=NETWORKS[network], layout=layout, batch=8)
     batch, step = batch_for(spec.model, spec.batch, 0), build(spec, spec.parsed_layout)
@@ -265,7 +278,7 @@ def of_a_copy(layout, network):
 
 
 class Counting(TorchDispatchMode):
-    """Of operators that send, or that compute attention or products beside what is sent."""
+    """Counts the operators that communicate, compute attention, or overlap both."""
 
     def __init__(self):
         super().__init__()
@@ -281,8 +294,8 @@ class Counting(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-def recorded(layout):
-    """With stages that are recorded, by a recorder that runs them again."""
+def differences_of_recorded_stages(layout):
+    """Runs with recorded stages; the recorder runs their functions again."""
     graphs, train_layout.CudaGraphs = train_layout.CudaGraphs, lambda device: RunAgain()
     try:
         return differences(layout, "tied", "sgd", device="cuda", cuda_graphs=True)
@@ -291,24 +304,25 @@ def recorded(layout):
 
 
 def sums_of_means(layout):
-    """Batches of which some are averaged, and others added to means under no_sync()."""
+    """Accumulates batches: some are averaged at once, and one is added to means under no_sync()."""
     spec = LayoutSpec(model=NETWORKS["tied"], layout="pp2 1f1b m2 dp2", batch=8, optimizer="sgd")
     parsed = Layout.parse(layout)
-    ours, alone = build(spec, parsed), build(spec, Layout())
+    spread_step, alone = build(spec, parsed), build(spec, Layout())
     place = parsed.place(dist.get_rank())["data"]
     for number, averages in enumerate((True, True, False, True)):
         batch = batch_for(spec.model, spec.batch, number)
         own = [part.chunk(parsed.data)[place] for part in batch]
-        with contextlib.nullcontext() if averages else ours.parallel.no_sync():
-            ours.gradients(own, batches=4)
+        with contextlib.nullcontext() if averages else spread_step.parallel.no_sync():
+            spread_step.gradients(own, batches=4)
         alone.gradients(batch, batches=4)
-    told = differing("norm", *(step.parallel.clip_gradients(CLIP) for step in (ours, alone)))
-    splits = any(isinstance(layer, SplitLinear) for layer in ours.parallel.module.modules())
-    return told if splits or "1f1b" in layout else [*told, "no layer is split"]
+    norms = (step.parallel.clip_gradients(CLIP) for step in (spread_step, alone))
+    differences = differing("norm", *norms)
+    splits = any(isinstance(layer, SplitLinear) for layer in spread_step.parallel.module.modules())
+    return differences if splits or "1f1b" in layout else [*differences, "no layer is split"]
 
 
 def with_blocks_compiled(*case):
-    """By a compiler that makes the graphs of forward and backward and no code of them."""
+    """Runs with blocks compiled by aot_eager, which makes graphs but generates no code."""
     inductor = torch.nn.Module.compile
     torch.nn.Module.compile = functools.partialmethod(inductor, backend="aot_eager")
     try:
@@ -317,31 +331,31 @@ def with_blocks_compiled(*case):
         torch.nn.Module.compile = inductor
 
 
-def of_torchs_tensor_parallel():
-    """Losses of some steps, and gradients, but of fused layers, whose rows torch has in an order of
-    its own.
+def differences_of_torchs_tensor_parallel():
+    """Compares losses and gradients of some steps, except of fused layers, whose rows torch orders
+    differently.
     """
     model = ModelSpec(**{**SHAPE, "vocab_size": 12}, num_layers=2, num_heads=4, num_kv_heads=2)
     spec = LayoutSpec(model=model, layout="tp2 torch-tp", batch=8, optimizer="sgd")
-    theirs, alone = (build(spec, axes) for axes in (spec.parsed_layout, Layout()))
-    told = []
+    by_torch, alone = (build(spec, axes) for axes in (spec.parsed_layout, Layout()))
+    differences = []
     for number in range(STEPS):
         batch = batch_for(model, spec.batch, number)
         batch[1][0] = NOT_MASKED
-        losses = [step.gradients(batch) for step in (theirs, alone)]
-        told += differing(f"loss {number}", *losses)
-        for name, parameter in theirs.module.named_parameters():
+        losses = [step.gradients(batch) for step in (by_torch, alone)]
+        differences += differing(f"loss {number}", *losses)
+        for name, parameter in by_torch.module.named_parameters():
             gradient, expected = parameter.grad.full_tensor(), alone.module.get_parameter(name).grad
             if name.split(".")[-2] not in ("input", "gate_up"):
-                told += differing(name, gradient, expected)
-        theirs.update()
+                differences += differing(name, gradient, expected)
+        by_torch.update()
         alone.update()
-        told += of_whole_logits()
-    return told
+        differences += differences_of_whole_logits()
+    return differences
 
 
-def of_whole_logits():
-    """torch's operators for logits in parts, which refuse whole ones, are gone after backward."""
+def differences_of_whole_logits():
+    """torch replaces operators for sharded logits, which refuse whole ones, only until backward ends."""
     mesh = init_device_mesh("cpu", (2,))
     logits = distribute_tensor(torch.zeros(1, 4, requires_grad=True), mesh, [Replicate()])
     loss = F.cross_entropy(logits, distribute_tensor(torch.tensor([1]), mesh, [Replicate()]))
@@ -350,8 +364,8 @@ def of_whole_logits():
 
 
 def gathers_of_sharded_stages():
-    """Weights of a stage are gathered and its gradients averaged once a step, not once a
-    micro-batch, and what is gathered is what the schedule says.
+    """Weights of a stage are gathered, and its gradients averaged, once per step and not once per
+    micro-batch.
     """
     counted = {}
     for micro_batches in (2, 4):
@@ -371,7 +385,7 @@ def gathers_of_sharded_stages():
 
 @contextlib.contextmanager
 def counting(calls):
-    """Counts groups of weights that are gathered, and that are averaged."""
+    """Counts the units that are gathered, and those whose gradients are averaged."""
     gather, average = UnshardedUnit.unshard, GradientReductions.reduce
 
     def gathered(self):
@@ -390,7 +404,7 @@ def counting(calls):
 
 
 def rate_after_loading(ranks):
-    """Of plain SGD under zero3, whose state is nothing but its groups."""
+    """Returns the loaded learning rate of plain SGD under zero3, which has no state except its groups."""
     spec = LayoutSpec(
         model=NETWORKS["tied"], layout=f"dp{ranks} zero3", batch=ranks, optimizer="sgd"
     )
@@ -401,17 +415,17 @@ def rate_after_loading(ranks):
     return other.optimizer.param_groups[0]["lr"]
 
 
-def of_one_name(ranks):
-    """What every rank is told of a network whose stages have parameters of the same names."""
+def message_for_stages_with_same_names(ranks):
+    """Returns the message for a network whose stages have parameters of the same name."""
     layout = Layout.parse(f"pp{ranks} 1f1b m{ranks}")
     network = Network(
         build=lambda stage: torch.nn.Linear(2, 2, bias=False), schedule=schedule_of(layout)
     )
-    return said_of(layout, network)
+    return message_for(layout, network)
 
 
-def said_of(layout, network):
-    """What is said about a network that cannot be spread like this."""
+def message_for(layout, network):
+    """Returns the message that `spread` raises."""
     device = torch.device("cpu")
     try:
         spread(layout, network, list, torch.optim.SGD, settings=Settings(), device=device)
@@ -420,8 +434,8 @@ def said_of(layout, network):
     return "nothing"
 
 
-def of_two_minds():
-    """What ranks are told that were given different layouts: all of them, at the start."""
+def message_for_different_layouts():
+    """Returns the message if the ranks have different layouts."""
     layout = ("tp2", "dp2", "pp2 1f1b m2")[dist.get_rank() % 3]
     spec = LayoutSpec(model=NETWORKS["tied"], layout=layout)
     try:
@@ -432,7 +446,7 @@ def of_two_minds():
 
 
 def differences(layout, network, optimizer, **more):
-    """What differs from one process, in words, on rank 0."""
+    """Returns the differences from one process, in text, on rank 0."""
     spec = LayoutSpec(
         model=NETWORKS[network],
         layout=layout,
@@ -441,67 +455,66 @@ def differences(layout, network, optimizer, **more):
         optimizer=optimizer,
         **more,
     )
-    ours = build(spec, spec.parsed_layout)
+    spread_step = build(spec, spec.parsed_layout)
     alone = build(dataclasses.replace(spec, cuda_graphs=False, compile="off"), Layout())
-    told = []
+    found = []
     for number in range(STEPS):
-        loss, norm = train(ours, spec, spec.parsed_layout, number)
-        their_loss, their_norm = train(alone, spec, Layout(), number)
-        told += differing(f"loss {number}", loss, their_loss)
-        told += differing(f"norm {number}", norm, their_norm)
+        loss, norm = train(spread_step, spec, spec.parsed_layout, number)
+        expected_loss, expected_norm = train(alone, spec, Layout(), number)
+        found += differing(f"loss {number}", loss, expected_loss)
+        found += differing(f"norm {number}", norm, expected_norm)
     held_out = batch_for(spec.model, 3, 99)
-    told += differing(
-        "held out", mean(ours.evaluate(held_out), spec.parsed_layout), alone.evaluate(held_out)
-    )
-    expected, state = alone.parallel.state(), ours.parallel.state()
-    if ours.parallel.shares is not None:
-        told += written_by_nobody(ours.parallel.shares(), expected)
+    loss = mean(spread_step.evaluate(held_out), spec.parsed_layout)
+    found += differing("held out", loss, alone.evaluate(held_out))
+    expected, state = alone.parallel.state(), spread_step.parallel.state()
+    if spread_step.parallel.shares is not None:
+        found += missing_in_shares(spread_step.parallel.shares(), expected)
     if dist.get_rank() == 0:
-        told += differing("state", state, expected)
+        found += differing("state", state, expected)
     another = build(dataclasses.replace(spec, seed=1), spec.parsed_layout)
-    with opened(expected) as stored:  # read by name, as a run that goes on does
+    with saved_and_opened(expected) as stored:  # read by name, as a resumed run does
         another.parallel.load(stored if another.parallel.loads_by_name else expected)
     loaded = another.parallel.state()
     if dist.get_rank() == 0:
-        told += differing("loaded", loaded, expected)
+        found += differing("loaded", loaded, expected)
         alone.parallel.load(state)
-    train(another, spec, spec.parsed_layout, STEPS)  # with what was loaded
+    train(another, spec, spec.parsed_layout, STEPS)  # with the loaded state
     train(alone, spec, Layout(), STEPS)
     expected, state = alone.parallel.state(), another.parallel.state()
-    return told + (
+    return found + (
         differing("state after loading", state, expected) if dist.get_rank() == 0 else []
     )
 
 
 @contextlib.contextmanager
-def opened(state):
+def saved_and_opened(state):
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = Checkpoints(Path(folder))
         yield checkpoints.open(checkpoints.save(0, {**state, "scaler": {}}, {}, keep=1))
 
 
-def unwritten_where_parts_are_uneven():
-    """Ranks have 11 and 12 rows of the embedding, of which 12 are as large as another weight."""
+def missing_in_shares_of_uneven_parts():
+    """The ranks have 11 and 12 rows of the embedding; 12 rows are as large as another weight."""
     model = dataclasses.replace(NETWORKS["tied"], vocab_size=23)
     spec = LayoutSpec(model=model, layout="dp2 zero1 tp2", batch=8)
     step = build(spec, spec.parsed_layout)
     train(step, spec, spec.parsed_layout, 0)
     whole = [step.parallel.state()]
     dist.broadcast_object_list(whole)
-    return written_by_nobody(step.parallel.shares(), whole[0])
+    return missing_in_shares(step.parallel.shares(), whole[0])
 
 
-def written_by_nobody(share, expected):
-    """What is in no rank's share of a checkpoint."""
-    told = []
+def missing_in_shares(share, expected):
+    """Returns the values of a state that are in no rank's share of a checkpoint."""
+    missing = []
     for place in (("model",), ("optimizer", "state")):
         of_this_rank, of_all = share, expected
         for key in place:
             of_this_rank, of_all = of_this_rank[key], of_all[key]
         shares = [None] * dist.get_world_size()
         dist.all_gather_object(shares, list(of_this_rank))
-        told += [f"{place[-1]} {name} unwritten" for name in set(of_all).difference(*shares)]
-    return told
+        missing += [f"{place[-1]} {name} missing" for name in set(of_all).difference(*shares)]
+    return missing
 
 
 def build(spec, layout):
@@ -511,13 +524,13 @@ def build(spec, layout):
 
 
 def train(step, spec, layout, number):
-    """Loss and norm of one step of several batches, of which each data rank has its rows."""
+    """Trains one step of several batches, of which each data rank has its rows; returns loss and norm."""
     place = layout.place(dist.get_rank())["data"]
     total = torch.zeros(())
     for index in range(BATCHES):
         batch = batch_for(spec.model, spec.batch, 10 * number + index)
-        # Tokens that do not count: whole micro-batches, and more of some ranks'. AdamW would magnify
-        # what rounding leaves of them.
+        # Some tokens do not count: whole micro-batches, and more on some ranks. Not with AdamW, which would
+        # turn the rounding errors of their zero gradients into whole steps.
         if spec.optimizer == "sgd":
             batch[1][:2], batch[1][2, :5] = NOT_MASKED, NOT_MASKED
         own = [part.chunk(layout.data)[place] for part in batch]
@@ -536,25 +549,28 @@ def mean(loss, layout):
     return loss / (layout.num_replicas * layout.tensor)
 
 
-def differing(name, ours, theirs):
-    """The names of the tensors that differ, anywhere in two nested values."""
-    if isinstance(theirs, dict):
-        if ours.keys() != theirs.keys():
-            return [f"{name} has {sorted(ours)}, not {sorted(theirs)}"]
+def differing(name, actual, expected):
+    """Returns a text for each tensor that differs, anywhere in two nested values."""
+    if isinstance(expected, dict):
+        if actual.keys() != expected.keys():
+            return [f"{name} has {sorted(actual)}, not {sorted(expected)}"]
         return [
-            said for key in theirs for said in differing(f"{name} {key}", ours[key], theirs[key])
+            text
+            for key in expected
+            for text in differing(f"{name} {key}", actual[key], expected[key])
         ]
-    if isinstance(theirs, torch.Tensor):
-        close = torch.allclose(ours.double(), theirs.double(), rtol=1e-4, atol=2e-6)
-        return [] if close else [f"{name} by {(ours - theirs).abs().max():.2g}"]
-    if isinstance(theirs, list):
-        if len(ours) != len(theirs):
-            return [f"{name} has {ours}, not {theirs}"]
-        if all(isinstance(each, str) for each in theirs):
-            return [] if set(ours) == set(theirs) else [f"{name} has {ours}, not {theirs}"]
+    if isinstance(expected, torch.Tensor):
+        close = torch.allclose(actual.double(), expected.double(), rtol=1e-4, atol=2e-6)
+        return [] if close else [f"{name} by {(actual - expected).abs().max():.2g}"]
+    if isinstance(expected, list):
+        if len(actual) != len(expected):
+            return [f"{name} has {actual}, not {expected}"]
+        if all(isinstance(each, str) for each in expected):
+            is_same = set(actual) == set(expected)
+            return [] if is_same else [f"{name} has {actual}, not {expected}"]
         return [
-            s
-            for n, pair in enumerate(zip(ours, theirs, strict=True))
-            for s in differing(f"{name} {n}", *pair)
+            text
+            for number, pair in enumerate(zip(actual, expected, strict=True))
+            for text in differing(f"{name} {number}", *pair)
         ]
-    return [] if ours == theirs else [f"{name} is {ours}, not {theirs}"]
+    return [] if actual == expected else [f"{name} is {actual}, not {expected}"]

@@ -1,4 +1,4 @@
-"""The same parity on GPUs over NCCL: every wrapper and the sharded optimizers against one process."""
+"""Compares every wrapper and the sharded optimizers with one process, on GPUs over NCCL."""
 
 import os
 
@@ -17,8 +17,7 @@ def test_parity_over_nccl(ranks):
         pytest.skip(f"needs {ranks} GPUs; this machine has {torch.cuda.device_count()}")
     for rank in launch(checks, ranks == 2, ranks=ranks, device="cuda"):
         for case, difference in rank.items():
-            # fp32 and 16-bit cases are the fully sharded ones; their second field says which
-            # optimizer.
+            # The fully sharded cases train in fp32 and 16 bits, all others in fp64.
             assert difference <= (1e-4 if case[0] == "fsdp" else 1e-10), case
 
 

@@ -1,5 +1,5 @@
-"""Two nodes: two network namespaces on this machine, joined by a link of 1 Gbit/s, where the rights
-allow it.
+"""Tests two nodes: two network namespaces on this machine, joined by a link of 1 Gbit/s. They are
+skipped without the rights to make namespaces.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ def call(*command):
 
 @pytest.fixture
 def nodes():
-    """Two namespaces with an address each: [(name, interface, address), ...]."""
+    """Makes two namespaces and yields [(name, interface, address), ...]."""
     if not (shutil.which("ip") and shutil.which("tc")):
         pytest.skip("needs ip and tc")
     names = [f"sg{os.getpid()}n{i}" for i in range(2)]
@@ -49,7 +49,7 @@ def nodes():
         for command in commands:
             done = call(*command)
             if done.returncode:
-                pytest.skip(f"no right to {' '.join(command[:3])}: {done.stderr.strip()}")
+                pytest.skip(f"not permitted: {' '.join(command[:3])}: {done.stderr.strip()}")
         yield [
             (name, wire, f"10.77.0.{i + 1}")
             for i, (name, wire) in enumerate(zip(names, wires, strict=True))
@@ -60,7 +60,7 @@ def nodes():
 
 
 def torchrun(nodes, *arguments, interface=None):
-    """stepgauge under torchrun on both nodes; their exit statuses and what they said."""
+    """Runs stepgauge under torchrun on both nodes; returns their exit statuses and outputs."""
     with contextlib.ExitStack() as stack:
         started = []
         for index, (name, wire, _) in enumerate(nodes):
@@ -79,13 +79,13 @@ def torchrun(nodes, *arguments, interface=None):
                 env={**os.environ, **settings},
             )
             started.append(stack.enter_context(process))
-        said = [process.communicate(timeout=150)[0] for process in started]
-    return [process.returncode for process in started], said
+        outputs = [process.communicate(timeout=150)[0] for process in started]
+    return [process.returncode for process in started], outputs
 
 
-def test_two_nodes_take_what_the_link_and_the_fit_predict(nodes, tmp_path):
+def test_times_of_two_nodes_agree_with_the_link_and_the_fit(nodes, tmp_path):
     sizes = ("1M", "2M", "3M", "4M", "6M", "8M")
-    asked = (
+    arguments = (
         "bench",
         "comm",
         "--device",
@@ -99,10 +99,10 @@ def test_two_nodes_take_what_the_link_and_the_fit_predict(nodes, tmp_path):
         "--out",
         tmp_path,
     )
-    statuses, said = torchrun(nodes, *map(str, asked))
-    assert statuses == [0, 0], said
-    assert "all_reduce" in said[0]
-    assert "all_reduce" not in said[1]  # one rank speaks for all
+    statuses, outputs = torchrun(nodes, *map(str, arguments))
+    assert statuses == [0, 0], outputs
+    assert "all_reduce" in outputs[0]
+    assert "all_reduce" not in outputs[1]  # only rank 0 prints
     records = RunStore(tmp_path).read().records
     assert [(r.status, r.spec["ranks"], r.spec["nodes"]) for r in records] == [("ok", 2, 2)] * len(
         sizes
@@ -111,30 +111,30 @@ def test_two_nodes_take_what_the_link_and_the_fit_predict(nodes, tmp_path):
     for record in records:
         size, measured = record.spec["size_bytes"], record.median("time_ms")
         assert fitted.time_ms(size) == pytest.approx(measured, rel=0.10)
-        # headers take some of the link
+        # packet headers use part of the link
         assert size / LINK_BYTES_PER_S * 1e3 == pytest.approx(measured, rel=0.15)
     assert len(fitted.held_out) == 2
 
 
-def test_an_interface_that_a_node_does_not_have(nodes, tmp_path):
-    statuses, said = torchrun(
+def test_an_unknown_network_interface_is_refused(nodes, tmp_path):
+    statuses, outputs = torchrun(
         nodes, "bench", "comm", "--device", "cpu", "--out", str(tmp_path), interface="nope0"
     )
     assert all(status != 0 for status in statuses)
-    assert "GLOO_SOCKET_IFNAME is 'nope0'; this machine has" in said[0]
+    assert "GLOO_SOCKET_IFNAME is 'nope0'; this machine has" in outputs[0]
 
 
 @pytest.mark.skipif(
     os.environ.get("STEPGAUGE_QUIET") != "1",
     reason="takes over a minute of a quiet machine; STEPGAUGE_QUIET=1 runs it",
 )
-def test_overlapping_takes_at_most_four_fifths_of_naive(nodes, tmp_path):
-    """On a model whose gradients take as long on the link as its backward takes on a core."""
+def test_an_overlapped_step_takes_at_most_four_fifths_of_a_naive_one(nodes, tmp_path):
+    """The model's gradients take as long on the link as its backward takes on a core."""
     busy, cores = os.getloadavg()[0], os.cpu_count()
     if busy > 0.75 * cores:
         pytest.skip(f"other work on this machine: a load of {busy:.1f} on {cores} cores")
     model = ModelSpec.preset("mini", vocab_size=256, context_length=64, num_layers=4)
-    # all-reduce between two sends the whole once
+    # An all-reduce between two ranks sends all bytes once.
     link_s = 4 * model.num_parameters / LINK_BYTES_PER_S
     batch = min(range(1, 9), key=lambda rows: abs(backward_s(model, rows) - link_s))
     shape = (
@@ -159,7 +159,7 @@ def test_overlapping_takes_at_most_four_fifths_of_naive(nodes, tmp_path):
         "--optimizer",
         "sgd",
     )
-    asked = (
+    arguments = (
         "bench",
         "data-parallel",
         "--device",
@@ -171,10 +171,10 @@ def test_overlapping_takes_at_most_four_fifths_of_naive(nodes, tmp_path):
         "--steps",
         "5",
     )
-    statuses, said = torchrun(nodes, *map(str, (*asked, "--out", tmp_path)))
-    assert statuses == [0, 0], said
+    statuses, outputs = torchrun(nodes, *map(str, (*arguments, "--out", tmp_path)))
+    assert statuses == [0, 0], outputs
     rows = {record.spec["wrapper"]: record for record in RunStore(tmp_path).read().records}
-    # Others may use the machine's cores: the quickest steps are those that they disturbed least.
+    # Other processes may use the cores; they disturb the quickest steps least.
     quick = {wrapper: row.metrics["step_ms"].p10 for wrapper, row in rows.items()}
     ratios = {
         wrapper: round(quick[wrapper] / quick["naive"], 3) for wrapper in ("overlapped", "bucketed")
@@ -184,19 +184,20 @@ def test_overlapping_takes_at_most_four_fifths_of_naive(nodes, tmp_path):
         for w, row in rows.items()
     }
     print(f"batch {batch}, of naive's step {ratios}, p10 ms {figures}")
-    # Of many messages at once, for one after the other takes longer than the link needs: that is
-    # naive's fault.
-    alone = rows["bucketed"].metrics["communication_ms"].p10
-    if alone > 1.3 * link_s * 1e3:
+    # The bucketed wrapper sends many messages at once. Naive's, one after another, take longer than the
+    # link needs even on a quiet machine.
+    communication_ms = rows["bucketed"].metrics["communication_ms"].p10
+    if communication_ms > 1.3 * link_s * 1e3:
         pytest.skip(
-            f"other work on this machine: {alone:.0f} ms for what the link takes in {link_s * 1e3:.0f}"
+            f"other work on this machine: communication takes {communication_ms:.0f} ms; the link "
+            f"needs {link_s * 1e3:.0f} ms"
         )
     assert min(ratios.values()) <= 0.8, (batch, figures)
 
 
 @functools.cache
 def backward_s(model, batch):
-    """Of one core, the least of three."""
+    """Returns the seconds of a backward on one core, the least of three."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     step = build_step(DataParallelSpec(model=model, wrapper="none", batch=batch, optimizer="sgd"))

@@ -1,4 +1,4 @@
-"""Gradients that are averaged in a narrower type than their own."""
+"""Tests gradients that are averaged in a narrower dtype than their own."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ WRAPPERS = {
 
 
 class Net(nn.Module):
-    """Gradients of a wide type, of a wider one, of the narrow type itself, and complex ones."""
+    """Has float32, float64 and complex parameters, and one in the narrow dtype itself."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 
 def means(name, dtype):
-    """What a wrapper leaves in `.grad`, and the mean of what each rank sends."""
+    """Returns the gradients under a wrapper, and the means of the gradients as ranks send them."""
     module = Net(dtype)
     wrapped = WRAPPERS[name](module, reduce_dtype=dtype)
     wrapped(dist.get_rank()).backward()
@@ -68,7 +68,7 @@ def all_means():
     return {(name, dtype): means(name, dtype) for name in WRAPPERS for dtype in DTYPES}
 
 
-def test_the_mean_is_that_of_what_was_sent_and_has_the_weights_type():
+def test_means_are_of_cast_gradients_and_have_the_weights_dtype():
     first, second = launch(all_means, ranks=2)
     for case, (found, expected) in first.items():
         for name, gradient in found.items():
@@ -82,6 +82,6 @@ def test_the_mean_is_that_of_what_was_sent_and_has_the_weights_type():
                 assert torch.equal(gradient, expected[parameter]), (name, parameter)
 
 
-def test_an_integer_type_is_refused():
+def test_an_integer_dtype_is_refused():
     with pytest.raises(ValueError, match=r"reduce_dtype is torch\.int8"):
         BucketedDataParallel(nn.Linear(2, 2), reduce_dtype=torch.int8)

@@ -1,4 +1,4 @@
-"""The sharded optimizer, stages 1 and 2, against one process that has the whole state."""
+"""Compares the sharded optimizer, stages 1 and 2, with one process that has the whole state."""
 
 import contextlib
 import copy
@@ -28,7 +28,7 @@ CASES = [
 ]
 
 
-def test_training_equals_that_of_one_process(two_ranks):
+def test_training_equals_one_process(two_ranks):
     for case in CASES:
         for rank in two_ranks:
             assert rank[case] < 1e-12, case
@@ -45,40 +45,42 @@ def test_training_equals_that_of_one_process(two_ranks):
         lambda gradient: nn.utils.get_total_norm([gradient]),
     ],
 )
-def test_a_norm_by_hand_of_the_gradients_of_this_rank_alone_is_refused(norm):
+def test_a_norm_of_gradients_that_only_this_rank_has_is_refused(norm):
     gradient = as_share(torch.ones(2, 2))
     with pytest.raises(
         RuntimeError, match="this rank has gradients only of the parameters that it owns"
     ):
         norm(gradient)
     gradient.data.mul_(0.5)
-    assert gradient.clamp_(max=0.25).sum() == 1, "each value is its owner's to write"
+    assert gradient.clamp_(max=0.25).sum() == 1, "the owner may change single values"
 
 
-def test_the_gradient_of_a_tie_that_is_undone_is_its_owners(two_ranks):
-    norms = [rank["norm of what is left"] for rank in two_ranks]
+def test_clipping_counts_the_gradient_of_an_untied_weight_once(two_ranks):
+    norms = [rank["norm after untying"] for rank in two_ranks]
     assert norms[0][0] == norms[1][0] == pytest.approx(norms[0][1].item(), rel=1e-6)
 
 
-def test_different_parameters_are_told_at_the_start(two_ranks):
-    words = "the ranks' optimizers differ: parameter 0 is float32 of 4 values on rank 0"
-    assert all(words in rank["different"] for rank in two_ranks)
+def test_different_parameters_are_refused_at_the_start(two_ranks):
+    message = "the ranks' optimizers differ: parameter 0 is float32 of 4 values on rank 0"
+    assert all(message in rank["different"] for rank in two_ranks)
 
 
-def test_state_is_divided_and_as_large_as_predicted(two_ranks):
+def test_state_is_divided_and_has_the_predicted_size(two_ranks):
     measured = [rank["bytes"][0] for rank in two_ranks]
     assert measured == [rank["bytes"][1] for rank in two_ranks]
     assert sum(measured) == two_ranks[0]["bytes"][2]
     assert max(measured) < 0.6 * sum(measured)
 
 
-def test_a_state_of_two_ranks_goes_on_on_four_and_in_one_process(two_ranks):
+def test_a_state_of_two_ranks_loads_on_four_and_in_one_process(two_ranks):
     whole, weights = two_ranks[0]["gathered"]
     assert two_ranks[1]["gathered"][0] is None
     alone = mlp()
     alone.load_state_dict(weights)
     optimizer = torch.optim.AdamW(alone.parameters(), lr=0.1)
-    optimizer.load_state_dict(copy.deepcopy(whole))  # torch would step the tensors that are given
+    optimizer.load_state_dict(
+        copy.deepcopy(whole)
+    )  # torch would update the tensors that are loaded
     for parameter, gradient in zip(alone.parameters(), expected_of_two(alone), strict=True):
         parameter.grad = gradient
     optimizer.step()
@@ -87,24 +89,24 @@ def test_a_state_of_two_ranks_goes_on_on_four_and_in_one_process(two_ranks):
             assert torch.equal(rank[name], parameter), name
 
 
-def test_a_gradient_in_other_memory_is_refused_where_its_mean_does_not_come(two_ranks):
-    """Rank 0 owns the only weight, sees nothing to refuse, and must not wait for rank 1."""
-    assert two_ranks[0]["in other memory"] == ""
-    assert "the gradient of weight is part of larger memory" in two_ranks[1]["in other memory"]
+def test_a_gradient_in_larger_memory_is_refused_on_ranks_that_do_not_get_its_mean(two_ranks):
+    """Rank 0 owns the only weight, does not raise, and must not wait for rank 1."""
+    assert two_ranks[0]["in larger memory"] == ""
+    assert "the gradient of weight is part of larger memory" in two_ranks[1]["in larger memory"]
 
 
-def test_what_a_failed_backward_refused_is_not_said_by_the_next(two_ranks):
+def test_an_error_of_a_failed_backward_is_not_raised_by_the_next(two_ranks):
     for rank in two_ranks:
         assert rank["after a failure"] == ""
 
 
-def test_a_step_writes_weights_on_all_ranks_and_may_be_compiled(two_ranks):
-    """A graph that needs them as they were raises then, at their owner and elsewhere."""
+def test_a_step_raises_versions_of_weights_on_all_ranks_and_can_be_compiled(two_ranks):
+    """A graph that needs the weights from before the step then raises on every rank."""
     for rank in two_ranks:
         assert rank["written"] == [True] * 4 + [False]
 
 
-def test_a_plain_optimizer_is_refused_which_would_step_a_ranks_own_weights_alone(two_ranks):
+def test_a_plain_optimizer_that_would_update_only_owned_weights_is_refused(two_ranks):
     for rank in two_ranks:
         assert rank["plain step"].endswith("step with the ShardedOptimizer")
 
@@ -119,16 +121,18 @@ def all_checks():
     found["different"] = different()
     found["bytes"] = state_bytes()
     found["gathered"] = gathered()
-    found["in other memory"] = in_other_memory()
+    found["in larger memory"] = gradient_in_larger_memory()
     found["after a failure"] = after_a_failure()
-    found["written"] = written()
-    found["plain step"] = of_a_plain_step()
-    found["norm of what is left"] = norm_of_a_tie_that_is_undone()
+    found["written"] = versions_raised()
+    found["plain step"] = step_of_a_plain_optimizer()
+    found["norm after untying"] = norm_after_untying()
     return found
 
 
-def norm_of_a_tie_that_is_undone():
-    """Loaded with assign=True the first of two tied layers has another weight, without a gradient."""
+def norm_after_untying():
+    """load_state_dict(assign=True) gives the first of two tied layers a new weight without a
+    gradient.
+    """
     module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     module[1].weight = module[0].weight
     parallel = OwnerDataParallel(module, owners={"0.weight": 0})
@@ -138,18 +142,18 @@ def norm_of_a_tie_that_is_undone():
     return parallel.clip_gradients(1e9), expected
 
 
-def in_other_memory():
+def gradient_in_larger_memory():
     module, rank = nn.Linear(2, 2, bias=False), dist.get_rank()
     parallel = OwnerDataParallel(module, owners={"weight": 0})
     buffer = torch.zeros(6)
     module.weight.grad = buffer[:4].view(2, 2)
-    words = ""
+    message = ""
     try:
         parallel(torch.full((1, 2), 1.0 + rank)).sum().backward()
     except RuntimeError as error:
-        words = str(error)
+        message = str(error)
     assert buffer.tolist() == ([1.5] * 4 if rank == 0 else [0.0] * 4) + [0.0] * 2
-    return words
+    return message
 
 
 def after_a_failure():
@@ -176,7 +180,7 @@ def after_a_failure():
 
 
 def difference_from_one_process(stage, network, optimizer, every):
-    """every: each micro-batch is synchronised, rather than their sum."""
+    """every: gradients are averaged after every micro-batch instead of once for their sum."""
     _, gradients, weights = train_alone(network, optimizer, 2, clip=CLIP)
     module = make(network, seed=dist.get_rank())
     build, settings = SETTINGS[optimizer]
@@ -220,8 +224,8 @@ def trained():
     return parallel.module, optimizer
 
 
-def written():
-    """Whether a step has raised the version of each parameter; the last one has no gradient."""
+def versions_raised():
+    """Returns whether a step raised the version of each parameter; the last one has no gradient."""
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(5)]
     optimizer = ShardedOptimizer(parameters, torch.optim.SGD, lr=0.1)
     for parameter in parameters[:-1]:
@@ -231,7 +235,7 @@ def written():
     return [p._version > version for p, version in zip(parameters, before, strict=True)]
 
 
-def of_a_plain_step():
+def step_of_a_plain_optimizer():
     module = mlp()
     sharded = ShardedOptimizer(module.parameters(), torch.optim.SGD, stage=2, lr=0.1)
     parallel = OwnerDataParallel(module, owners=sharded.owners_of(module))
@@ -244,7 +248,9 @@ def of_a_plain_step():
 
 
 def state_bytes():
-    """Measured, predicted from the plan, and of the whole; without the step counts of 4 bytes."""
+    """Returns bytes of state as measured, as predicted from the plan, and on all ranks together, without
+    the step counts of 4 bytes.
+    """
     module, optimizer = trained()
     counts = sum(
         p.element_size() // 2 for p, owner in optimizer.owners.items() if owner == dist.get_rank()
