@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-settings.register_profile("any machine", deadline=None)  # a busy one takes longer for an example
+settings.register_profile("any machine", deadline=None)  # examples take longer on a busy machine
 settings.load_profile("any machine")
 os.environ.setdefault("MPLBACKEND", "agg")
-os.environ["XDG_DATA_HOME"] = os.devnull  # hardware files of the person who runs the tests
+os.environ["XDG_DATA_HOME"] = os.devnull  # ignore the hardware files of the user who runs the tests
 REPOSITORY = Path(__file__).parents[1]
 
 
@@ -22,7 +22,7 @@ def record():
     from stepgauge.spec.step import StepSpec
 
     def make(size="small", step=(10.0,), device="Test GPU", status="ok", note="", **spec):
-        asked = StepSpec(model=ModelSpec.preset(size), size=size, **spec)
+        step_spec = StepSpec(model=ModelSpec.preset(size), size=size, **spec)
         metrics = (
             {}
             if status != "ok"
@@ -30,7 +30,7 @@ def record():
         )
         return Record(
             kind="step",
-            spec=dataclasses.asdict(asked),
+            spec=dataclasses.asdict(step_spec),
             metrics=metrics,
             environment={"device": device, "torch": "2.13.0"},
             status=status,
@@ -43,7 +43,8 @@ def record():
 @pytest.fixture
 def stepgauge(capfd, monkeypatch):
     """Runs the command line in this process: stepgauge("show", path) -> (status, stdout, stderr).
-    Tables are as wide as a page: pytest's workers have a COLUMNS of their own.
+
+    Tables have their default width, whatever COLUMNS is in pytest's workers.
     """
     from stepgauge import cli
 
@@ -60,7 +61,7 @@ def stepgauge(capfd, monkeypatch):
 
 @pytest.fixture
 def closed_pipe(monkeypatch):
-    """closed_pipe(): within it, standard output is a pipe whose reader has gone."""
+    """closed_pipe() makes standard output a pipe whose reader has closed it, within a block."""
 
     @contextlib.contextmanager
     def closed():
@@ -84,7 +85,7 @@ def _gpu_trace():
 
 @pytest.fixture
 def gpu_trace():
-    """The class that writes a GPU's trace event by event."""
+    """The class that builds the trace of a GPU, event by event."""
     return _gpu_trace().GpuTrace
 
 
@@ -96,7 +97,7 @@ def gpu_step():
 
 @pytest.fixture
 def gpu_trace_text(gpu_trace, gpu_step):
-    """A trace of one step with communication."""
+    """The text of a trace of one step with communication."""
     trace = gpu_trace()
     gpu_step(trace)
     return trace.text()

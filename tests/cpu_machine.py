@@ -1,4 +1,4 @@
-"""Hardware files of a CPU that nobody has."""
+"""Hardware files of an imaginary CPU."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ from stepgauge.spec.hardware import HardwareFile
 
 
 def made_up() -> HardwareFile:
-    """A machine on which every operation of a nano step has been timed once."""
+    """Returns a machine on which every operation of a nano step was timed at one size."""
     sizes = {
         "matmul": "mnk",
         "rmsnorm": "mn",
@@ -31,7 +31,7 @@ def made_up() -> HardwareFile:
 
 
 def wired(cores: int) -> HardwareFile:
-    """The same with so many threads, and wires between its cores."""
+    """Returns the same machine with so many threads and a fabric between its cores."""
     wire = {"bytes_per_s": 1e9, "latency_us": 100, "efficiency": 1.0, "source": "assumed"}
     fabric = {"gpus_per_node": cores, "within": wire, "between": wire}
     return dataclasses.replace(made_up(), threads=cores, other={"fabric": fabric})

@@ -1,10 +1,11 @@
-"""Other processes as tests see them: whether one lives, and waiting for what one will do."""
+"""Helpers for tests that start other processes."""
 
 import os
 import time
 
 
 def alive(process):
+    """Returns True if a process with this id exists."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -13,10 +14,10 @@ def alive(process):
 
 
 def wait_for(condition, seconds=90):
-    """What the condition gives as soon as it holds; nothing after the seconds."""
+    """Waits until condition() is true and returns its value, or None after so many seconds."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if found := condition():
-            return found
+        if result := condition():
+            return result
         time.sleep(0.05)
     return None

@@ -1,8 +1,8 @@
-"""What the command line complains of."""
+"""Helper for tests of the command line's error messages."""
 
 
 def one_sentence(err):
-    """The only complaint on standard error, which has no traceback."""
+    """Returns the only error message on standard error, after checking that there is no traceback."""
     lines = [line for line in err.splitlines() if line.startswith("stepgauge:")]
     assert len(lines) == 1, err
     assert "Traceback" not in err

@@ -1,4 +1,4 @@
-"""C++ built where it runs: once."""
+"""Building C++ libraries: once per source, with clear errors."""
 
 import shutil
 import sysconfig
@@ -23,17 +23,17 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def compiler(tmp_path, monkeypatch):
-    """A compiler that says each time that it runs; `compiler(body)` is what it does."""
+    """compiler(body) sets CXX to a script that runs `body`, and returns a function that counts its runs."""
     log, script = tmp_path / "log", tmp_path / "compiler"
     log.touch()
 
-    def behaves(body):
+    def use(body):
         script.write_text(f"#!/bin/sh\necho run >> {log}\n{body}\n")
         script.chmod(0o755)
         monkeypatch.setenv("CXX", str(script))
         return lambda: len(log.read_text().splitlines())
 
-    return behaves
+    return use
 
 
 @pytest.fixture
@@ -43,22 +43,22 @@ def source(tmp_path):
     return path
 
 
-def test_a_library_is_compiled_once_and_nothing_else_is_left(source, compiler, tmp_path):
+def test_a_library_is_compiled_once_and_leaves_no_other_files(source, compiler, tmp_path):
     runs = compiler(f'exec {COMPILER} "$@"')
     assert shared_library(source, name="it") == shared_library(source, name="it")
     assert runs() == 1
     assert [path.suffix for path in (tmp_path / "cache/stepgauge").iterdir()] == [".so"]
 
 
-def test_a_build_that_fails_is_said_and_leaves_nothing(source, compiler, tmp_path):
+def test_a_failed_build_is_reported_and_leaves_no_files(source, compiler, tmp_path):
     runs = compiler("echo no such standard >&2; exit 1")
     with pytest.raises(BuildError, match="no such standard"):
         shared_library(source, name="it")
-    assert runs() == 2  # one for each standard
+    assert runs() == 2  # one per standard
     assert not [*(tmp_path / "cache/stepgauge").iterdir()]
 
 
-def test_another_source_is_another_library(source, capfd):
+def test_a_changed_source_gives_another_library(source, capfd):
     libraries = []
     for text in ("// one\n", "// another\n"):
         source.write_text(text)
@@ -67,7 +67,7 @@ def test_another_source_is_another_library(source, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_no_compiler_is_said(source, monkeypatch):
+def test_a_missing_compiler_is_reported(source, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler -O1")
     with pytest.raises(BuildError, match="no C\\+\\+ compiler: there is no no-such-compiler"):
         shared_library(source, name="it")

@@ -1,4 +1,4 @@
-"""What is told of a machine without torch is what torch tells."""
+"""Facts found without importing torch agree with torch."""
 
 import pytest
 import torch
@@ -6,30 +6,30 @@ import torch
 from stepgauge.runtime import host
 
 
-def test_the_version_and_the_build_are_those_of_torch():
-    found = host.installed_torch()
-    assert (found["__version__"], found["cuda"]) == (torch.__version__, torch.version.cuda)
+def test_version_and_build_are_those_of_torch():
+    installed = host.installed_torch()
+    assert (installed["__version__"], installed["cuda"]) == (torch.__version__, torch.version.cuda)
 
 
-def test_a_machine_is_said_to_have_only_a_cpu_where_torch_finds_no_accelerator():
-    there = torch.accelerator.current_accelerator(check_available=True)
-    assert not (host.has_only_cpu() and there)
+def test_has_only_cpu_only_if_torch_finds_no_accelerator():
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    assert not (host.has_only_cpu() and accelerator)
     assert host.has_only_cpu() or torch.version.cuda
 
 
-def test_what_sets_the_number_of_threads_is_told(monkeypatch):
+def test_thread_settings_are_read_from_the_environment(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("MKL_DYNAMIC", "FALSE")
-    told = host.thread_settings()
-    assert "OMP_NUM_THREADS=3" in told.split() and "MKL_DYNAMIC=FALSE" in told.split()
+    settings = host.thread_settings().split()
+    assert "OMP_NUM_THREADS=3" in settings and "MKL_DYNAMIC=FALSE" in settings
 
 
 @pytest.mark.parametrize(
-    ("given", "threads"), [("", 4), ("3", 3), ("2,1", 2), ("0", 4), ("many", 4)]
+    ("setting", "threads"), [("", 4), ("3", 3), ("2,1", 2), ("0", 4), ("many", 4)]
 )
-def test_ranks_have_the_threads_that_a_user_has_set_or_their_part_of_the_cores(
-    monkeypatch, given, threads
+def test_threads_per_rank_are_those_of_omp_num_threads_or_a_share_of_the_cores(
+    monkeypatch, setting, threads
 ):
     monkeypatch.setattr(host, "available_cores", lambda: 8)
-    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setenv("OMP_NUM_THREADS", setting)
     assert host.threads_per_rank(2) == threads

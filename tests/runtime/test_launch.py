@@ -1,4 +1,4 @@
-"""Ranks come up, answer in order, and end in a bounded time whatever happens to one of them."""
+"""Ranks start, return their values in order, and end in bounded time whatever happens to one."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ def total(addend):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_values_come_in_the_order_of_ranks(ranks):
+def test_values_are_in_the_order_of_ranks(ranks):
     values = launch(total, 1, ranks=ranks)
     expected = sum(range(1, ranks + 1))
     assert [value[:3] for value in values] == [(rank, ranks, expected) for rank in range(ranks)]
@@ -32,7 +32,7 @@ def test_values_come_in_the_order_of_ranks(ranks):
 
 
 def fail(how, failed_at=None):
-    """Rank 1 fails; the others wait for it in a collective."""
+    """Makes rank 1 fail while the others wait for it in a collective."""
     if dist.get_rank() == 1:
         if failed_at is not None:
             failed_at.write_text(str(time.time()))
@@ -53,7 +53,7 @@ def fail(how, failed_at=None):
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("how", "message"),
     [
         ("raise", "rank 1 of 3: ValueError: that is wrong"),
         ("killed", "rank 1 of 2 was ended by SIGKILL"),
@@ -61,28 +61,28 @@ def fail(how, failed_at=None):
         ("exit with 0", "rank 1 of 2 ended with status 0 before it returned"),
     ],
 )
-def test_the_rank_that_failed_is_named_not_those_that_waited_for_it(how, words, tmp_path):
+def test_the_error_names_the_failed_rank_not_those_that_wait_for_it(how, message, tmp_path):
     failed_at = tmp_path / "failed_at"
     with pytest.raises(RankError) as raised:
         launch(fail, how, failed_at, ranks=3 if how == "raise" else 2)
-    assert str(raised.value) == words
+    assert str(raised.value) == message
     assert raised.value.rank == 1
     assert time.time() - float(failed_at.read_text()) < 60
 
 
-def test_a_rank_that_waits_for_one_that_has_returned_says_so():
-    """As where one has fewer batches than the others."""
-    words = "rank 0 of 2: RuntimeError: rank 1 has already returned while this rank waited"
-    with pytest.raises(RankError, match=words):
+def test_waiting_for_a_rank_that_has_returned_is_reported():
+    """This happens if a rank has fewer batches than the others."""
+    message = "rank 0 of 2: RuntimeError: rank 1 has already returned while this rank waited"
+    with pytest.raises(RankError, match=message):
         launch(fail, "returns", ranks=2, timeout_s=20)
 
 
-def test_a_rank_that_ends_alone_with_status_0():
+def test_a_single_rank_that_exits_with_status_0_is_an_error():
     with pytest.raises(RankError, match="rank 0 of 1 ended with status 0 before it returned"):
         launch(os._exit, 0, ranks=1)
 
 
-def test_a_rank_that_hangs_ends_the_job_when_the_timeout_is_over():
+def test_a_hanging_rank_ends_the_job_after_the_timeout():
     start = time.monotonic()
     with pytest.raises(RankError, match="rank 0 of 2: "):
         launch(fail, "hangs", ranks=2, timeout_s=3)
@@ -94,7 +94,7 @@ def test_more_ranks_than_can_be_started_are_refused():
         launch(total, 1, ranks=300)
 
 
-def test_an_interface_that_does_not_exist(monkeypatch):
+def test_an_unknown_network_interface_is_refused(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
     with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME is 'nope0'; this machine has"):
         launch(total, 1, ranks=2)
@@ -107,7 +107,7 @@ def test_an_interface_that_does_not_exist(monkeypatch):
 
 
 def run_rank(code, **environment):
-    """A process as torchrun would start it."""
+    """Runs code in a process with the environment of a torchrun rank."""
     settings = {
         "RANK": "0",
         "WORLD_SIZE": "1",
@@ -133,7 +133,7 @@ BENCH = (
 )
 
 
-def test_a_port_that_is_in_use_is_said(tmp_path):
+def test_a_port_in_use_is_reported(tmp_path):
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
@@ -168,7 +168,7 @@ for timeout_s in (30, 60):
 
 
 def run_alone(code):
-    """A process that torchrun would start as the only rank."""
+    """Runs code in a process as the only rank of torchrun."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -197,15 +197,16 @@ assert not any("gloo" in name for name in threads()), threads()
 """
 
 
-def test_groups_follow_one_another_at_one_rendezvous_and_keep_no_thread():
-    """With another timeout too; groups made inside of one are gone with it. Gloo's threads that
-    outlive their group can abort the interpreter when it ends.
+def test_successive_groups_share_a_rendezvous_and_leave_no_threads():
+    """Groups created within a default group end with it.
+
+    Threads of Gloo that outlive their group can abort the interpreter at exit.
     """
     run = run_alone(TWO_GROUPS + THREADS)
     assert run.returncode == 0, run.stderr
 
 
-def test_another_number_of_ranks_than_torchrun_has_started(monkeypatch):
+def test_a_number_of_ranks_other_than_torchruns_is_refused(monkeypatch):
     for name, value in {
         "RANK": 0,
         "WORLD_SIZE": 2,
@@ -219,7 +220,7 @@ def test_another_number_of_ranks_than_torchrun_has_started(monkeypatch):
         launch(total, 1, ranks=3)
 
 
-# Two parents that have loaded torch once.
+# A process that imports torch and forks, so that there are two parents.
 PARENTS = """
 import os, pathlib, sys
 from stepgauge.runtime.launch import launch
@@ -240,8 +241,8 @@ def sleep(folder):
 """
 
 
-def test_a_parent_that_ends_leaves_no_rank_behind(tmp_path):
-    """Interrupted, and killed."""
+def test_ranks_end_with_their_parent(tmp_path):
+    """One parent is interrupted, the other killed."""
     (tmp_path / "ranks_that_sleep.py").write_text(SLEEPER)
     (tmp_path / "main.py").write_text(PARENTS)
     folders = {sent: tmp_path / sent.name for sent in (signal.SIGINT, signal.SIGKILL)}
@@ -261,9 +262,10 @@ def test_a_parent_that_ends_leaves_no_rank_behind(tmp_path):
     assert wait_for(lambda: not any(alive(int(file.read_text())) for file in files))
 
 
-def test_what_is_raised_while_a_peer_does_not_answer_is_its_consequence():
-    """Such a rank lets the launcher see the other's end first: else a checkpoint that could not be
-    written would stand for the rank that died.
+def test_an_error_raised_while_handling_a_lost_peer_is_a_consequence():
+    """Such a rank waits, so that the launcher reports the rank that died.
+
+    Otherwise it would report a checkpoint that could not be written, for example.
     """
     with pytest.raises(ValueError, match="cannot write") as raised:
         try:

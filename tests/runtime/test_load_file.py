@@ -1,3 +1,5 @@
+"""Importing a user's Python file."""
+
 import dataclasses
 import json
 import pickle
@@ -8,7 +10,7 @@ import pytest
 from stepgauge.runtime.load_file import load_file
 
 
-def test_a_file_imports_its_neighbours_and_leaves_the_interpreter_as_it_was(tmp_path):
+def test_a_file_may_import_from_its_folder_and_leaves_sys_unchanged(tmp_path):
     (tmp_path / "neighbour_of_mine.py").write_text("answer = 42")
     (tmp_path / "json.py").write_text(
         "import dataclasses\nfrom neighbour_of_mine import answer\n"
@@ -21,7 +23,7 @@ def test_a_file_imports_its_neighbours_and_leaves_the_interpreter_as_it_was(tmp_
     assert dataclasses.asdict(pickle.loads(pickle.dumps(module.Point()))) == {"x": 42}
 
 
-def test_a_file_that_fails_is_said_and_forgotten(tmp_path):
+def test_a_file_that_fails_is_reported_and_leaves_no_module(tmp_path):
     (tmp_path / "broken.py").write_text("1 / 0")
     before, known = [*sys.path], set(sys.modules)
     with pytest.raises(

@@ -1,6 +1,4 @@
-"""BERT: the published parameter count, and the transformers library's results with the same
-weights.
-"""
+"""BERT: its published parameter count, and a comparison with the transformers library."""
 
 import pytest
 import torch
@@ -23,12 +21,12 @@ def test_base_has_the_published_number_of_parameters():
 
 
 @pytest.mark.parametrize("size", BERT_SIZES)
-def test_the_count_by_formula_is_that_of_the_module(size):
+def test_the_formula_counts_the_parameters_of_the_module(size):
     spec = BertSpec.preset(size)
     assert spec.num_parameters == count(BertForMaskedLM(spec, device=torch.device("meta")))
 
 
-def test_flops_are_those_of_the_flop_counter():
+def test_flops_equal_those_of_the_flop_counter():
     spec = BertSpec.preset("bert-tiny", **SMALL)
     tokens, targets, types = masked_batch(spec.vocab_size, 2, spec.context_length, seed=1)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -37,7 +35,7 @@ def test_flops_are_those_of_the_flop_counter():
 
 
 def of_transformers(theirs, value=torch.Tensor.detach):
-    """The weights of a transformers BertForMaskedLM, or another value of each, by our names."""
+    """Returns value(parameter) of a transformers BertForMaskedLM, by the names of this package."""
     given, ours = (
         {name: value(p) for name, p in theirs.named_parameters(remove_duplicate=False)},
         {},
@@ -74,7 +72,7 @@ def of_transformers(theirs, value=torch.Tensor.detach):
     return ours
 
 
-def test_forward_loss_and_gradients_are_those_of_transformers():
+def test_logits_loss_and_gradients_equal_those_of_transformers():
     transformers = pytest.importorskip("transformers")
     spec = BertSpec.preset("bert-tiny", **SMALL)
     torch.manual_seed(0)
@@ -90,7 +88,7 @@ def test_forward_loss_and_gradients_are_those_of_transformers():
         pad_token_id=None,
     )
     theirs = transformers.BertForMaskedLM(config).double()
-    # biases are zero and gains one at first: a wrong place would not show
+    # Biases are initially zero and gains one, which would hide swapped parameters.
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     ours = BertForMaskedLM(spec).double()
@@ -118,7 +116,7 @@ def test_every_token_sees_the_whole_sequence():
     assert (model(tokens, None, types)[0, 0] != model(changed, None, types)[0, 0]).any()
 
 
-def test_a_masked_batch_has_targets_where_tokens_were_chosen():
+def test_a_masked_batch_has_targets_at_the_chosen_tokens():
     tokens, targets, types = masked_batch(30_522, 64, 128, seed=3)
     chosen = targets != NOT_MASKED
     assert 0.14 < chosen.float().mean() < 0.16
@@ -130,7 +128,9 @@ def test_a_masked_batch_has_targets_where_tokens_were_chosen():
 
 
 def test_sequences_longer_than_the_positions_and_unknown_sizes_are_refused():
-    with pytest.raises(ValueError, match="context_length is 600; it must be at most num_positions, 512"):
+    with pytest.raises(
+        ValueError, match="context_length is 600; it must be at most num_positions, 512"
+    ):
         BertSpec.preset("bert-base", context_length=600)
     with pytest.raises(ValueError, match="size is 'bert'; choose one of bert-tiny"):
         BertSpec.preset("bert")

@@ -1,4 +1,4 @@
-"""What devices hold, and what a hardware file keeps."""
+"""Device memory, and reading and writing hardware files."""
 
 import dataclasses
 import json
@@ -27,11 +27,11 @@ GIB = 2**30
         (GIB, "cpu", ""),
     ],
 )
-def test_the_smallest_that_holds_it_is_named(needed, architecture, text):
+def test_fits_names_the_smallest_device_that_holds_the_bytes(needed, architecture, text):
     assert fits(needed, architecture) == text
 
 
-def test_a_file_gives_back_what_ranks_and_collectives_cost(tmp_path):
+def test_a_file_keeps_times_by_ranks_and_contention(tmp_path):
     alone, shared = (OperationTable(("bytes",), ((1e6, us),)) for us in (10.0, 25.0))
     written = HardwareFile(
         name="box",
@@ -43,7 +43,7 @@ def test_a_file_gives_back_what_ranks_and_collectives_cost(tmp_path):
     written.write(tmp_path / "box.json")
     read = HardwareFile.read(tmp_path / "box.json")
     assert read.on_ranks(2).operations["traffic"] == shared
-    assert "matmul nt fp32" not in read.on_ranks(2).operations  # another time than alone
+    assert "matmul nt fp32" not in read.on_ranks(2).operations  # not timed on two ranks
     assert read.on_ranks(4).operations == read.operations
     assert read.contention_of("matmul nt bf16", "all_reduce", 4).kernel_slowdown == 1.24
     norm = [read.contention_of("rmsnorm forward fp32", "all_reduce", n) for n in (2, 4, 8, 64)]
@@ -54,7 +54,7 @@ def test_a_file_gives_back_what_ranks_and_collectives_cost(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"links": None}, "is damaged"),
         ({"operations": [1]}, "is damaged"),
@@ -74,32 +74,30 @@ def test_a_file_gives_back_what_ranks_and_collectives_cost(tmp_path):
         ({"base": 3}, "no hardware file at"),
     ],
 )
-def test_a_damaged_file_is_one_sentence(tmp_path, changed, said):
+def test_a_damaged_file_is_refused_with_the_reason(tmp_path, changed, message):
     path = tmp_path / "box.json"
     text = json.dumps({"schema": 1, "name": "box", **changed})
     path.write_text(text.replace("{folder}", tmp_path.name))
-    with pytest.raises(ValueError, match=said):
-        assert (
-            HardwareFile.read(path).peaks is None
-        )  # what else stands there is read when asked for
+    with pytest.raises(ValueError, match=message):
+        assert HardwareFile.read(path).peaks is None  # peaks are only checked when they are used
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"gpus_per_node": 0}, "gpus_per_node is 0"),
         ({"within": {"bytes_per_s": -1e9}}, "bytes_per_s is -1000000000"),
         ({"between": {"efficiency": 2.0}}, r"efficiency 2\.0"),
     ],
 )
-def test_a_fabric_has_numbers_that_can_be(changed, said):
+def test_impossible_numbers_of_a_fabric_are_refused(changed, message):
     with pytest.raises(ValueError, match="not a fabric"):
         Fabric.from_dict([])
     wire = {"bytes_per_s": 1e9, "latency_us": 1.0, "efficiency": 0.8, "source": "made up"}
     value = {"gpus_per_node": 8, "within": wire, "between": wire}
     for name, part in changed.items():
         value[name] = {**wire, **part} if isinstance(part, dict) else part
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         Fabric.from_dict(value)
 
 
@@ -112,19 +110,19 @@ def test_files_of_the_package_are_found_by_name_from_anywhere(tmp_path, monkeypa
     with pytest.raises(ValueError, match=r"no hardware file at dgx-b200: .* dgx-a100, dgx-h100"):
         file_named("dgx-b200")
     with pytest.raises(ValueError, match=r"no hardware file at elsewhere/dgx-h100\.json"):
-        file_named("elsewhere/dgx-h100.json")  # a path is not searched for
+        file_named("elsewhere/dgx-h100.json")  # paths are not searched for
     own = tmp_path / "hardware"
     own.mkdir()
     HardwareFile(name="mine", device="A").write(own / "dgx-h100.json")
     assert HardwareFile.read(file_named("dgx-h100")).name == "mine"
     (own / "faster.json").write_text(json.dumps({"schema": 1, "base": "h100-sxm.json"}))
-    assert HardwareFile.read(file_named("faster")).base.name == "h100-sxm"  # of the package
+    assert HardwareFile.read(file_named("faster")).base.name == "h100-sxm"  # comes with the package
 
 
-def test_the_package_brings_its_hardware_files_and_the_checkout_has_them_in_hardware():
+def test_hardware_files_are_in_the_package_and_linked_from_the_checkout():
     root = Path(__file__).parents[2]
     with (root / "pyproject.toml").open("rb") as file:
-        brought = tomllib.load(file)["tool"]["setuptools"]["package-data"]["stepgauge.spec"]
-    assert f"{SHIPPED.name}/*.json" in brought
+        packaged = tomllib.load(file)["tool"]["setuptools"]["package-data"]["stepgauge.spec"]
+    assert f"{SHIPPED.name}/*.json" in packaged
     shipped = sorted(SHIPPED.glob("*.json"))
     assert shipped and all((root / "hardware" / f.name).samefile(f) for f in shipped)

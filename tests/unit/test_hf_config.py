@@ -1,7 +1,6 @@
-"""Published networks: each config.json gives a spec and a module with the published number of
-parameters.
+"""Published networks: each config.json gives the published number of parameters.
 
-The values are those of the files on the hub, 2024 to 2025, without what decides no parameter.
+The values are from the files on the hub, 2024 to 2025, without fields that do not affect parameters.
 """
 
 import dataclasses
@@ -142,7 +141,7 @@ def test_parameters_are_the_published_ones(name):
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "mixtral-8x7b", "pythia-160m", "qwen3-0.6b"])
-def test_flops_are_those_of_the_flop_counter(name):
+def test_flops_equal_those_of_the_flop_counter(name):
     spec = network_of(PUBLISHED[name][0])
     spec = dataclasses.replace(spec, attention="eager", context_length=64)
     meta = torch.device("meta")
@@ -154,11 +153,11 @@ def test_flops_are_those_of_the_flop_counter(name):
 
 
 def test_active_parameters_of_experts():
-    # 12.9 billion, as Jiang et al. 2024 say: two of eight experts.
+    # 12.9 billion with two of eight experts (Jiang et al. 2024).
     assert network_of(PUBLISHED["mixtral-8x7b"][0]).num_active_parameters == 12_879_925_248
 
 
-def test_rotary_settings_of_all_versions_of_the_library():
+def test_rotary_settings_are_read_in_the_format_of_all_library_versions():
     older = {**PUBLISHED["llama-3.2-1b"][0]}
     newer = {**older, "rope_parameters": {**older.pop("rope_scaling"), "rope_theta": 500000.0}}
     del newer["rope_scaling"], newer["rope_theta"]

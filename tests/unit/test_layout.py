@@ -20,7 +20,9 @@ sizes = st.integers(1, 64)
     st.sampled_from(list(WRAPPERS)),
     st.sampled_from(sorted(SCHEDULES)),
 )
-def test_the_text_of_a_layout_reads_back(data, context, tensor, pipeline, parts, wrapper, schedule):
+def test_a_layout_is_parsed_from_its_own_text(
+    data, context, tensor, pipeline, parts, wrapper, schedule
+):
     layout = Layout(
         data=data,
         context=context,
@@ -40,7 +42,7 @@ def test_the_text_of_a_layout_reads_back(data, context, tensor, pipeline, parts,
     ]
 
 
-def test_words_come_in_any_order_and_a_data_axis_is_bucketed():
+def test_words_may_be_in_any_order_and_the_default_wrapper_is_bucketed():
     assert Layout.parse("tp2 zero3 dp2") == Layout(data=2, wrapper="zero3", tensor=2)
     assert str(Layout.parse("m8, 1F1B tp2 pp2")) == "pp2 1f1b m8 tp2"
     assert str(Layout.parse("dp4")) == "dp4 bucketed"
@@ -51,7 +53,7 @@ def test_words_come_in_any_order_and_a_data_axis_is_bucketed():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("dp0", "layout has 'dp0'; the number must be at least 1"),
         ("dp2 none", "dp2 needs a wrapper"),
@@ -68,12 +70,12 @@ def test_words_come_in_any_order_and_a_data_axis_is_bucketed():
         ("dp", "layout has 'dp'"),
     ],
 )
-def test_what_is_no_layout_is_told(text, said):
-    with pytest.raises(ValueError, match=said):
+def test_invalid_layouts_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
         Layout.parse(text)
 
 
-def test_stages_shard_one_part_more_each():
+def test_each_zero_stage_shards_one_more_part():
     shards = {
         name: [part for part in ("optimizer state", "gradients", "weights") if w.shards(part)]
         for name, w in WRAPPERS.items()
@@ -90,7 +92,7 @@ def test_one_rank_sends_nothing():
     assert sent_bytes("zero3", gradient_bytes=100, weight_bytes=50, ranks=4) == 0.75 * 200
 
 
-def test_an_interleaved_schedule_has_as_many_stages_a_rank_as_asked():
+def test_an_interleaved_schedule_has_the_requested_stages_per_rank():
     three = Layout.parse("pp2 interleaved v3 m4")
     assert str(three) == "pp2 interleaved v3 m4" and Layout.parse(str(three)) == three
     assert schedule_of(three).num_stages == 6

@@ -1,4 +1,4 @@
-"""A step under a layout as it is asked for: what goes together, and what follows from the text."""
+"""LayoutSpec: valid combinations, and the values that follow from the layout."""
 
 import dataclasses
 import re
@@ -17,7 +17,7 @@ from stepgauge.spec.record import Record
 NANO = ModelSpec.preset("nano", num_layers=4, num_heads=4, context_length=16)
 
 
-def asked(layout, **changes):
+def layout_spec(layout, **changes):
     model = dataclasses.replace(
         changes.pop("network", NANO),
         **{name: changes.pop(name) for name in list(changes) if name in vars(NANO)},
@@ -25,21 +25,21 @@ def asked(layout, **changes):
     return LayoutSpec(model=model, layout=layout, **{"batch": 8, **changes})
 
 
-def test_what_follows_from_a_layout():
-    spec = asked("tp2 m2 1f1b pp2 dp2 zero1", accumulation=3)
+def test_values_that_follow_from_a_layout():
+    spec = layout_spec("tp2 m2 1f1b pp2 dp2 zero1", accumulation=3)
     assert spec.layout == "pp2 1f1b m2 dp2 zero1 tp2"
     assert (spec.ranks, spec.rank_batch, spec.micro_batch) == (8, 4, 2)
     assert spec.tokens_per_step == 8 * 3 * 16
-    assert spec.stages() == [range(3), range(3, 4)], "the head weighs as much as two blocks"
+    assert spec.stages() == [range(3), range(3, 4)], "the head has the FLOPs of two blocks"
     assert spec.schedule().num_micro_batches == 2
-    # Measured, it may weigh half a block, and the embedding two.
+    # By time, the head may count as half a block, and the embedding as two.
     times = PartTimes(embedding=2.0, attention=0.4, feed_forward=0.6, head=0.5)
-    assert asked("pp2 1f1b m2", balance="time").stages(times) == [range(1), range(1, 4)]
-    alone = asked("none")
-    assert (alone.ranks, alone.stages(), alone.schedule()) == (1, [range(4)], None)
+    assert layout_spec("pp2 1f1b m2", balance="time").stages(times) == [range(1), range(1, 4)]
+    single = layout_spec("none")
+    assert (single.ranks, single.stages(), single.schedule()) == (1, [range(4)], None)
 
 
-def test_layouts_are_rows_with_names_of_their_own():
+def test_each_layout_is_a_row_with_its_own_name():
     values = {"size": ("nano",), "layout": ("none", "tp2 dp2", "dp2 tp2", "pp2 1f1b m4")}
     specs = list(dict.fromkeys(expand(LayoutSpec, values)))
     records = [Record(kind="layout", spec=dataclasses.asdict(spec)) for spec in specs]
@@ -49,7 +49,7 @@ def test_layouts_are_rows_with_names_of_their_own():
         "layout=pp2 1f1b m4",
     ]
     assert completed("layout", {"layout": "none"})["accumulation"] == 1
-    assert asked("tp2", bucket_mb=5.0).canonical() == asked("tp2")
+    assert layout_spec("tp2", bucket_mb=5.0).canonical() == layout_spec("tp2")
 
 
 @pytest.mark.parametrize(
@@ -94,16 +94,16 @@ def test_layouts_are_rows_with_names_of_their_own():
 )  # fmt: skip
 def test_invalid_combinations_are_refused(layout, changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        asked(layout, **changes)
+        layout_spec(layout, **changes)
 
 
 def test_delayed_weight_gradients_work_with_sharded_gradients():
-    assert asked("pp2 zbv m4 dp2 zero2").ranks == 4
+    assert layout_spec("pp2 zbv m4 dp2 zero2").ranks == 4
 
 
-def test_key_heads_may_be_fewer_than_ranks():
-    assert asked("tp4", num_kv_heads=2).ranks == 4
+def test_tensor_ranks_may_outnumber_key_heads_but_dropout_is_refused():
+    assert layout_spec("tp4", num_kv_heads=2).ranks == 4
     bert = BertSpec.preset("bert-tiny", dropout=0.1)
     with pytest.raises(ValueError, match=r"dropout is 0\.1"):
-        asked("tp2", network=bert)
-    assert asked("dp2", network=bert).ranks == 2
+        layout_spec("tp2", network=bert)
+    assert layout_spec("dp2", network=bert).ranks == 2

@@ -1,4 +1,4 @@
-"""The identities of ModelSpec against the real module and torch's own FLOP counter."""
+"""The counts of ModelSpec, compared with the module and torch's FLOP counter."""
 
 import dataclasses
 
@@ -31,14 +31,14 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_presets_have_the_parameters_of_the_module(size):
+def test_presets_count_the_parameters_of_the_module(size):
     spec = ModelSpec.preset(size)
     assert (
         sum(p.numel() for p in TransformerLM(spec, device=META).parameters()) == spec.num_parameters
     )
 
 
-# 2VD + 3LDF + 4LD² + (2L+1)D by hand, for the course's sizes with SwiGLU.
+# 2VD + 3LDF + 4LD² + (2L+1)D, computed by hand.
 @pytest.mark.parametrize(
     ("size", "parameters"), [("small", 128_625_408), ("xl", 1_998_235_200), ("2.7b", 3_406_809_600)]
 )
@@ -47,7 +47,7 @@ def test_presets_have_known_parameters(size, parameters):
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
-def test_parameters_and_forward_flops_are_those_of_the_module(changes):
+def test_parameters_and_flops_equal_those_of_the_module(changes):
     spec = ModelSpec.preset("nano", vocab_size=96, context_length=32, attention="eager", **changes)
     tokens = torch.randint(96, (3, 32))
     model = TransformerLM(spec)
@@ -62,7 +62,7 @@ def test_parameters_and_forward_flops_are_those_of_the_module(changes):
     assert counter.get_total_flops() == 2 * expected
 
 
-def test_causal_half_halves_attention_only():
+def test_causal_half_only_halves_attention():
     spec = ModelSpec.preset("small")
     whole = spec.forward_flops(batch=2, sequence=512, causal_half=False)
     half = spec.forward_flops(batch=2, sequence=512)
@@ -70,18 +70,18 @@ def test_causal_half_halves_attention_only():
     assert spec.step_flops(batch=2, sequence=512) == 3 * half
 
 
-def test_a_window_counts_the_pairs_that_are_seen():
+def test_a_window_counts_only_visible_pairs():
     whole = ModelSpec.preset("nano", context_length=64)
     windowed = ModelSpec.preset("nano", context_length=64, window=16, full_attention_every=2)
-    left_behind = (64 - 16) ** 2 / 2  # a triangle, as the whole is one of 64² / 2
+    hidden_pairs = (64 - 16) ** 2 / 2  # a triangle; without a window 64² / 2 pairs are visible
     saved = whole.forward_flops(batch=1, sequence=64) - windowed.forward_flops(batch=1, sequence=64)
-    assert saved == 4 * 64 * left_behind  # in one of two blocks
+    assert saved == 4 * 64 * hidden_pairs  # in one of two blocks
     assert windowed.forward_flops(batch=1, sequence=16) == whole.forward_flops(batch=1, sequence=16)
 
 
-def test_a_record_without_the_new_fields_is_of_the_same_network():
-    then = {"vocab_size": 10_000, "context_length": 512, "d_model": 768, "d_ff": 3072}
-    spec = {"model": then, "size": "small", "batch": 4}
+def test_a_record_without_new_fields_describes_the_same_network():
+    old_model = {"vocab_size": 10_000, "context_length": 512, "d_model": 768, "d_ff": 3072}
+    spec = {"model": old_model, "size": "small", "batch": 4}
     now = StepSpec(model=ModelSpec.preset("small"), size="small")
     assert completed("step", spec) == dataclasses.asdict(now)
 
@@ -105,7 +105,10 @@ def test_residual_stream_bytes():
         ({"rope_fraction": 0.08}, ["rope_fraction is 0.08, which rotates 5 of 64 features"]),
         ({"rope_scaling": "llama3:8"}, ["write it as llama3:FACTOR:LOW_FREQ_FACTOR"]),
         ({"rope_scaling": "new"}, ["rope_scaling is 'new'; choose one of none, linear"]),
-        ({"positions": "learned", "num_positions": 9}, ["context_length is 512", "at most num_positions, 9"]),
+        (
+            {"positions": "learned", "num_positions": 9},
+            ["context_length is 512", "at most num_positions, 9"],
+        ),
         ({"window": 4, "mask": "full"}, ["window is 4, which needs the causal mask"]),
         ({"num_experts": 4}, ["num_experts is 4; give experts_per_token too"]),
         ({"experts_per_token": 1}, ["experts_per_token is 1; it must be at most"]),
@@ -126,14 +129,14 @@ def test_nearest_divisor():
     assert [nearest_divisor(768, wanted) for wanted in (1, 5, 7, 1000)] == [1, 4, 6, 768]
 
 
-def test_architecture_is_blind_to_implementations_only():
+def test_architecture_ignores_only_implementations():
     spec = ModelSpec.preset("nano")
     same = ModelSpec.preset("nano", norm="rmsnorm-eager", attention="eager")
     other = ModelSpec.preset("nano", norm="layernorm")
     assert spec.architecture() == same.architecture() != other.architecture()
 
 
-def test_fields_that_a_caller_does_not_know_are_said():
+def test_fields_that_a_caller_does_not_support_are_refused():
     spec = ModelSpec.preset("nano", norm="layernorm", num_kv_heads=1)
     spec.require_defaults("norm num_kv_heads", "is not known")
     with pytest.raises(ValueError, match="num_kv_heads is 1, which has no cost model yet"):

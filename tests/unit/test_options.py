@@ -70,7 +70,7 @@ def test_one_value_needs_no_tuple():
     assert [s.size for s in expand(StepSpec, {"size": ["nano", "tiny"]})] == ["nano", "tiny"]
 
 
-def test_learning_rate_warms_up_and_ends_at_its_fraction():
+def test_learning_rate_warms_up_and_ends_at_the_final_fraction():
     (spec,) = expand(
         TrainSpec,
         {
@@ -88,7 +88,7 @@ def test_learning_rate_warms_up_and_ends_at_its_fraction():
     assert rates[54] == pytest.approx(0.55, abs=0.02)  # half-way down the cosine
 
 
-def test_a_spec_without_a_model_is_swept_too():
+def test_expand_works_for_specs_without_a_model():
     @dataclasses.dataclass(frozen=True)
     class Copy:
         megabytes: int
@@ -97,8 +97,8 @@ def test_a_spec_without_a_model_is_swept_too():
     assert list(expand(Copy, {"megabytes": (1, 2)})) == [Copy(1), Copy(2)]
 
 
-def test_committed_records_are_read_by_this_version():
-    """Scripts of benchmarks/ leave lines of their own beside records."""
+def test_committed_records_can_still_be_read():
+    """Scripts in benchmarks/ also write lines that are not records."""
     files = (REPOSITORY / "benchmarks" / "results").glob("*.jsonl")
     lines = [line for path in files for line in path.read_text().splitlines()]
     records = [Record.from_json(line) for line in lines if line.startswith('{"schema"')]
@@ -110,6 +110,6 @@ def test_committed_records_are_read_by_this_version():
     ("size", "text"),
     [(0, "0"), (1000, "1000"), (3 << 10, "3K"), (1 << 20, "1M"), (1 << 30, "1G"), (2**40, "1024G")],
 )
-def test_sizes_are_written_as_they_are_read(size, text):
+def test_sizes_are_read_as_they_are_written(size, text):
     assert format_bytes(size) == text
     assert parse_bytes(text, "size") == size

@@ -63,12 +63,12 @@ def test_json_line_reads_back_equal(numbers, note):
         '{"schema": 1, "metrics": 3}',
     ],
 )
-def test_what_is_no_record_is_a_value_error(line):
+def test_an_invalid_record_is_a_value_error(line):
     with pytest.raises(ValueError):
         Record.from_json(line)
 
 
-def test_nan_is_refused_rather_than_written():
+def test_nan_is_not_written():
     record = Record(kind="step", spec={}, metrics={"x": Sample.exact(float("nan"), "ms")})
     with pytest.raises(ValueError):
         record.to_json()
@@ -80,8 +80,8 @@ def test_key_ignores_the_order_of_fields():
     assert json.loads(first.to_json())["schema"] == 1
 
 
-def test_a_record_from_before_a_field_was_added_has_its_default():
-    """A results file from before StepSpec had `seconds` pairs with one from after."""
+def test_an_older_record_gets_the_defaults_of_new_fields():
+    """A record from before StepSpec had `seconds` pairs with a newer one."""
     old = Record(kind="step", spec={"size": "small", "model": {"d_model": 768}})
     read = Record.from_json(old.to_json())
     assert read.spec["seconds"] == 1.0
@@ -91,7 +91,7 @@ def test_a_record_from_before_a_field_was_added_has_its_default():
     assert Record.from_json(other.to_json()) == other
 
 
-def test_a_prediction_never_stands_in_for_a_measurement():
+def test_a_prediction_never_replaces_a_measurement():
     measured = Record(kind="step", spec={"batch": 4}, environment={"device": "NVIDIA H200"})
     modelled = dataclasses.replace(measured, provenance="modelled")
     elsewhere = dataclasses.replace(
@@ -102,18 +102,18 @@ def test_a_prediction_never_stands_in_for_a_measurement():
     assert len({record.identity for record in (measured, modelled, elsewhere, published)}) == 4
 
 
-def test_fields_that_there_are_no_more_are_left_out_of_old_records():
-    asked = {"model": {}, "wrapper": "bucketed", "transport": "collectives", "max_ctas": 0}
-    old = Record(kind="data-parallel", spec=asked)
+def test_removed_fields_are_dropped_from_older_records():
+    spec = {"model": {}, "wrapper": "bucketed", "transport": "collectives", "max_ctas": 0}
+    old = Record(kind="data-parallel", spec=spec)
     read = Record.from_json(old.to_json())
     assert "transport" not in read.spec and "max_ctas" not in read.spec
-    other = Record(kind="data-parallel", spec={**asked, "transport": "peer-copies"})
+    other = Record(kind="data-parallel", spec={**spec, "transport": "peer-copies"})
     assert Record.from_json(other.to_json()).spec["transport"] == "peer-copies"
     trained = Record(kind="train", spec={"model": {}, "tokenizer": "bytes"})
     assert "tokenizer" not in Record.from_json(trained.to_json()).spec
 
 
-def test_a_metric_that_was_renamed_is_read_by_its_name_today():
+def test_a_renamed_metric_is_read_under_its_new_name():
     old = Record(
         kind="data-parallel",
         spec={},

@@ -1,4 +1,4 @@
-"""Recording on a machine without CUDA: what is handed to a capture, and what is said when it fails."""
+"""CUDA graph capture, tested without CUDA: arguments of the capture, and failures."""
 
 import contextlib
 
@@ -16,8 +16,8 @@ class Graph:
 
 
 @pytest.fixture
-def ended(monkeypatch):
-    """Captures that run the work; the pools of those that failed."""
+def failed_pools(monkeypatch):
+    """Replaces captures by plain runs; returns the list of pools of failed captures."""
     pools = []
 
     @contextlib.contextmanager
@@ -33,24 +33,24 @@ def ended(monkeypatch):
     return pools
 
 
-def test_a_recording_gives_the_outputs_and_the_replay(ended):
+def test_record_returns_outputs_and_replay(failed_pools):
     outputs, replay = recording.record(lambda: "outputs", DEVICE)
     replay()
-    assert outputs == "outputs" and replay.__self__.replayed and not ended
+    assert outputs == "outputs" and replay.__self__.replayed and not failed_pools
 
 
 @pytest.mark.parametrize("pool", [None, (0, 9)])
-def test_a_failed_recording_is_ended_and_says_why(ended, pool):
+def test_a_failed_capture_is_cleaned_up_and_reported(failed_pools, pool):
     def run():
         raise RuntimeError("operation not permitted\nand a long tail")
 
     with pytest.raises(recording.CannotRecordError, match="graphs: operation not permitted; run"):
         recording.record(run, DEVICE, pool)
-    assert ended == [pool or (0, 7)]
+    assert failed_pools == [pool or (0, 7)]
     assert recording.record_repeated(run, 3, DEVICE) is None
 
 
-def test_running_out_of_memory_is_not_hidden(ended):
+def test_out_of_memory_is_raised(failed_pools):
     def run():
         raise torch.OutOfMemoryError("no memory")
 
@@ -58,13 +58,13 @@ def test_running_out_of_memory_is_not_hidden(ended):
         recording.record_repeated(run, 1, DEVICE)
 
 
-def test_calls_are_repeated_in_one_recording(ended):
+def test_repeated_calls_are_captured_in_one_graph(failed_pools):
     ran = []
     assert recording.record_repeated(lambda: ran.append(1), 3, DEVICE) is not None
     assert len(ran) == 3
 
 
-def test_a_device_has_one_stream_however_it_is_named(monkeypatch):
+def test_names_of_the_same_device_share_one_capture_stream(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "Stream", lambda index: object())
     recording._stream.cache_clear()

@@ -1,4 +1,4 @@
-"""Specs of one step that different commands measure say the same of it."""
+"""Specs of the same step for different commands agree with each other."""
 
 import pytest
 
@@ -17,7 +17,7 @@ ONE = StepSpec(model=NANO, batch=3, precision="bf16")
 OPTIONS = {"size": ("nano",), "batch": (6,)}
 
 
-def test_a_rank_of_a_data_axis_computes_what_one_process_does():
+def test_a_data_rank_does_the_work_of_one_process():
     assert work_of(OVER_DATA) == work_of(IN_LAYOUT) == work_of(ONE)
     assert OVER_DATA.tokens_per_step == IN_LAYOUT.tokens_per_step == 2 * ONE.tokens_per_step
     assert OVER_DATA.parsed_layout == IN_LAYOUT.parsed_layout
@@ -30,26 +30,26 @@ def test_a_stage_of_a_pipeline_computes_a_micro_batch():
     assert work_of(spec).batch == 2
 
 
-def test_every_step_is_one_of_a_layout():
+def test_every_step_converts_to_a_layout_step():
     assert as_layout_step(OVER_DATA) == as_layout_step(IN_LAYOUT) == IN_LAYOUT
     assert as_layout_step(ONE) == LayoutSpec(model=NANO, batch=3, precision="bf16")
 
 
 @pytest.mark.parametrize("text", ["none", "dp2 zero1", "dp2 tp2", "pp2 1f1b m3"])
-def test_options_under_a_layout_are_those_of_the_command_that_measures_it(text):
+def test_options_convert_to_the_command_that_measures_the_layout(text):
     layout = Layout.parse(text)
     (spec,) = expand(kind_for(layout), under(layout, kind_for(layout), OPTIONS))
     assert spec.parsed_layout == layout
     assert as_layout_step(spec).batch == 6
 
 
-def test_a_batch_that_data_ranks_cannot_share_is_refused():
+def test_a_batch_that_data_ranks_do_not_divide_is_refused():
     layout = Layout.parse("dp2")
     with pytest.raises(ValueError, match="batch is 5, which 2 data ranks do not divide"):
         under(layout, kind_for(layout), {"batch": (4, 5)})
 
 
-def test_options_of_bench_layout_alone_make_any_step_one_of_its_rows():
+def test_options_that_only_bench_layout_has_select_a_layout_spec():
     assert {kind_for(Layout.parse(text), ["batch"]) for text in ("none", "dp2")} == {
         StepSpec, DataParallelSpec,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Nothing that was measured is lost: full disks, torn lines, folders that cannot be written."""
+"""No measured record is lost: full disks, incomplete lines, folders that cannot be written."""
 
 import dataclasses
 import fcntl
@@ -27,7 +27,7 @@ def test_appends_and_reads(tmp_path):
     assert contents.problems == []
 
 
-def test_a_record_without_a_date_gets_that_of_its_writing(tmp_path):
+def test_a_record_without_a_date_is_dated_when_it_is_written(tmp_path):
     store = RunStore(tmp_path / "run")
     store.prepare()
     store.append(dataclasses.replace(numbered(0), created="2020-01-01T00:00:00+00:00"))
@@ -38,7 +38,7 @@ def test_a_record_without_a_date_gets_that_of_its_writing(tmp_path):
     assert before <= undated.created <= now()
 
 
-def test_a_new_folder_into_which_nothing_was_written_goes_again(tmp_path):
+def test_a_new_folder_without_records_is_removed(tmp_path):
     new, old, written = (RunStore(tmp_path / name) for name in ("new", "old", "written"))
     old.prepare()
     for store in (new, old, written):
@@ -58,7 +58,7 @@ def test_a_folder_that_holds_anything_else_stays(tmp_path, name):
     assert (store.folder / name).exists()
 
 
-def test_a_lock_whose_file_was_removed_in_between_is_taken_again(tmp_path, monkeypatch):
+def test_a_lock_file_that_is_removed_meanwhile_is_locked_again(tmp_path, monkeypatch):
     store, locked, tries = RunStore(tmp_path / "run"), fcntl.flock, []
 
     def flock(file, how):
@@ -74,7 +74,7 @@ def test_a_lock_whose_file_was_removed_in_between_is_taken_again(tmp_path, monke
             pass
 
 
-def test_damaged_lines_are_named_and_the_good_ones_read(tmp_path):
+def test_damaged_lines_are_reported_and_the_others_read(tmp_path):
     store = RunStore(tmp_path)
     for number in range(3):
         store.append(numbered(number))
@@ -90,7 +90,7 @@ def test_damaged_lines_are_named_and_the_good_ones_read(tmp_path):
     ]
 
 
-def test_a_torn_last_line_does_not_swallow_the_next_record(tmp_path):
+def test_an_incomplete_last_line_does_not_damage_the_next_record(tmp_path):
     store = RunStore(tmp_path)
     store.append(numbered(0))
     with store.path.open("ab") as file:
@@ -101,14 +101,14 @@ def test_a_torn_last_line_does_not_swallow_the_next_record(tmp_path):
     assert len(contents.problems) == 1
 
 
-def test_a_full_disk_leaves_the_good_rows_and_hands_the_record_back(tmp_path):
+def test_on_a_full_disk_the_file_stays_valid_and_the_error_has_the_record(tmp_path):
     store = RunStore(tmp_path)
     store.append(numbered(0))
     size = store.path.stat().st_size
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    # A limit in the middle of the next line: the write is cut short, then refused, as on a disk
-    # that fills up.
+    # The limit is in the middle of the next line: as on a full disk, the write is cut short and then
+    # refused.
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 50, before[1]))
     try:
         with pytest.raises(StoreError, match="cannot write a record") as error:
@@ -122,7 +122,7 @@ def test_a_full_disk_leaves_the_good_rows_and_hands_the_record_back(tmp_path):
     assert [record.spec["number"] for record in store.read().records] == [0, 2]
 
 
-def test_dev_full_is_a_sentence(tmp_path):
+def test_an_error_on_dev_full_is_one_sentence(tmp_path):
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
     store = RunStore(tmp_path)
@@ -131,18 +131,18 @@ def test_dev_full_is_a_sentence(tmp_path):
         store.append(numbered(0))
 
 
-def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path):
+def test_a_folder_that_cannot_be_created_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot write to"):
         RunStore(tmp_path / "file" / "run").prepare()
 
 
-def test_no_run_is_a_sentence(tmp_path):
+def test_a_missing_run_is_reported(tmp_path):
     with pytest.raises(StoreError, match="no run at"):
         RunStore(tmp_path / "none").read()
 
 
-def test_latest_keeps_one_record_of_each_thing_and_place(tmp_path):
+def test_latest_keeps_one_record_per_spec_and_place(tmp_path):
     store = RunStore(tmp_path)
     elsewhere = Record(
         kind="any", spec={"number": 0}, environment={"device": "other", "torch": "t"}
