@@ -22,7 +22,7 @@ from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.links import Link, Piece
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.predictions import steps_beside
+from stepgauge.spec.predictions import pair_steps
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 
@@ -139,9 +139,9 @@ def test_a_prediction_is_of_one_device():
     modelled = predict(step(precision="bf16"), H100)
     here = dataclasses.replace(modelled, provenance="measured", environment=modelled.environment)
     there = dataclasses.replace(here, environment={"device": "NVIDIA H200"})
-    rows = steps_beside([modelled, here, there])
+    rows = pair_steps([modelled, here, there])
     assert [row.prediction for row in rows] == [modelled, None]
-    assert [row.record for row in steps_beside([modelled, there])] == [modelled, there]
+    assert [row.record for row in pair_steps([modelled, there])] == [modelled, there]
 
 
 def test_the_fused_loss_computes_its_gradients_in_forward():

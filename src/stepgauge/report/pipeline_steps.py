@@ -13,7 +13,7 @@ from stepgauge.report.numbers import size_unit
 from stepgauge.report.page import Block, Plot, Text
 from stepgauge.spec.plan.pipeline.action import BACKWARD, FORWARD, INPUT, WEIGHT
 from stepgauge.spec.plan.pipeline.text import parse
-from stepgauge.spec.predictions import steps_beside
+from stepgauge.spec.predictions import pair_steps
 from stepgauge.spec.record import Record
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def steps_of(record: Record, run: Sequence[Record]) -> dict[str, Step]:
     bytes if both have bytes, else in micro-batches.
     """
     both = [record]
-    for row in steps_beside(run):
+    for row in pair_steps(run):
         if row.record is record and row.prediction:
             both.append(row.prediction)
     timed = {each.provenance: each for each in both if "spans" in each.tables}

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from stepgauge.report.names import flatten
 from stepgauge.spec.disturbance import is_disturbed
 from stepgauge.spec.layout import Layout
-from stepgauge.spec.predictions import STEP, Row, steps_beside
+from stepgauge.spec.predictions import STEP, Row, pair_steps
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import TRAINING_PHASES
 
@@ -38,7 +38,7 @@ class Errors:
 def errors(records: Sequence[Record]) -> list[Errors]:
     """Returns the errors of each step that was predicted and measured."""
     result = []
-    for row in steps_beside(records):
+    for row in pair_steps(records):
         step = row.error(STEP)
         if step is not None and row.record.status == "ok":
             result.append(Errors(row, step, _terms(row, step), row.error("peak_bytes")))

@@ -17,7 +17,7 @@ from stepgauge.report.prediction_errors import (
 )
 from stepgauge.report.table import REMARK, SEPARATOR, Table
 from stepgauge.report.views import remark, remark_with_prediction
-from stepgauge.spec.predictions import STEP, steps_beside
+from stepgauge.spec.predictions import STEP, pair_steps
 from stepgauge.spec.record import Record
 
 QUESTION = "How far are the predicted steps from the measured ones?"
@@ -62,7 +62,7 @@ def error_table(records: Sequence[Record], *, unpredicted: bool = False) -> Tabl
 
 def _not_predicted(records: Sequence[Record]) -> list[Record]:
     """Returns the steps that were measured but not predicted."""
-    rows = [row for row in steps_beside(records) if row.prediction is None]
+    rows = [row for row in pair_steps(records) if row.prediction is None]
     measured = [row.record for row in rows if row.record.provenance == "measured"]
     return [record for record in measured if record.status == "ok" and STEP in record.metrics]
 

@@ -29,7 +29,7 @@ from stepgauge.report.views import record_table
 from stepgauge.spec.disturbance import CRITERION, is_disturbed
 from stepgauge.spec.fallbacks import fallbacks
 from stepgauge.spec.kernel import KERNELS
-from stepgauge.spec.predictions import steps_beside
+from stepgauge.spec.predictions import pair_steps
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import StoreError
 
@@ -55,7 +55,7 @@ def run_page(records: Sequence[Record], folder: Path) -> Page:
     """Returns a page with a section per kind of record. If steps were predicted, a section on the
     prediction errors comes first.
     """
-    shown = [row.record for row in steps_beside(records)]
+    shown = [row.record for row in pair_steps(records)]
     kinds = dict.fromkeys(record.kind for record in shown)
     sections = [_section([r for r in shown if r.kind == kind], records) for kind in kinds]
     sections += _profiles([r for r in shown if r.kind == "profile"], folder)

@@ -8,7 +8,7 @@ from stepgauge.report.numbers import Doubtful, heading, scaled, whole
 from stepgauge.report.table import REMARK, SEPARATOR, Range, Table
 from stepgauge.spec.disturbance import describe_disturbance, is_disturbed
 from stepgauge.spec.fallbacks import fallbacks
-from stepgauge.spec.predictions import STEP, Row, caveat, steps_beside
+from stepgauge.spec.predictions import STEP, Row, caveat, pair_steps
 from stepgauge.spec.record import Record, Sample
 
 STATISTICS = ("median", "range", "p10", "p90", "mean", "std", "n")
@@ -29,7 +29,7 @@ def record_table(
     statistics  columns of each figure; default: the median, and for the whole step also the range
     first       spec fields that come first
     """
-    rows_with_predictions = steps_beside(records)
+    rows_with_predictions = pair_steps(records)
     records = [row.record for row in rows_with_predictions]
     shared = shared_values(records)
     provenance = _provenance(records)

@@ -199,17 +199,17 @@ class NetworkFields:
         if contradiction := next(_contradictions(self), ""):
             raise ValueError(contradiction)
 
-    def require_defaults(self, beside: str, why: str) -> None:
+    def require_defaults(self, free: str, why: str) -> None:
         """Raises ValueError if a field is neither at its default, nor free to change.
 
-        beside  names of fields that are free, in addition to those of the shape
-        why     end of the message, after "FIELD is VALUE, which "
+        free  names of fields that may have any value, in addition to those of the shape
+        why   end of the message, after "FIELD is VALUE, which "
         """
         shape = "vocab_size context_length d_model d_ff num_layers num_heads num_positions"
-        free = {*shape.split(), *beside.split()}
+        any_value = {*shape.split(), *free.split()}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name not in free and value != field.default:
+            if field.name not in any_value and value != field.default:
                 raise ValueError(f"{field.name} is {value!r}, which {why}")
 
     @property

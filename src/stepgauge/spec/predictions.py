@@ -53,7 +53,7 @@ def paired(records: Sequence[Record]) -> list[Row]:
     return list(rows.values())
 
 
-def steps_beside(records: Sequence[Record]) -> list[Row]:
+def pair_steps(records: Sequence[Record]) -> list[Row]:
     """Pairs each measured step with the last prediction of the same step for the same device.
 
     All other records are rows of their own, except predictions of steps that were measured.

@@ -12,7 +12,6 @@ from stepgauge.spec.record import Record
 DEFAULT_TURNS = (
     3  # with three turns, one row beats another in every turn by chance in 1 of 20 cases
 )
-USUAL = DEFAULT_TURNS
 BEGAN = "turns_began"  # environment key: rows with the same value were measured in the same turns
 STEP_MS = "turn_step_ms"  # series: the median step time of each turn
 
