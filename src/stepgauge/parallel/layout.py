@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from stepgauge.parallel.context_parallel.split_sequences import SplitSequences
 from stepgauge.parallel.counted_mean import Count, CountedMean, weighted
 from stepgauge.parallel.data_axis import DataAxis, Settings, build_data_axis
-from stepgauge.parallel.layout_state import LayoutState, require_own_names
+from stepgauge.parallel.layout_state import LayoutState, require_distinct_names
 from stepgauge.parallel.pipeline import Pipeline, Tie
 from stepgauge.parallel.tensor_parallel import TensorParallel, parallelize_tensor
 from stepgauge.parallel.tensor_parallel.vocabulary_loss import PartialLoss
@@ -156,7 +156,7 @@ def spread(
     stages = network.schedule.stages(mesh.get_local_rank("pipeline")) if network.schedule else [0]
     modules = {stage: network.build(stage) for stage in stages}
     pipeline_group = mesh.get_group("pipeline") if network.schedule else None
-    require_own_names(modules, network.tied, pipeline_group)
+    require_distinct_names(modules, network.tied, pipeline_group)
     context: list[SplitSequences] = []
     if layout.context > 1:
         assert network.cut_sequences is not None, "_require_axes_supported has checked it"

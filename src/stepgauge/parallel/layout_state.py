@@ -226,7 +226,7 @@ def _merged_groups(stages: Sequence[Groups]) -> Groups:
     return groups
 
 
-def require_own_names(
+def require_distinct_names(
     modules: Mapping[int, nn.Module], tied: Sequence[Tie], pipeline: dist.ProcessGroup | None
 ) -> None:
     """Raises ScheduleError, on every rank of the pipeline, if two stages have parameters of the same

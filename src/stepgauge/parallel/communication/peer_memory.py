@@ -51,7 +51,7 @@ class PeerMemory(ABC):
         """Copies bytes from the source address to the target address."""
 
     @abstractmethod
-    def tell(self, rank: int, flag: int, value: int, stream: int | None = None) -> None:
+    def set_flag(self, rank: int, flag: int, value: int, stream: int | None = None) -> None:
         """Sets a flag of a rank once the stream has done its earlier copies."""
 
     @abstractmethod
@@ -106,7 +106,7 @@ class GpuMemory(PeerMemory):
     def copy(self, target: int, source: int, nbytes: int, stream: int | None = None) -> None:
         self._driver.copy(target, source, nbytes, self._handle(stream))
 
-    def tell(self, rank: int, flag: int, value: int, stream: int | None = None) -> None:
+    def set_flag(self, rank: int, flag: int, value: int, stream: int | None = None) -> None:
         source = self._first_value + 4 * (value % VALUES)
         self._driver.copy(self._flag_addresses[rank] + 4 * flag, source, 4, self._handle(stream))
 
@@ -172,7 +172,7 @@ class SharedMemory(PeerMemory):
     def copy(self, target: int, source: int, nbytes: int, stream: int | None = None) -> None:
         ctypes.memmove(target, source, nbytes)
 
-    def tell(self, rank: int, flag: int, value: int, stream: int | None = None) -> None:
+    def set_flag(self, rank: int, flag: int, value: int, stream: int | None = None) -> None:
         self._flags[rank][flag] = value % VALUES
 
     def wait(self, flag: int, value: int, stream: int | None = None) -> None:

@@ -122,7 +122,7 @@ class PeerTransfers:
             target = memory.box(end.peer, end.first_box + box)
             for tensor, start in zip(contiguous, _offsets(contiguous), strict=True):
                 target[start : start + tensor.nbytes].view(tensor.dtype).copy_(tensor.view(-1))
-            memory.tell(end.peer, end.first_box + box, message)
+            memory.set_flag(end.peer, end.first_box + box, message)
             self._sent.append((end.record_event(), contiguous))
 
     def receive(self, action: Action, metas: Sequence[Meta]) -> None:
@@ -147,7 +147,7 @@ class PeerTransfers:
         source = memory.box(self._rank, end.first_box + box)
         for tensor, start in zip(tensors, _offsets(tensors), strict=True):
             tensor.view(-1).copy_(source[start : start + tensor.nbytes].view(tensor.dtype))
-        memory.tell(end.peer, end.free_flags + box, message)
+        memory.set_flag(end.peer, end.free_flags + box, message)
 
     def take(self, action: Action) -> list[Tensor]:
         """Waits for the received tensors and returns them. On a GPU the current stream waits."""

@@ -88,7 +88,7 @@ class Exchange:
 
     def tell(self, rank: int, box: int, turn: int, stream: str) -> None:
         """Sets this rank's flag for a box on another rank, after the stream's work so far."""
-        self.memory.tell(rank, box * self.ranks + self.rank, turn, self.handles.get(stream))
+        self.memory.set_flag(rank, box * self.ranks + self.rank, turn, self.handles.get(stream))
 
     def wait(self, rank: int, box: int, turn: int, stream: str = "") -> None:
         """Makes a stream ("": the calling one) wait until `rank` has set its flag for a box."""
