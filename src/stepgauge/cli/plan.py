@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from stepgauge.cli.console import Format, info, print_points, print_table
+from stepgauge.cli.option_names import with_option_names
 from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.cli.rows import Fresh, Out, hardware_argument
 from stepgauge.cli.validate import compare
@@ -36,7 +37,7 @@ from stepgauge.spec.record import Record
 from stepgauge.spec.units import GIB, ceil_div
 from stepgauge.spec.user_model import UserModel
 from stepgauge.validate.planned import planned
-from stepgauge.validate.rows import Asked
+from stepgauge.validate.rows import ValidationRow
 
 
 @spec_options(PlanSpec, ModelSpec, defaults={"size": "small"})
@@ -79,7 +80,7 @@ def command(
     if verify:
         specs = runnable(spec, plan.rows, verify)
         print()
-        compare([Asked(each) for each in specs], hardware, out=out, fresh=fresh, format=format)
+        compare([ValidationRow(each) for each in specs], hardware, out=out, fresh=fresh, format=format)
 
 
 def _note_trace(spec: LayoutSpec) -> None:
@@ -125,7 +126,8 @@ def _explanations(
         yield "Orders of magnitude of a micro-batch", [magnitudes(scales(layout))]
         yield "What else fits", _alternatives(spec, plan, machine)
     if plan.refused:
-        yield "Axes left out", [f"{axis}: {reason}" for axis, reason in plan.refused.items()]
+        reasons = [f"{axis}: {with_option_names(why)}" for axis, why in plan.refused.items()]
+        yield "Axes left out", reasons
     notes = dict.fromkeys(row.note for row in shown if row.note)
     yield "Assumptions", [*notes, *_assumptions(spec, machine)]
 
