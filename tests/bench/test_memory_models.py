@@ -1,5 +1,5 @@
-"""Predictions where what torch does by itself would be wrong: for CUDA against recorded measurements
-of an H100 and an H200, and small models of a person's own.
+"""Memory predictions where torch's own fake tensors would be wrong: for CUDA, compared with recorded
+measurements of an H100 and an H200, and for small user models.
 """
 
 import dataclasses
@@ -30,16 +30,16 @@ SPEC = MemorySpec(model=ModelSpec(num_layers=2), batch=4)
 
 
 def recorded_steps():
-    """The specs of three whole uncompiled steps of the smallest size, and the peaks that an H100
-    measured: stock in fp32 and bf16, our kernels in bf16.
+    """Returns the specs of three uncompiled steps of the smallest size, with the peaks measured on an
+    H100: stock PyTorch in fp32 and bf16, our kernels in bf16.
     """
     fields = {field.name for field in dataclasses.fields(MemorySpec)}
-    asked = {"compile": "off", "size": "small", "batch": 4}.items()
+    selected = {"compile": "off", "size": "small", "batch": 4}.items()
     rows = {}
     for name in ("2026-11-21-h100-study.jsonl", "2026-11-21-h100-step-fused.jsonl"):
         for record in records_of(name):
             spec = record.spec
-            if record.kind != "step" or record.status != "ok" or not asked <= spec.items():
+            if record.kind != "step" or record.status != "ok" or not selected <= spec.items():
                 continue
             if spec["precision"] in ("fp32", "bf16") and spec["model"]["context_length"] == 512:
                 shared = {name: spec[name] for name in fields & {*spec}}
@@ -49,15 +49,13 @@ def recorded_steps():
 
 
 def recorded_checkpointing():
-    """The specs of four ways of checkpointing, and the peaks that the allocator of an H200
-    measured.
-    """
+    """Returns the specs of checkpointed steps, with the peaks of an H200's allocator."""
     return [
         (record.spec, record.median("peak_bytes"))
         for record in records_of("2026-11-21-h200-memory.jsonl")
         if record.spec["size"] == "small"
         and record.spec["checkpointing"] in ("blocks", "selective")
-    ][1:]  # parts of one block and of four, selective
+    ][1:]  # one block, four blocks together, and selective
 
 
 def records_of(name):
@@ -65,20 +63,20 @@ def records_of(name):
 
 
 @needs_fake_cuda
-def test_for_cuda_the_prediction_is_within_half_a_percent_of_what_gpus_measured(tmp_path):
-    """In a process of its own, which believes from then on that there is a CUDA device."""
-    known = [*recorded_steps(), *recorded_checkpointing()]
-    assert len(known) == 5
-    # The loop runs another optimizer; its place in the peak is the fused one's.
-    asked = [spec for spec, _ in known] + [known[-1][0] | {"optimizer": "adamw-loop"}]
-    *found, looped = predictions([row | {"predict": "sm90"} for row in asked])
-    for (spec, measured), record in zip(known, found, strict=True):
+def test_predictions_for_cuda_are_within_half_a_percent_of_measurements_on_gpus(tmp_path):
+    """It runs in another process, because registering fake CUDA lasts for the whole process."""
+    recorded = [*recorded_steps(), *recorded_checkpointing()]
+    assert len(recorded) == 5
+    # The last row uses another optimizer, adamw-loop, whose peak is no higher than the fused one's.
+    specs = [spec for spec, _ in recorded] + [recorded[-1][0] | {"optimizer": "adamw-loop"}]
+    *fused, loop = predictions([row | {"predict": "sm90"} for row in specs])
+    for (spec, measured), record in zip(recorded, fused, strict=True):
         assert abs(record.median("peak_bytes") / measured - 1) < 0.005, spec
-    assert looped.median("peak_bytes") < max(measured for _, measured in known)
+    assert loop.median("peak_bytes") < max(measured for _, measured in recorded)
 
 
 def predictions(rows):
-    """The modelled records of the specs."""
+    """Returns the modelled records of the specs, predicted in another process."""
     code = (
         "import json, sys\n"
         "from stepgauge.bench.memory import predicted\n"
@@ -102,7 +100,7 @@ from torch import nn
 from torch.nn import functional as F
 
 class Tied(nn.Module):
-    """Both products' gradients are those of one weight."""
+    """Both products contribute to the gradient of one weight."""
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(512, 512))
@@ -116,7 +114,7 @@ class Masked(nn.Linear):
         return y[y > 0].sum()
 
 class Attention(nn.Module):
-    """Two heads of keys and values for eight of queries, or a bias that is learned."""
+    """Eight query heads share two heads of keys and values, or there is a trainable bias."""
     def __init__(self, biased):
         super().__init__()
         self.q, self.kv = nn.Linear(256, 256), nn.Linear(256, 256 if biased else 64)
@@ -136,7 +134,7 @@ class Rows(nn.Module):
         return (self.rows(x).sum(1) + self.rows(x + 1).sum(1) + self.bag(x)).sum()
 
 class Padded(nn.Linear):
-    """Pads to the longest by its value; or refuses a value that a tensor without memory has not."""
+    """Pads to the longest length, whose value it reads; or raises for a value that a fake tensor lacks."""
     lengths = None
     def forward(self, x):
         if self.lengths is None:
@@ -153,20 +151,20 @@ def padded():
 def refusing(): return Padded(8, 8), (torch.ones(2, 9, 8),)
 
 class Skipping(nn.Linear):
-    """A layer that is left out with probability zero, as Whisper's are."""
+    """A layer that is skipped with probability zero, as in Whisper."""
     def forward(self, x):
         return (x if torch.rand([]) < 0.0 else super().forward(x)).sum()
 def skipping(): return Skipping(64, 64), (torch.ones(2, 64),)
 
 class Forces(nn.Sequential):
-    """A gradient taken within forward, which has one of its own."""
+    """Forward computes a gradient, of which backward computes the gradient."""
     def forward(self, x):
         x = x.clone().requires_grad_()
         energy = super().forward(x).sum()
         return torch.autograd.grad(energy, x, create_graph=True)[0].pow(2).sum()
 
 class Losses(nn.Linear):
-    """Losses whose mean or sum torch gives in storage of the input's size, and one that it does not."""
+    """Losses whose mean or sum keeps a storage of the input's size, and one whose does not."""
     def forward(self, x):
         y = super().forward(x)
         target = torch.ones_like(y)
@@ -196,7 +194,7 @@ def own(tmp_path):
     file.write_text(OWN)
 
     def spec(name, **fields):
-        optimizer = "adamw" if name in ("rows", "coalesced") else "sgd"  # those bring their own
+        optimizer = "adamw" if name in ("rows", "coalesced") else "sgd"  # these have their own
         model = UserModel.read(f"{file}:{name}")
         return dataclasses.replace(SPEC, model=model, optimizer=optimizer, **fields)
 
@@ -211,7 +209,7 @@ def test_two_gradients_of_one_weight_are_added_in_place(own):
 
 
 @pytest.mark.parametrize("name", ["copied", "rows", "forces", "padded", "skipping", "losses"])
-def test_odd_networks_are_predicted(own, name):
+def test_unusual_networks_are_predicted_to_the_byte(own, name):
     spec = own(name)
     assert measure(spec).median("peak_bytes") == predicted(spec).median("peak_bytes")
 
@@ -219,13 +217,16 @@ def test_odd_networks_are_predicted(own, name):
 @pytest.mark.parametrize(
     ("name", "note"),
     [
-        ("masked", "aten.index.Tensor gives as many elements"),
-        ("refusing", "asks for a value, which a prediction does not have; then came ValueError"),
-        ("coalesced", "aten._coalesce.default gives as many elements"),
+        ("masked", "aten.index.Tensor returns a number of elements that depends on the values"),
+        (
+            "refusing",
+            "reads a tensor's value, which a prediction does not have; then came ValueError",
+        ),
+        ("coalesced", "aten._coalesce.default returns a number of elements that depends"),
         ("lstm", "aten.mkldnn_rnn_layer.default, LSTM on a CPU, keeps a workspace"),
     ],
 )
-def test_what_has_no_prediction_is_named_beside_what_was_measured(own, name, note):
+def test_a_measured_row_names_the_operator_that_cannot_be_predicted(own, name, note):
     spec = own(name)
     prediction, record = predicted(spec), measure(spec)
     assert prediction.status == "failed" and note in prediction.note
@@ -236,7 +237,7 @@ def test_what_has_no_prediction_is_named_beside_what_was_measured(own, name, not
 
 
 @needs_fake_cuda
-def test_kernels_that_only_a_gpu_has_keep_what_they_keep_there(own):
+def test_kernels_that_exist_only_on_a_gpu_keep_the_same_memory_as_there(own):
     names = ("grouped", "biased", "lstm", "rows")
     specs = [own(name, predict="sm90", precision="bf16") for name in names]
     grouped, biased, lstm, rows = predictions([dataclasses.asdict(spec) for spec in specs])
@@ -244,14 +245,15 @@ def test_kernels_that_only_a_gpu_has_keep_what_they_keep_there(own):
     assert grouped.median("activations_bytes") < scores
     operators = {row[1] for row in biased.tables["savers"][1:]}
     assert "_scaled_dot_product_efficient_attention" in operators  # its bias has a gradient
-    # The reserve space: five values a hidden state of each layer, and the output between them; beside it the output.
+    # Reserve space: five values per hidden state of each layer, and the outputs between the layers.
+    # The layer's output is kept, too.
     assert max(row[-1] for row in lstm.tables["savers"][1:]) == (2 * 5 + 2) * 100 * 8 * 128 * 2
     assert "aten._cudnn_rnn.default, LSTM" in lstm.note and not rows.note
-    assert rows.median("gradients_bytes") > (3 * 32 * 16) * 4  # rows that were used, and no others
+    assert rows.median("gradients_bytes") > (3 * 32 * 16) * 4  # only the rows that were used
 
 
-def test_attention_that_no_backend_takes_is_the_plain_one():
-    """Not torch's own function: it asks the driver, which a torch built for CUDA has not here."""
+def test_attention_that_no_backend_supports_uses_the_math_backend():
+    """torch's own function would query the driver, which fails without a GPU."""
     q, kv = torch.randn(2, 8, 5, 16), torch.randn(2, 2, 7, 16)
     mask = torch.rand(5, 7) < 0.8
     mask[:, 0] = True

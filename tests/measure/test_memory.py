@@ -1,6 +1,4 @@
-"""Storages tracked on a small step whose sizes are known by hand, and the allocator's history
-joined with them.
-"""
+"""Tracks the storages of a small step with known sizes, and joins them with an allocator's history."""
 
 import torch
 from torch import nn
@@ -24,7 +22,7 @@ class Small(nn.Module):
         return x.sum()
 
 
-def followed_step(tracker, model, x, optimizer, steps=2):
+def tracked_steps(tracker, model, x, optimizer, steps=2):
     tracker.label(model.parameters(), PARAMETERS)
     tracker.label([x], OTHER)
     with tracker.watching(model):
@@ -43,46 +41,42 @@ def followed_step(tracker, model, x, optimizer, steps=2):
 def small_step(tracker):
     with tracker:
         model, x = Small(), torch.ones(32, 64)
-        followed_step(tracker, model, x, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        tracked_steps(tracker, model, x, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     return model
 
 
-def test_bytes_by_category_are_those_of_the_shapes():
+def test_bytes_by_category_follow_from_the_shapes():
     tracker = StorageTracker(CPU)
     model = small_step(tracker)
-    shown = memory_timeline(tracker.allocations, tracker.phases[-3:], caching=False)
+    timeline = memory_timeline(tracker.allocations, tracker.phases[-3:], caching=False)
     weights = 3 * 64 * 64 * 4
-    at_end_of_backward = [m for m in shown.moments if m.event < shown.phases[2].start][-1].held
-    assert (
-        at_end_of_backward[PARAMETERS]
-        == weights
-        == at_end_of_backward[STATE]
-        == at_end_of_backward[GRADIENTS]
-    )
-    assert at_end_of_backward[OTHER] == 32 * 64 * 4
-    # Each relu's result is kept by its own gradient and by the next layer; the loss lives too.
-    assert sum(shown.bytes_of[a] for a in shown.saved_for_backward()) == 3 * 32 * 64 * 4 + 4
-    assert shown.moments[-1].held[GRADIENTS] == 0
+    backward = [m for m in timeline.moments if m.event < timeline.phases[2].start]
+    held = backward[-1].held
+    assert held[PARAMETERS] == held[STATE] == held[GRADIENTS] == weights
+    assert held[OTHER] == 32 * 64 * 4
+    # Each relu's result is kept for its own gradient and for the next layer's. The loss is held, too.
+    assert sum(timeline.bytes_of[a] for a in timeline.saved_for_backward()) == 3 * 32 * 64 * 4 + 4
+    assert timeline.moments[-1].held[GRADIENTS] == 0
     assert model is not None
 
 
-def test_what_is_kept_is_told_by_block_and_line():
+def test_tensors_kept_for_backward_have_their_block_and_line():
     tracker = StorageTracker(CPU)
     model = small_step(tracker)
-    shown = memory_timeline(tracker.allocations, tracker.phases[-3:], caching=False)
-    saved = shown.saved_for_backward()
-    (first, *_) = savers(saved, shown.bytes_of)
+    timeline = memory_timeline(tracker.allocations, tracker.phases[-3:], caching=False)
+    saved = timeline.saved_for_backward()
+    (first, *_) = savers(saved, timeline.bytes_of)
     kept_by, made_by, line, tensors, size = first
     assert (made_by, size) == ("relu", tensors * 32 * 64 * 4)
     assert line.startswith("measure/test_memory.py:")
-    assert set(by_block(saved, shown.bytes_of)) <= {"", "blocks.0", "blocks.1", "blocks.2"}
+    assert set(by_block(saved, timeline.bytes_of)) <= {"", "blocks.0", "blocks.1", "blocks.2"}
     assert kept_by in ("", "blocks.*")
     gradients = [a for a in tracker.allocations if a.category == GRADIENTS]
     assert {a.module for a in gradients} == {"blocks.0", "blocks.1", "blocks.2"}
     assert model is not None
 
 
-def test_following_changes_neither_loss_nor_gradients():
+def test_tracking_does_not_change_gradients():
     torch.manual_seed(0)
     model, x = Small(), torch.randn(8, 64)
     model(x).backward()
@@ -93,13 +87,13 @@ def test_following_changes_neither_loss_nor_gradients():
     assert all(torch.equal(a, p.grad) for a, p in zip(plain, model.parameters(), strict=True))
 
 
-def test_every_storage_that_was_seen_dies():
+def test_every_tracked_storage_is_released():
     tracker = StorageTracker(CPU)
     small_step(tracker)
     assert all(allocation.died is not None for allocation in tracker.allocations)
 
 
-def test_history_gives_followed_storages_their_category_and_the_rest_to_its_operator():
+def test_history_labels_tracked_storages_and_assigns_the_rest_to_their_operator():
     tracker = StorageTracker(CPU, events=lambda: 0)
     windows = [(0, 2, "mm"), (3, 4, "add")]
     from stepgauge.measure.memory.storage_tracker import StorageMark, Window
@@ -114,7 +108,7 @@ def test_history_gives_followed_storages_their_category_and_the_rest_to_its_oper
     ]
     tracker.marks = [
         StorageMark(6, 64, GRADIENTS, "blocks.0.weight"),
-        StorageMark(6, 64, ACTIVATIONS, "blocks.0", "relu", "model.py:2"),  # a gradient stays one
+        StorageMark(6, 64, ACTIVATIONS, "blocks.0", "relu", "model.py:2"),  # it stays a gradient
         StorageMark(8, 16, ACTIVATIONS, "blocks.1", "mm", "model.py:3"),
     ]
     trace = [
@@ -123,52 +117,45 @@ def test_history_gives_followed_storages_their_category_and_the_rest_to_its_oper
         {"action": "free_completed", "addr": 16, "size": 1000},  # 2
         {"action": "alloc", "addr": 32, "size": 2000},  # 3: add's result
         {"action": "free_completed", "addr": 32, "size": 2000},  # 4
-        # 5: made by what was not seen, later told to be a gradient
+        # 5: made outside of operators, later labelled as a gradient
         {"action": "alloc", "addr": 64, "size": 5},
         {"action": "free_completed", "addr": 64, "size": 5},  # 6
-        {"action": "alloc", "addr": 16, "size": 1000},  # 7: the same address again, another life
+        {"action": "alloc", "addr": 16, "size": 1000},  # 7: another allocation at the same address
         {"action": "free_completed", "addr": 16, "size": 1000},  # 8
     ]
-    lives = joined(trace, tracker, first=0)
-    assert [(a.category, a.operator, a.born, a.died) for a in lives] == [
+    allocations = joined(trace, tracker, first=0)
+    assert [(a.category, a.operator, a.born, a.died) for a in allocations] == [
         (OTHER, "inside mm", 0, None),
         (ACTIVATIONS, "mm", 1, 2),
         (PARAMETERS, "add", 3, 4),
         (GRADIENTS, "outside of operators", 5, 6),
         (ACTIVATIONS, "mm", 7, 8),
     ]
-    assert [a.module for a in lives[3:]] == ["blocks.0.weight", "blocks.1"]
+    assert [a.module for a in allocations[3:]] == ["blocks.0.weight", "blocks.1"]
 
 
-def test_a_real_steps_history_has_the_categories_of_its_storages():
-    """The tracker's own events, written down as an allocator would, come back as they were
-    tracked.
-    """
+def test_the_history_of_a_real_step_keeps_the_categories_of_its_storages():
+    """The tracker's own events serve as the allocator's history."""
     tracker = StorageTracker(CPU)
-    seen = []
-
-    def count():
-        return tracker._count
-
-    tracker._events = count
+    events = []
+    tracker._events = lambda: tracker._count
     model = small_step(tracker)
     for allocation in tracker.allocations:
-        seen.append((allocation.born, "alloc", allocation))
+        events.append((allocation.born, "alloc", allocation))
         if allocation.died is not None:
-            seen.append((allocation.died, "free_completed", allocation))
+            events.append((allocation.died, "free_completed", allocation))
     trace = [
         {"action": action, "addr": a.address, "size": a.bytes}
-        for _, action, a in sorted(seen, key=lambda e: e[0])
+        for _, action, a in sorted(events, key=lambda event: event[0])
     ]
-    for index, allocation in enumerate(tracker.allocations):
-        tracker.allocations[index] = allocation
-        allocation.born += 1  # the count is read after the allocation, on CUDA
-    lives = joined(trace, tracker, first=0)
-    assert [a.category for a in lives] == [a.category for a in tracker.allocations]
+    for allocation in tracker.allocations:
+        allocation.born += 1  # on CUDA the count is read after the allocation
+    allocations = joined(trace, tracker, first=0)
+    assert [a.category for a in allocations] == [a.category for a in tracker.allocations]
     assert model is not None
 
 
-def test_paths():
+def test_block_of_a_path_and_path_without_numbers():
     assert [block_of(path) for path in ("blocks.3.attention", "head", "0.linear", "a.b.12")] == [
         "blocks.3", "", "0", "a.b.12",
     ]  # fmt: skip

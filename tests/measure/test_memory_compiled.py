@@ -1,4 +1,4 @@
-"""What backward of compiled code keeps, on a model whose sizes are known by hand."""
+"""Tensors that compiled code keeps for backward, on a model with known sizes."""
 
 import functools
 import shutil
@@ -38,60 +38,58 @@ class Small(nn.Module):
 
 
 def kept(model, run, x):
-    """(module, operator, line, bytes) of the storages that are neither weights nor the batch."""
-    notes = KeptByGraphs()
-    known = {tensor.untyped_storage()._cdata for tensor in (x, *model.parameters())}
-    found = {}
-    with notes.noting():
+    """Returns (module, operator, line, bytes) of the kept storages except weights and the batch."""
+    graphs = KeptByGraphs()
+    excluded = {tensor.untyped_storage()._cdata for tensor in (x, *model.parameters())}
+    rows = {}
+    with graphs.noting():
         loss = run(x)
-        for tensor, place in notes.of(loss):
+        for tensor, origin in graphs.of(loss):
             storage = tensor.untyped_storage()
-            if storage._cdata not in known:
-                found[storage._cdata] = (place.module, place.operator, place.line, storage.nbytes())
+            if storage._cdata not in excluded:
+                rows[storage._cdata] = (
+                    origin.module, origin.operator, origin.line, storage.nbytes(),
+                )  # fmt: skip
     loss.backward()
-    return list(found.values())
+    return list(rows.values())
 
 
-@pytest.mark.parametrize("again", ["the first time", "from the compiler's cache"])
-def test_a_compiled_models_storages_are_told_by_module_operator_and_line(again):
+@pytest.mark.parametrize("run", ["the first time", "from the compiler's cache"])
+def test_kept_tensors_of_a_compiled_model_have_module_operator_and_line(run):
     torch._dynamo.reset()
     model, x = Small(), torch.randn(ROWS, WIDTH)
-    found = kept(model, torch.compile(model), x)
-    # What any partition must keep: the inputs of the second and the third product, for the
-    # gradients of their weights.
-    told = {(module, operator, size) for module, operator, _, size in found}
-    assert {(f"blocks.{n}", "relu", ROWS * WIDTH * 4) for n in (0, 1)} <= told
-    assert all(
-        line.startswith("measure/test_memory_compiled.py:") for _, operator, line, _ in found
-    )
-    assert sum(size for *_, size in found) <= 4 * ROWS * WIDTH * 4
+    rows = kept(model, torch.compile(model), x)
+    # Every partition must keep the inputs of the second and third product, for the gradients of
+    # their weights.
+    made = {(module, operator, size) for module, operator, _, size in rows}
+    assert {(f"blocks.{n}", "relu", ROWS * WIDTH * 4) for n in (0, 1)} <= made
+    assert all(line.startswith("measure/test_memory_compiled.py:") for _, _, line, _ in rows)
+    assert sum(size for *_, size in rows) <= 4 * ROWS * WIDTH * 4
 
 
-def test_a_graph_that_runs_for_every_block_is_a_part_a_time_and_eager_code_is_told_by_its_node():
+def test_runs_of_a_repeated_graph_are_numbered_and_eager_code_has_its_autograd_node():
     torch._dynamo.reset()
     model, x = Small(), torch.randn(ROWS, WIDTH)
     for block in model.blocks:
         block.compile()
-    found = kept(model, model, x)
-    told = {(module, operator, size) for module, operator, _, size in found}
-    # The first part's input is the batch; the last result is kept for its square, by autograd's own
+    made = {(module, operator, size) for module, operator, _, size in kept(model, model, x)}
+    # The first graph's input is the batch. The last result is kept for its square by autograd's own
     # node.
-    assert {("graph.0", "input", ROWS * WIDTH * 4), ("graph.1", "input", ROWS * WIDTH * 4)} <= told
-    assert ("", "PowBackward0", ROWS * WIDTH * 4) in told
+    assert {("graph.0", "input", ROWS * WIDTH * 4), ("graph.1", "input", ROWS * WIDTH * 4)} <= made
+    assert ("", "PowBackward0", ROWS * WIDTH * 4) in made
 
 
 class Checkpointed(nn.Module):
     def forward(self, x):
-        """Its compiled graph keeps attention's random state, whose size is symbolic to the
+        """The compiled graph keeps attention's random state, whose size is symbolic for the
         compiler.
         """
         attend = functools.partial(F.scaled_dot_product_attention, is_causal=True)
         return checkpoint(attend, x, x, x, use_reentrant=False).square().sum()
 
 
-def test_what_a_checkpoint_computes_again_is_not_kept():
+def test_recomputed_tensors_of_a_checkpoint_are_not_kept():
     torch._dynamo.reset()
     model, x = Checkpointed(), torch.randn(2, 2, ROWS, WIDTH, requires_grad=True)
-    found = kept(model, torch.compile(model), x)
-    # neither attention's result nor its square's input
-    assert sum(size for *_, size in found) < x.nbytes
+    # It keeps neither attention's result nor the input of its square.
+    assert sum(size for *_, size in kept(model, torch.compile(model), x)) < x.nbytes

@@ -1,3 +1,1 @@
-"""Who holds memory when: every storage tracked from birth to death, on real tensors and on tensors
-without memory.
-"""
+"""Tracks every storage of a step from its allocation to its release, on real and on fake tensors."""

@@ -1,7 +1,7 @@
-"""Which kernels torch's scaled_dot_product_attention takes on a GPU that is not there.
+"""Predicts which backend torch's scaled_dot_product_attention chooses on a GPU, on a machine without it.
 
-The rules are those of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp in torch 2.11 to 2.13; on
-Hopper cuDNN's attention comes first, as with cuDNN later than 9.15.
+The rules are those of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp in torch 2.11 to 2.13. On
+Hopper cuDNN's attention comes first, as it does with cuDNN later than 9.15.
 """
 
 import dataclasses
@@ -14,14 +14,14 @@ from torch import Tensor
 
 CUDNN_WIDEST_HEAD = 128
 FLASH_WIDEST_HEAD = 256
-FLASH_MULTIPLE = 8  # narrower heads are padded
-MASK_MULTIPLE = 16  # values of a row, for the memory-efficient kernels
+FLASH_MULTIPLE = 8  # heads are padded to a multiple of this width
+MASK_MULTIPLE = 16  # mask rows are padded to this for the memory-efficient kernels
 aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCall:
-    """One call: q_BHTD, k_BHSD, v_BHSD after autocast, and what torch's function takes beside."""
+    """One call: q_BHTD, k_BHSD, v_BHSD after autocast, and the other arguments of torch's function."""
 
     q: Tensor
     k: Tensor
@@ -38,8 +38,7 @@ class AttentionCall:
 
     @property
     def needs_gradient(self) -> bool:
-        wanted = self.q.requires_grad or self.k.requires_grad or self.v.requires_grad
-        return torch.is_grad_enabled() and wanted
+        return torch.is_grad_enabled() and any(x.requires_grad for x in (self.q, self.k, self.v))
 
     @property
     def mask_needs_gradient(self) -> bool:
@@ -47,10 +46,10 @@ class AttentionCall:
 
 
 def attention_of(architecture: str) -> Callable[..., Tensor]:
-    """scaled_dot_product_attention by the backend that torch picks on sm80 or sm90.
+    """Returns a scaled_dot_product_attention that uses the backend torch chooses on sm80 or sm90.
 
-    A function in its place rather than a mode: modes do not come along into autograd's thread, where
-    checkpoints run.
+    It replaces torch's function. A dispatch mode would not work in autograd's thread, where
+    checkpoints are recomputed.
     """
     original = F.scaled_dot_product_attention
 
@@ -71,7 +70,7 @@ def attention_of(architecture: str) -> Callable[..., Tensor]:
             )  # fmt: skip
         q, k, v, mask = map(_autocast, (query, key, value, attn_mask))
         call = AttentionCall(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
-        with torch.autocast("cuda", enabled=False):  # torch's own function casts but its arguments
+        with torch.autocast("cuda", enabled=False):  # torch's function casts only its arguments
             return backend(call, architecture)(call)
 
     return attend
@@ -85,17 +84,19 @@ def _autocast(tensor: Any) -> Any:
 
 
 def backend(call: AttentionCall, architecture: str) -> Callable[[AttentionCall], Tensor]:
-    """The first that takes the call, at last the plain one, which writes the scores."""
-    enabled = torch.backends.cuda
+    """Returns the first backend that supports the call, or else the math backend, which materializes
+    the scores.
+    """
+    settings = torch.backends.cuda
     order = [
-        (enabled.flash_sdp_enabled(), _flash_takes, _flash),
-        (enabled.mem_efficient_sdp_enabled(), _efficient_takes, _efficient),
+        (settings.flash_sdp_enabled(), _flash_supports, _flash),
+        (settings.mem_efficient_sdp_enabled(), _efficient_supports, _efficient),
     ]
-    cudnn = (enabled.cudnn_sdp_enabled(), _cudnn_takes, _cudnn)
+    cudnn = (settings.cudnn_sdp_enabled(), _cudnn_supports, _cudnn)
     order.insert(0 if architecture == "sm90" else 2, cudnn)
     if any(x.ndim != 4 or 0 in x.shape for x in (call.q, call.k, call.v)):
-        return _plain
-    return next((run for on, takes, run in order if on and takes(call)), _plain)
+        return _math
+    return next((run for enabled, supports, run in order if enabled and supports(call)), _math)
 
 
 def _heads_agree(call: AttentionCall, *, grouped: bool) -> bool:
@@ -105,7 +106,7 @@ def _heads_agree(call: AttentionCall, *, grouped: bool) -> bool:
     return grouped and call.gqa and keys == values and heads % keys == 0
 
 
-def _cudnn_takes(call: AttentionCall) -> bool:
+def _cudnn_supports(call: AttentionCall) -> bool:
     widths = call.q.shape[-1], call.v.shape[-1]
     return (
         call.low_precision
@@ -118,7 +119,7 @@ def _cudnn_takes(call: AttentionCall) -> bool:
     )
 
 
-def _flash_takes(call: AttentionCall) -> bool:
+def _flash_supports(call: AttentionCall) -> bool:
     return (
         call.low_precision
         and call.mask is None
@@ -129,7 +130,7 @@ def _flash_takes(call: AttentionCall) -> bool:
     )
 
 
-def _efficient_takes(call: AttentionCall) -> bool:
+def _efficient_supports(call: AttentionCall) -> bool:
     multiple = 8 if call.low_precision else 4
     return (
         call.q.dtype != torch.float64
@@ -149,10 +150,10 @@ def _cudnn(call: AttentionCall) -> Tensor:
 def _flash(call: AttentionCall) -> Tensor:
     width = call.q.shape[-1]
     padded = [F.pad(x, (0, -width % FLASH_MULTIPLE)) for x in (call.q, call.k, call.v)]
-    taken = padded if width % FLASH_MULTIPLE else [call.q, call.k, call.v]
+    inputs = padded if width % FLASH_MULTIPLE else [call.q, call.k, call.v]
     scale = call.scale or width**-0.5
     return aten._scaled_dot_product_flash_attention(
-        *taken, call.dropout, call.causal, False, scale=scale
+        *inputs, call.dropout, call.causal, False, scale=scale
     )[0][..., :width]
 
 
@@ -160,8 +161,8 @@ def _efficient(call: AttentionCall) -> Tensor:
     mask = _added_mask(call)
     if mask is not None:
         mask = mask.expand(*call.q.shape[:3], call.k.shape[2])
-        if spare := -mask.shape[-1] % MASK_MULTIPLE:
-            mask = F.pad(mask, (0, spare))[..., :-spare]
+        if padding := -mask.shape[-1] % MASK_MULTIPLE:
+            mask = F.pad(mask, (0, padding))[..., :-padding]
         elif any(stride % MASK_MULTIPLE for stride in mask.stride()[:3]):
             mask = mask.contiguous()
     return aten._scaled_dot_product_efficient_attention(
@@ -170,7 +171,7 @@ def _efficient(call: AttentionCall) -> Tensor:
     )[0]  # fmt: skip
 
 
-def _plain(call: AttentionCall) -> Tensor:
+def _math(call: AttentionCall) -> Tensor:
     return aten._scaled_dot_product_attention_math(
         call.q, call.k, call.v, _added_mask(call), call.dropout, call.causal, None,
         scale=call.scale, enable_gqa=call.gqa,
@@ -178,7 +179,7 @@ def _plain(call: AttentionCall) -> Tensor:
 
 
 def _added_mask(call: AttentionCall) -> Tensor | None:
-    """What is added to the scores: a boolean mask becomes values of the queries' type."""
+    """Returns the mask that is added to the scores. A boolean mask becomes 0 and -inf in q's dtype."""
     if call.mask is None or call.mask.dtype != torch.bool:
         return call.mask
     return torch.zeros_like(call.mask, dtype=call.q.dtype).masked_fill_(

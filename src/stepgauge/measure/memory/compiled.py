@@ -1,8 +1,8 @@
-"""What backward of compiled code keeps, and where in the program each of it was made.
+"""Finds the tensors that compiled code keeps for backward, and the program lines that computed them.
 
-No dispatch mode sees into compiled code. But torch.compile's partitioner, which chooses what is
-kept, has the traced program before it, and autograd's node of the compiled forward holds the
-tensors: two lists in the same order.
+A dispatch mode cannot see inside compiled code. But torch.compile's partitioner, which chooses the
+kept tensors, sees the traced program, and autograd's node of the compiled forward holds the tensors.
+Both list them in the same order.
 """
 
 import collections
@@ -18,7 +18,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from stepgauge.measure.memory.autograd_engine import forward_number, held_tensors
-from stepgauge.measure.memory.storage_tracker import is_own, short_path
+from stepgauge.measure.memory.storage_tracker import is_program_file, short_path
 
 Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
@@ -26,20 +26,26 @@ FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
+    """The operator, module and program line that computed a tensor."""
+
     operator: str
     module: str = ""
     line: str = ""
 
 
 class KeptByGraphs(CustomPartitionerFn):
-    """Partitions as torch.compile does, and notes where what each forward graph keeps is made."""
+    """Partitions like torch.compile, and notes the origins of the tensors that each forward graph
+    keeps.
+    """
 
     def __init__(self) -> None:
         self._origins: dict[Signature, list[Origin]] = {}
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Graphs compiled within are known; one from autograd's cache has no partitioner."""
+        """Notes the graphs that are compiled inside the context. Autograd's cache is off, because a
+        cached graph is not partitioned again.
+        """
         functorch, inductor = torch._functorch.config, torch._inductor.config
         with (
             functorch.patch(enable_autograd_cache=False),
@@ -61,15 +67,17 @@ class KeptByGraphs(CustomPartitionerFn):
         return forward, backward
 
     def uuid(self) -> str:
-        """Of the code that the compiler keeps: it is torch's own partition, whoever notes it."""
+        """Returns the key for the compiler's cache. It is the same for all instances, because all
+        partition alike.
+        """
         return type(self).__name__
 
     def of(self, loss: Tensor) -> Iterator[tuple[Tensor, Origin]]:
-        """Every tensor that autograd holds for the backward of the loss, weights and batch among
-        them.
+        """Yields every tensor that autograd holds for the loss's backward, including weights and the
+        batch, with its origin.
 
-        A graph that runs several times is a part a time: graph.0, graph.1, ... in the order of the
-        forward pass.
+        If a graph runs several times, the modules of its runs start with graph.0, graph.1, ... in
+        the order of the forward.
         """
         nodes = [(node, tensors) for node in _nodes(loss) if (tensors := held_tensors(node))]
         signatures = [_signature(tensors) for _, tensors in nodes]
@@ -77,21 +85,16 @@ class KeptByGraphs(CustomPartitionerFn):
         number: collections.Counter[Signature] = collections.Counter()
         for (node, tensors), signature in zip(nodes, signatures, strict=True):
             origins = self._origins.get(signature, [Origin(node.name())] * len(tensors))
-            part = (
-                f"graph.{number[signature]}."
-                if runs[signature] > 1 and signature in self._origins
-                else ""
-            )
+            is_repeated = runs[signature] > 1 and signature in self._origins
+            prefix = f"graph.{number[signature]}." if is_repeated else ""
             number[signature] += 1
             for tensor, origin in zip(tensors, origins, strict=True):
-                yield (
-                    tensor,
-                    dataclasses.replace(origin, module=f"{part}{origin.module}".rstrip(".")),
-                )
+                module = f"{prefix}{origin.module}".rstrip(".")
+                yield tensor, dataclasses.replace(origin, module=module)
 
 
 def _signature(tensors: Sequence[Tensor]) -> Signature:
-    """Shapes and types; of a symbolic size the value that it was compiled with."""
+    """Returns shapes and dtypes. A symbolic size becomes the value with which it was compiled."""
     return tuple((tuple(map(_size, tensor.shape)), tensor.dtype) for tensor in tensors)
 
 
@@ -100,21 +103,23 @@ def _size(size: int | torch.SymInt) -> int:
 
 
 def _nodes(loss: Tensor) -> list[Any]:
-    """Autograd's nodes behind the loss, in the order in which forward made them."""
-    found, waiting = set(), [loss.grad_fn]
+    """Returns the autograd nodes of the loss, in the order of the forward."""
+    nodes, waiting = set(), [loss.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            waiting += [before for before, _ in node.next_functions]
-    return sorted(found, key=forward_number)
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            waiting += [next_node for next_node, _ in node.next_functions]
+    return sorted(nodes, key=forward_number)
 
 
 def _origin(node: fx.Node) -> Origin:
-    """Operator that made the storage, through views; module and line of the first that has any."""
+    """Follows views back to the operator that made the storage. Module and line are those of the first
+    node on the way that has them.
+    """
     chain = [node]
-    while (before := _viewed(chain[-1])) is not None:
-        chain.append(before)
+    while (base := _base_of_view(chain[-1])) is not None:
+        chain.append(base)
     modules = [
         list(stack.values())[-1][0] for n in chain if (stack := n.meta.get("nn_module_stack"))
     ]
@@ -131,16 +136,16 @@ def _origin(node: fx.Node) -> Origin:
     )
 
 
-def _viewed(node: fx.Node) -> fx.Node | None:
-    """What a view is a view of; of one of several results, the operator that gave them."""
-    before = node.args[0] if node.args else None
+def _base_of_view(node: fx.Node) -> fx.Node | None:
+    """Returns the node that this one is a view of, or one of several results of, or else None."""
+    base = node.args[0] if node.args else None
     is_view = (
         getattr(node.target, "is_view", False) or getattr(node.target, "__name__", "") == "getitem"
     )
-    return before if is_view and isinstance(before, fx.Node) else None
+    return base if is_view and isinstance(base, fx.Node) else None
 
 
 def _line(stack: str) -> str:
-    """The innermost line of the program that is neither torch's nor of this folder."""
-    frames = [match for match in FRAME.finditer(stack) if is_own(match["file"])]
+    """Returns the innermost line of the stack that is outside of torch and this folder."""
+    frames = [match for match in FRAME.finditer(stack) if is_program_file(match["file"])]
     return f"{short_path(frames[-1]['file'])}:{frames[-1]['line']}" if frames else ""

@@ -1,5 +1,5 @@
-// Makes a torch that has no CUDA device let autograd pass over fake CUDA tensors, which own no memory and run nothing.
-// Autograd asks three things of a device: that there is one, to switch to it, and events between its streams.
+// Lets autograd run on fake CUDA tensors in a torch without a CUDA device. Fake tensors own no memory and run no kernels.
+// Autograd needs three things from a device: its existence, switching to it, and events between its streams.
 
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -40,8 +40,8 @@ extern "C" void register_fake_cuda() {
   static FakeHooks hooks;
   static FakeGuard guard;
   c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::DeviceType::CUDA)].store(&guard);
-  // torch has looked its hooks up for good when it was imported; neither class has fields, so that the object that it
-  // keeps becomes ours by its table of functions.
+  // torch looked up its hooks object when it was imported and keeps it. Neither class has fields, so copying our vtable
+  // pointer turns that object into ours.
   static_assert(sizeof(FakeHooks) == sizeof(at::CUDAHooksInterface));
   auto* known = const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks());
   const void* ours = &hooks;

@@ -1,13 +1,13 @@
-"""Fake CUDA tensors on a machine without a GPU: the only file that reaches into torch for it.
+"""Makes fake CUDA tensors work on a machine without a GPU. Only this file patches torch for it.
 
-Entered only where a prediction for CUDA is asked for and there is no CUDA. Each part goes when torch
-closes the issue that stands beside it:
+It is used only for predictions for CUDA on a machine without CUDA. It works around these problems:
 
-- autograd asks for the device's streams and fails without a GPU (pytorch issue 92627; torch merged
-  and took back a guard that does nothing, pull request 163187): cuda_without_gpu.cpp
-- autocast, is_bf16_supported and get_device_capability ask the driver
-- a torch built without CUDA lacks the kernels by which autograd decides whether an operator is taken
-  apart
+- Autograd queries the device's streams, which fails without a GPU: cuda_without_gpu.cpp. It can go
+  when torch fixes this (pytorch issue 92627; pull request 163187, a guard that does nothing, was
+  merged and reverted).
+- Autocast, is_bf16_supported and get_device_capability query the driver.
+- A torch built without CUDA lacks CUDA kernels. From their presence autograd decides whether an
+  operator is decomposed.
 """
 
 import contextlib
@@ -24,8 +24,9 @@ from torch import Tensor
 from stepgauge.runtime.build import BuildError, shared_library
 
 SOURCE = Path(__file__).with_name("cuda_without_gpu.cpp")
-# CUDA has a kernel for each; other backends run, and autograd keeps, the steps of its formula.
-WHOLE_ON_CUDA = (
+# CUDA has a kernel for each of these. On other backends they are decomposed, and autograd keeps
+# intermediate results.
+NOT_DECOMPOSED_ON_CUDA = (
     "_fused_rms_norm",
     "_fused_rms_norm_backward",
     "silu_backward",
@@ -36,9 +37,8 @@ WHOLE_ON_CUDA = (
 
 @contextlib.contextmanager
 def cuda_without_gpu(architecture: str) -> Iterator[None]:
-    """Within, autograd and autocast take fake CUDA tensors.
-
-    Raises ValueError without a C++ compiler.
+    """Makes autograd and autocast accept fake CUDA tensors inside the context. Raises ValueError
+    without a C++ compiler.
     """
     _register_device()
     _register_kernels()
@@ -47,7 +47,7 @@ def cuda_without_gpu(architecture: str) -> Iterator[None]:
         mock.patch("torch.cuda.get_device_capability", lambda *_: capability),
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
         mock.patch("torch.cuda.is_bf16_supported", lambda *_: True),
-        # recurrent layers would lay out weights for it, and a torch without it warns
+        # Otherwise recurrent layers try to flatten weights for cuDNN, and torch warns without it.
         mock.patch("torch.backends.cudnn.is_acceptable", lambda *_: False),
     ):
         yield
@@ -55,19 +55,19 @@ def cuda_without_gpu(architecture: str) -> Iterator[None]:
 
 @functools.cache
 def _register_device() -> None:
-    """For the rest of the process."""
+    """Registers the fake CUDA device, for the rest of the process."""
     try:
         library = shared_library(SOURCE, name="cuda_without_gpu")
     except BuildError as error:
         raise ValueError(
-            f"predicting for CUDA needs a CUDA device, or C++ to do without: {error}"
+            f"predicting for CUDA needs a CUDA device or a C++ compiler: {error}"
         ) from None
     ctypes.CDLL(str(library)).register_fake_cuda()
 
 
 @functools.cache
 def _register_kernels() -> torch.library.Library | None:
-    """CUDA kernels that are there and never run: fake tensors run none."""
+    """Registers CUDA kernels that are never called, because fake tensors run no kernels."""
     if torch.backends.cuda.is_built():
         return None
 
@@ -75,6 +75,6 @@ def _register_kernels() -> torch.library.Library | None:
         raise AssertionError("a kernel of fake CUDA ran on real tensors")
 
     registered = torch.library.Library("aten", "IMPL")
-    for name in WHOLE_ON_CUDA:
+    for name in NOT_DECOMPOSED_ON_CUDA:
         registered.impl(name, never, "CUDA")
     return registered

@@ -1,8 +1,8 @@
-"""Tensors without memory, on a device that need not be there.
+"""Fake tensors on a device that this machine may not have.
 
-torch's fake tensors run every operator's shape rules and no kernel. Where there is no GPU, fake CUDA
-tensors need cuda_without_gpu.py, and the choices that torch makes by looking at the GPU are made by
-its rules: which attention (attention_backend.py).
+torch's fake tensors own no memory: they run the shape rules of operators, but no kernels. Without a
+GPU, fake CUDA tensors need cuda_without_gpu.py. torch chooses the backend of attention by querying the
+GPU; attention_backend.py makes the same choice without one.
 """
 
 import contextlib
@@ -25,17 +25,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgauge.measure.memory.attention_backend import attention_of
 from stepgauge.measure.memory.cuda_without_gpu import cuda_without_gpu
-from stepgauge.measure.memory.missing_rules import BY_VALUES, RULES, NotPredictableError
+from stepgauge.measure.memory.missing_rules import RULES, SIZE_BY_VALUES, NotPredictableError
 from stepgauge.measure.memory.recurrent import cudnn_recurrent_layers, layers_that_raise
 from stepgauge.measure.memory.storage_tracker import program_line
 
-MOST_QUESTIONS = 50_000  # of one line of the program, one after another
+MOST_READS = 50_000  # consecutive reads of values by one line of the program
 WITHOUT_RULE = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-# For tensors without memory torch takes the layers apart, which keeps half as much.
+# On fake tensors torch decomposes the layers, which keeps only half as much.
 LSTM_ON_A_CPU = (
     "aten.mkldnn_rnn_layer.default, LSTM on a CPU, keeps a workspace whose size only oneDNN knows"
 )
@@ -48,17 +48,19 @@ COMPARISONS = {
 
 @contextlib.contextmanager
 def fake_device(architecture: str, left_out: list[str] | None = None) -> Iterator[torch.device]:
-    """Within, tensors made on the device it gives own no memory.
+    """Yields a device on which tensors are fake inside the context.
 
-    architecture: cpu, or sm80, sm90 for CUDA. left_out takes a sentence for each operator that needs
-    memory which no rule knows. Raises ValueError where there is neither a GPU nor a
-    C++ compiler to do without, and NotPredictableError for an operator without a rule.
+    architecture  cpu, or sm80 or sm90 for CUDA
+    left_out      gets a sentence for each operator whose memory is not known completely
+
+    Raises ValueError if there is neither a GPU nor a C++ compiler, and NotPredictableError for an
+    operator without a shape rule.
     """
-    is_imagined = architecture != "cpu" and not torch.cuda.is_available()
+    is_simulated = architecture != "cpu" and not torch.cuda.is_available()
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        if is_imagined:
+        if is_simulated:
             stack.enter_context(cuda_without_gpu(architecture))
             attend = attention_of(architecture)
             stack.enter_context(
@@ -69,52 +71,56 @@ def fake_device(architecture: str, left_out: list[str] | None = None) -> Iterato
         elif torch.backends.mkldnn.is_available():
             error = NotPredictableError(LSTM_ON_A_CPU)
             stack.enter_context(layers_that_raise(error, ("lstm",)))
-        stack.enter_context(mock.patch("torch.utils.swap_tensors", _take_over))
+        stack.enter_context(mock.patch("torch.utils.swap_tensors", _replace_data))
         stack.enter_context(mock.patch.object(FakeTensorMode, "__deepcopy__", _itself, create=True))
-        # Without a rule torch tries an operator on zeros, for which there has to be the device.
+        # If an operator has no rule, torch runs it on zeros, which needs the real device.
         stack.enter_context(
-            FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=not is_imagined)
+            FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=not is_simulated)
         )
         values = stack.enter_context(FakeValues())
-        stack.enter_context(values.explaining())
+        stack.enter_context(values.explaining_errors())
         yield torch.device("cpu" if architecture == "cpu" else "cuda:0")
 
 
-def _take_over(tensor: Any, other: Any) -> None:
-    """In place of swapping the two, for Module.to, which has no further use for the other: torch does
-    not swap fake tensors, since FakeTensorMode holds them weakly (pytorch pull request 196558).
+def _replace_data(tensor: Any, other: Any) -> None:
+    """Replaces torch.utils.swap_tensors for Module.to, which does not use `other` afterwards. torch
+    cannot swap fake tensors, because FakeTensorMode holds weak references to them (pytorch pull
+    request 196558).
     """
     tensor.data = other.data
     tensor.fake_device = other.fake_device
 
 
 def _itself(mode: FakeTensorMode, memo: Any) -> FakeTensorMode:
-    """A mode's deep copy: a copied tensor of another mode would have a storage of its own for every
-    operator (nn.TransformerEncoder copies its layer). Not a subclass with this method: torch looks
-    up the rules of higher-order operators, such as Triton kernels, by the mode's exact type.
+    """Deep-copies a mode as itself. Otherwise a copied tensor would belong to another mode and get a
+    new storage in every operator (nn.TransformerEncoder copies its layer). A subclass with this
+    method would not work: torch looks up the rules of higher-order operators, such as Triton
+    kernels, by the mode's exact type.
     """
     return mode
 
 
 class FakeValues(TorchDispatchMode):
-    """Answers the host's question for a value, and says which operator cannot do without.
+    """Returns values when the program reads them from fake tensors, and names operators that need
+    real values.
 
-    A value that torch has kept (of a small tensor written out in Python, on a CPU) is known. `any`
-    of something is false (nothing is infinite, nothing has to be drawn again), loss scaling finds no
-    infinity, and every other value is one, also where it is compared.
+    torch keeps the values of small CPU tensors written out in Python; these are used. `any` is false,
+    so that nothing is infinite and nothing is drawn again, and loss scaling finds no infinity. Every
+    other value is 1, also in comparisons.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._false: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._line = ""
-        self._questions = 0
+        self._num_reads = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             self._false.add(args[1].untyped_storage())
-        if func is aten._local_scalar_dense.default and _constant(args[0]) is None:
-            self._require_progress()
+        # `constant` has the values that torch has kept of a fake tensor.
+        if func is aten._local_scalar_dense.default and getattr(args[0], "constant", None) is None:
+            self._count_read()
             value = args[0].untyped_storage() not in self._false
             return float(value) if args[0].is_floating_point() else int(value)
         if func is aten.equal.default:
@@ -122,13 +128,13 @@ class FakeValues(TorchDispatchMode):
         try:
             result = RULES.get(func, func)(*args, **(kwargs or {}))
         except WITHOUT_RULE as error:
-            raise NotPredictableError(f"{func} {_why(error)}") from None
+            raise NotPredictableError(f"{func} {_reason(error)}") from None
         if func.overloadpacket is aten.any or self._is_false(func, args):
             self._false.add(result.untyped_storage())
         return result
 
     def _is_false(self, func: Any, args: Any) -> bool:
-        """Whether ones do not compare so, or are said of something false to be all true."""
+        """True for a comparison that does not hold for ones, and for `all` of something false."""
         if func.overloadpacket is aten.all:
             return args[0].untyped_storage() in self._false
         compare = COMPARISONS.get(func.overloadpacket)
@@ -137,8 +143,8 @@ class FakeValues(TorchDispatchMode):
         )
 
     @contextlib.contextmanager
-    def explaining(self) -> Iterator[None]:
-        """An error that follows an answered question may be the answer's: it names the line."""
+    def explaining_errors(self) -> Iterator[None]:
+        """If an error follows a read value, the value may be its cause: adds the line that read it."""
         try:
             yield
         except NotPredictableError:
@@ -146,34 +152,26 @@ class FakeValues(TorchDispatchMode):
         except Exception as error:
             if not self._line:
                 raise
+            first_line = next(iter(str(error).strip().splitlines()), "no message")
             raise NotPredictableError(
-                f"{self._line} asks for a value, which a prediction does not have; then came "
-                f"{type(error).__name__}: {_first_line(error)}"
+                f"{self._line} reads a tensor's value, which a prediction does not have; then came "
+                f"{type(error).__name__}: {first_line}"
             ) from error
 
-    def _require_progress(self) -> None:
-        """Raises NotPredictableError where a line asks without end: a loop waits for an answer."""
+    def _count_read(self) -> None:
+        """Raises NotPredictableError if one line reads values endlessly: a loop waits for a value."""
         line = program_line()
-        self._questions = self._questions + 1 if line == self._line else 1
+        self._num_reads = self._num_reads + 1 if line == self._line else 1
         self._line = line
-        if self._questions > MOST_QUESTIONS:
+        if self._num_reads > MOST_READS:
             raise NotPredictableError(
-                f"{line} asks for values of tensors without end, and a prediction has none"
+                f"{line} reads values of tensors in an endless loop, and a prediction has none"
             )
 
 
-def _constant(tensor: Tensor) -> Tensor | None:
-    """The values that torch has kept of a tensor without memory."""
-    return getattr(tensor, "constant", None)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "no message")
-
-
-def _why(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, DynamicOutputShapeException):
-        return BY_VALUES
+        return SIZE_BY_VALUES
     if isinstance(error, DataDependentOutputException):
-        return "gives the host a value that depends on its input's"
+        return "returns a value to the host that depends on the values of its input"
     return "has no rule for the shape of its result"

@@ -1,9 +1,9 @@
-"""The CUDA allocator's own history, joined with the storages that were tracked.
+"""Joins the CUDA allocator's history with the tracked storages.
 
-The allocator counts its events; the tracker reads that count around every operator. An allocation
-in the history is a tracked storage if it has its address within the window of the operator that
-made it; any other allocation of the window is the operator's own, a temporary, or a workspace if it
-is never given back.
+The allocator counts its events, and the tracker reads the count before and after every operator, which
+gives the operator's window. An allocation is a tracked storage if it has the storage's address and is
+within the window of the operator that made it. Other allocations in a window are the operator's
+temporaries, or workspaces if they are never freed.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from stepgauge.measure.memory.storage_tracker import (
     Phase,
     StorageMark,
     StorageTracker,
+    Window,
 )
 from stepgauge.spec.memory import ACTIVATIONS, OTHER, TEMPORARIES
 
@@ -29,7 +30,7 @@ EVENTS = ("alloc", "free_completed")
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """The allocator keeps its history, with Python's stacks, for PyTorch's own viewer too."""
+    """Records the allocator's history, with Python stacks for PyTorch's viewer."""
     torch.cuda.memory._record_memory_history("all", context="all", stacks="python")
     try:
         yield
@@ -38,7 +39,7 @@ def recording() -> Iterator[None]:
 
 
 def event_count(device: torch.device) -> int:
-    """Allocations and frees so far: where in the history we are."""
+    """Returns the number of allocations and frees so far: the current position in the history."""
     counts = torch.cuda.memory_stats_as_nested_dict(device)["allocation"]["all"]
     return int(counts["allocated"]) + int(counts["freed"])
 
@@ -47,79 +48,91 @@ def snapshot(device: torch.device) -> dict[str, Any]:
     return torch.cuda.memory._snapshot(device)
 
 
-def save(found: Mapping[str, Any], path: Path) -> None:
-    """For PyTorch's viewer (pytorch.org/memory_viz), which takes the file by drag and drop."""
+def save(snapshot: Mapping[str, Any], path: Path) -> None:
+    """Writes the snapshot for PyTorch's viewer (pytorch.org/memory_viz)."""
     with path.open("wb") as file:
-        pickle.dump(found, file)
+        pickle.dump(snapshot, file)
 
 
-def trace_of(found: Mapping[str, Any], device: torch.device) -> list[Mapping[str, Any]]:
-    """The allocations and frees of the device, in order."""
-    return [
-        entry for entry in found["device_traces"][device.index or 0] if entry["action"] in EVENTS
-    ]
+def trace_of(snapshot: Mapping[str, Any], device: torch.device) -> list[Mapping[str, Any]]:
+    """Returns the allocations and frees of the device, in order."""
+    trace = snapshot["device_traces"][device.index or 0]
+    return [entry for entry in trace if entry["action"] in EVENTS]
 
 
 def joined(
     trace: Sequence[Mapping[str, Any]], tracker: StorageTracker, *, first: int
 ) -> list[Allocation]:
-    """Every allocation of the history, as the storage that was tracked or as its operator's own.
+    """Returns every allocation of the history, as a tracked storage or as an operator's temporary.
 
-    first  event count when the history began
+    first  event count at the start of the history
     """
     tracked: dict[int, list[Allocation]] = {}
     for allocation in tracker.allocations:
         tracked.setdefault(allocation.address, []).append(allocation)
-    windows = _WindowsAt(tracker)
+    windows = _WindowFinder(tracker)
     marks = iter(sorted(tracker.marks, key=lambda mark: mark.event))
     mark = next(marks, None)
     live: dict[int, Allocation] = {}
-    found = []
+    allocations = []
     for event, entry in enumerate(trace, first):
         while mark is not None and mark.event <= event:
             if mark.address in live:
-                _told(live[mark.address], mark)
+                _apply(mark, live[mark.address])
             mark = next(marks, None)
         address = entry["addr"]
         if entry["action"] != "alloc":
             if address in live:
                 live.pop(address).died = event
             continue
-        allocation = _made_at(event, entry, tracked.get(address, []), windows.at(event), tracker)
+        allocation = _allocation(
+            event, entry, tracked.get(address, []), windows.at(event), tracker.phases
+        )
         live[address] = allocation
-        found.append(allocation)
-    _keep_what_outlives_forward(found, tracker.phases)
+        allocations.append(allocation)
+    _label_kept_by_forward(allocations, tracker.phases)
     for allocation in live.values():
         if allocation.category == TEMPORARIES and allocation.operator.startswith("inside"):
             allocation.category = OTHER  # a library's workspace
-    return found
+    return allocations
 
 
-def _made_at(
+def _allocation(
     event: int,
     entry: Mapping[str, Any],
     candidates: Sequence[Allocation],
-    made: Any,
-    tracker: StorageTracker,
+    window: Window | None,
+    phases: Sequence[Phase],
 ) -> Allocation:
-    """The allocation as the storage among the candidates that it is, or as its operator's own."""
+    """Returns the allocation as one of the tracked candidates, or as a temporary of the operator.
+
+    candidates  tracked storages at the same address
+    window      of the operator that ran, or None
+    """
     size, address = entry["size"], entry["addr"]
-    if known := _storage(candidates, made):
-        return dataclasses.replace(known, bytes=size, born=event, died=None, address=address)
+    if window is not None:
+        # A storage is seen right after the operator that made it.
+        tracked = [a for a in candidates if window.start < a.born <= window.end]
+        if tracked:
+            return dataclasses.replace(
+                tracked[-1], bytes=size, born=event, died=None, address=address
+            )
     return Allocation(
         bytes=size,
         born=event,
-        phase=_phase_at(tracker.phases, event),
-        operator=f"inside {made.operator}" if made else UNSEEN,
-        module=made.module if made else "",
-        line=made.line if made else "",
+        phase=next((phase.name for phase in phases if phase.start <= event < phase.end), ""),
+        operator=f"inside {window.operator}" if window else UNSEEN,
+        module=window.module if window else "",
+        line=window.line if window else "",
         category=TEMPORARIES,
         address=address,
     )
 
 
-def _told(allocation: Allocation, mark: StorageMark) -> None:
-    """What compiled code keeps is an activation unless the storage is known as something else."""
+def _apply(mark: StorageMark, allocation: Allocation) -> None:
+    """Labels the allocation. A tensor that compiled code keeps is an activation, unless it already has
+    another label.
+    """
     if mark.category == ACTIVATIONS and allocation.category != TEMPORARIES:
         return
     allocation.category = mark.category
@@ -128,36 +141,27 @@ def _told(allocation: Allocation, mark: StorageMark) -> None:
     allocation.line = mark.line or allocation.line
 
 
-def _keep_what_outlives_forward(found: Sequence[Allocation], phases: Sequence[Phase]) -> None:
-    """What compiled code made in a forward phase and lives at its end is held for backward."""
+def _label_kept_by_forward(allocations: Sequence[Allocation], phases: Sequence[Phase]) -> None:
+    """Labels as activations what compiled code allocated in a forward phase and kept until its end."""
     for phase in phases:
         if phase.name != "forward":
             continue
-        for allocation in found:
-            unseen = allocation.category == TEMPORARIES and allocation.operator == UNSEEN
-            born_within = phase.start <= allocation.born < phase.end
-            if unseen and born_within and (allocation.died is None or allocation.died >= phase.end):
+        for allocation in allocations:
+            is_unseen = allocation.category == TEMPORARIES and allocation.operator == UNSEEN
+            is_born_within = phase.start <= allocation.born < phase.end
+            is_kept = allocation.died is None or allocation.died >= phase.end
+            if is_unseen and is_born_within and is_kept:
                 allocation.category = ACTIVATIONS
 
 
-def _storage(candidates: Sequence[Allocation], made: Any) -> Allocation | None:
-    """The storage at the address whose birth was seen right after the operator that made it."""
-    seen = [a for a in candidates if made is not None and made.start < a.born <= made.end]
-    return seen[-1] if seen else None
-
-
-def _phase_at(phases: Sequence[Phase], event: int) -> str:
-    return next((phase.name for phase in phases if phase.start <= event < phase.end), "")
-
-
-class _WindowsAt:
-    """Which operator ran at an event; asked with rising events."""
+class _WindowFinder:
+    """Finds the operator that ran at an event. Events must be queried in rising order."""
 
     def __init__(self, tracker: StorageTracker):
         self._windows = iter(sorted(tracker.windows, key=lambda window: window.end))
         self._current = next(self._windows, None)
 
-    def at(self, event: int) -> Any:
+    def at(self, event: int) -> Window | None:
         while self._current is not None and self._current.end <= event:
             self._current = next(self._windows, None)
         inside = self._current is not None and self._current.start <= event

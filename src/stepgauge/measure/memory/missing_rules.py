@@ -1,4 +1,4 @@
-"""Shape rules that torch's fake tensors lack, or have wrong, by operator."""
+"""Shape rules for operators whose rules in torch's fake tensors are missing or wrong."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,29 +7,29 @@ import torch
 from torch import Tensor
 
 aten = torch.ops.aten
-BAG_IS_SPARSE = 9  # argument of _embedding_bag_backward
-BY_VALUES = "gives as many elements as its input's values say"
+BAG_IS_SPARSE = 9  # position of an argument of _embedding_bag_backward
+SIZE_BY_VALUES = "returns a number of elements that depends on the values of its input"
 
 
 class NotPredictableError(Exception):
-    """The step does what tensors without values cannot; the message is one sentence."""
+    """The step runs something that fake tensors cannot; the message is one sentence."""
 
 
 def _grouped_mm(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The product of experts: CUDA has it in other types than bf16, torch's rule refuses them."""
-    low = aten._grouped_mm(a.to(torch.bfloat16), b.to(torch.bfloat16), *args, **kwargs)
-    return low if a.dtype == torch.bfloat16 else torch.empty_like(low, dtype=a.dtype)
+    """The product of experts. torch's rule accepts only bf16, CUDA other dtypes too."""
+    narrow = aten._grouped_mm(a.to(torch.bfloat16), b.to(torch.bfloat16), *args, **kwargs)
+    return narrow if a.dtype == torch.bfloat16 else torch.empty_like(narrow, dtype=a.dtype)
 
 
 def _clone(tensor: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
-    """Of a sparse tensor: torch's rule gives one without elements."""
+    """torch's rule clones a sparse tensor without its elements."""
     if tensor.layout != torch.sparse_coo:
         return aten.clone(tensor, memory_format=memory_format)
     return _sparse(tensor._indices().clone(), tensor._values().clone(), tensor.shape)
 
 
 def _add(a: Tensor, b: Any, **kwargs: Any) -> Tensor:
-    """Of two sparse tensors: the elements of both."""
+    """The sum of two sparse tensors has the elements of both."""
     if not isinstance(b, Tensor) or not a.layout == b.layout == torch.sparse_coo:
         return aten.add(a, b, **kwargs)
     indices = torch.cat([a._indices(), b._indices()], dim=1)
@@ -37,16 +37,16 @@ def _add(a: Tensor, b: Any, **kwargs: Any) -> Tensor:
 
 
 def _add_in_place(into: Tensor, other: Any, **kwargs: Any) -> Tensor:
-    """In place, of a sparse tensor: a dense one stays as it is, a sparse one grows."""
+    """Adding a sparse tensor does not change the size of a dense one; a sparse one grows."""
     if isinstance(other, Tensor) and other.layout != torch.strided:
         if into.layout == torch.strided:
             return into
-        raise NotPredictableError(f"{aten.add_.Tensor} {BY_VALUES}")
+        raise NotPredictableError(f"{aten.add_.Tensor} {SIZE_BY_VALUES}")
     return aten.add_(into, other, **kwargs)
 
 
 def _embedding_bag_backward(*args: Any) -> Tensor:
-    """The sparse gradient has a row for each index: torch's rule gives none."""
+    """The sparse gradient has a row for each index; in torch's rule it has none."""
     if not args[BAG_IS_SPARSE]:
         return aten._embedding_bag_backward(*args)
     gradient_BD, indices, num_weights = args[0], args[1], args[6]
@@ -56,19 +56,20 @@ def _embedding_bag_backward(*args: Any) -> Tensor:
 
 
 def _coalesce(tensor: Tensor) -> Tensor:
-    raise NotPredictableError(f"{aten._coalesce.default} {BY_VALUES}")
+    raise NotPredictableError(f"{aten._coalesce.default} {SIZE_BY_VALUES}")
 
 
 def _reduced(loss: Any) -> Callable[..., Tensor]:
-    """Of a loss that torch computes element by element in its result, which then shrinks to the mean
-    or sum in storage of the old size, on every device (aten/src/ATen/native/Loss.cpp, cuda/Loss.cu).
+    """Returns the rule of a loss whose result keeps the storage of all elements: on every device torch
+    computes the elements in the result, and then shrinks it to their mean or sum
+    (aten/src/ATen/native/Loss.cpp, cuda/Loss.cu).
     """
 
     def rule(output: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         value = loss(output, target, *args, **kwargs)
         shape = torch.broadcast_shapes(output.shape, target.shape)
-        each = value.new_empty(shape)
-        return each.as_strided((), ()) if value.ndim == 0 < each.numel() else value
+        elements = value.new_empty(shape)
+        return elements.as_strided((), ()) if value.ndim == 0 < elements.numel() else value
 
     return rule
 

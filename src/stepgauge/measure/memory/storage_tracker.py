@@ -1,9 +1,8 @@
-"""Tracks every storage: when it is born and dies, who made it and what for.
+"""Tracks every storage from its allocation to its release, with the operator that made it and its use.
 
-Below autograd, as a dispatch mode, each operator's outputs are seen; weak references tell of their
-end. The category is known later than the birth: a storage is a gradient when a parameter's .grad
-holds it, optimizer state when the optimizer's state does, an activation when it outlives the
-forward pass that made it.
+A dispatch mode below autograd sees each operator's outputs, and weak references report their release.
+The category is set later: a storage is a gradient if a parameter's .grad holds it, optimizer state if
+the optimizer's state holds it, and an activation if it outlives the forward that made it.
 """
 
 import contextlib
@@ -23,10 +22,10 @@ from torch.utils._pytree import tree_leaves
 from stepgauge.measure.memory.autograd_engine import (
     adds_in_place,
     forward_number,
-    held_by_buffer,
+    is_avoidable_sparse_copy,
     last_number,
+    references_of_buffer,
     storage_number,
-    takes_sparse,
 )
 from stepgauge.measure.memory.autograd_engine import node as autograd_node
 from stepgauge.spec.memory import ACTIVATIONS, GRADIENTS, OTHER, TEMPORARIES
@@ -36,12 +35,13 @@ SKIPPED_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent),
 
 @dataclasses.dataclass(eq=False)
 class Allocation:
-    """A storage's life. `born` and `died` count the allocator's events; None where it still lives.
+    """The lifetime of a storage.
 
-    module    path of the module that ran when it was made
-    line      file and line of the program that made it
-    operator  what made it
-    saver     path of the module whose autograd node keeps it for backward
+    born, died  events of the allocator; died is None while it is held
+    module      path of the module that made it
+    line        file and line of the program that made it
+    operator    name of the operator that made it
+    saver       path of the module whose autograd node keeps it for backward
     """
 
     bytes: int
@@ -58,7 +58,7 @@ class Allocation:
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """A named stretch of the run, in events of the allocator: from `start` to before `end`."""
+    """A named part of the run: the allocator's events from `start` to before `end`."""
 
     name: str
     start: int
@@ -67,7 +67,7 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class StorageMark:
-    """What is told of a storage whose birth was not seen: compiled code made it."""
+    """A label for a storage whose allocation was not seen, because compiled code made it."""
 
     event: int
     address: int
@@ -79,7 +79,7 @@ class StorageMark:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """The events in which one operator ran."""
+    """The allocator's events while one operator ran."""
 
     start: int
     end: int
@@ -90,7 +90,10 @@ class Window:
 
 @dataclasses.dataclass(frozen=True)
 class Workspace:
-    """What an operator takes beside its outputs; what `stays` is never given back."""
+    """Memory that an operator allocates in addition to its outputs.
+
+    stays  True if it is never freed
+    """
 
     bytes: int
     name: str
@@ -98,11 +101,11 @@ class Workspace:
 
 
 class StorageTracker(TorchDispatchMode):
-    """Tracks storages on one kind of device. `events` reads the allocator's own count of events,
-    where it has one.
+    """Tracks storages on one kind of device.
 
-    workspaces  what an operator takes beside its outputs, by (operator, arguments, in backward); none
-            on real tensors, where the allocator's history has them
+    events      returns the allocator's count of events, if it has one
+    workspaces  returns an operator's workspaces, for (operator, arguments, in backward). Not needed
+                on real tensors, where the allocator's history contains them.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class StorageTracker(TorchDispatchMode):
         workspaces: Callable[[Any, Any, bool], Iterable[Workspace]] | None = None,
     ):
         super().__init__()
-        held_by_buffer()  # found now: later is within backward
+        references_of_buffer()  # measured now, because later calls are inside of backward
         self.device_type = device.type
         self.allocations: list[Allocation] = []
         self.phases: list[Phase] = []
@@ -125,17 +128,16 @@ class StorageTracker(TorchDispatchMode):
         self._phase = ""
         self._live: dict[int, tuple[Allocation, Any]] = {}
         self._paths: dict[int, str] = {}
-        self._running: list[str] = []
-        # autograd sequence number -> module and line of the forward
-        self._made: dict[int, tuple[str, str]] = {}
-        self._within: list[Allocation] = []  # born since the outermost module began
+        self._running: list[str] = []  # paths of the modules that run, innermost last
+        self._origins: dict[int, tuple[str, str]] = {}  # module and line, by forward number
+        self._recent: list[Allocation] = []  # born since the outermost module was called
 
-    # ---- what is told from outside -----------------------------------------------------------------------------------
+    # ---- labels from the caller --------------------------------------------------------------------
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         start, self._phase = self.now(), name
-        self._within.clear()
+        self._recent.clear()
         try:
             yield
         finally:
@@ -146,7 +148,7 @@ class StorageTracker(TorchDispatchMode):
 
     @contextlib.contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
-        """Names of the module's parts, gradients as they are made, and what autograd saves."""
+        """Tracks which module runs, labels gradients, and notes the modules that save tensors."""
         self._paths = {id(part): path for path, part in module.named_modules()}
         handles = [
             nn.modules.module.register_module_forward_pre_hook(self._enter),
@@ -167,19 +169,20 @@ class StorageTracker(TorchDispatchMode):
                 handle.remove()
 
     def label(self, tensors: Iterable[Any], category: str, *, name: str = "") -> None:
-        """The storages of these tensors are of that category for good; `name` says whose."""
+        """Sets the category of the tensors' storages, and their module to `name` if there is one."""
         for part in self._parts(tensors):
-            found = self._live.get(storage_number(part))
-            if found is not None:
-                found[0].category = category
-                found[0].module = name or found[0].module
+            tracked = self._live.get(storage_number(part))
+            if tracked is not None:
+                allocation, _ = tracked
+                allocation.category = category
+                allocation.module = name or allocation.module
             elif self._events:
                 self.marks.append(StorageMark(self.now(), _address(part), category, name))
             else:
                 self._see(part, "", name, "", category)
 
     def held_for_backward(self, tensor: Tensor, operator: str, module: str, line: str) -> None:
-        """Autograd holds the tensor: an activation, unless it is known as something else."""
+        """Reports a tensor that autograd holds: an activation, unless it has another label."""
         for part in self._parts([tensor]):
             if storage_number(part) in self._live:
                 continue
@@ -191,42 +194,36 @@ class StorageTracker(TorchDispatchMode):
                 self._see(part, operator, module, line, ACTIVATIONS)
 
     def keep_for_backward(self) -> None:
-        """What the forward pass made and still lives is held for backward."""
-        for allocation in self._within:
+        """Labels what the forward made and still holds as activations."""
+        for allocation in self._recent:
             if allocation.died is None and allocation.category == TEMPORARIES:
                 allocation.category = ACTIVATIONS
-        self._within.clear()
+        self._recent.clear()
 
     def now(self) -> int:
         return self._events() if self._events else self._count
 
-    # ---- what is seen ------------------------------------------------------------------------------------------------
+    # ---- observations ------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not kwargs and adds_in_place(func, args):  # the engine's own addition has no alpha
+        if not kwargs and adds_in_place(func, args):  # the engine's addition has no alpha
             return args[0].add_(args[1])
-        if takes_sparse(func, args):
+        if is_avoidable_sparse_copy(func, args):
             return args[0]
         in_backward = autograd_node() is not None
         module, line = self._origin(in_backward)
         start = self.now()
-        passing = (
-            [
-                self._begin_workspace(e, module, line)
-                for e in self._workspaces(func, args, in_backward)
-            ]
-            if self._workspaces
-            else []
-        )
-        there = self._storages_before(func, (args, kwargs))
+        workspaces = self._workspaces(func, args, in_backward) if self._workspaces else ()
+        temporary = [self._begin_workspace(each, module, line) for each in workspaces]
+        existing = self._storages_before(func, (args, kwargs))
         result = func(*args, **(kwargs or {}))
         name = str(func).removeprefix("aten.").removesuffix(".default")
-        # set_ takes storage that was there: deepcopy reads buffers of a module at hand so
-        made = [] if func.overloadpacket is torch.ops.aten.set_ else tree_leaves(result)
-        for part in self._parts(made):
-            if storage_number(part) not in there:
+        # set_ uses an existing storage, as when deepcopy copies a module's buffers.
+        outputs = [] if func.overloadpacket is torch.ops.aten.set_ else tree_leaves(result)
+        for part in self._parts(outputs):
+            if storage_number(part) not in existing:
                 self._see(part, name, module, line)
-        for allocation in passing:
+        for allocation in temporary:
             if allocation is not None:
                 self._end(allocation)
         if self._events and (end := self.now()) > start:
@@ -234,10 +231,10 @@ class StorageTracker(TorchDispatchMode):
         return result
 
     def _storages_before(self, func: Any, arguments: Any) -> set[int]:
-        """Of the operator's inputs, those that have memory: an output on one of them is no birth.
+        """Returns the storages of the operator's inputs. An output with one of them is not new.
 
-        Empty where the allocator tells of births, and of lift_fresh, which is how a tensor of Python
-        values is first seen.
+        It is empty if the allocator counts events itself, and for lift_fresh, whose input is a new
+        tensor of Python values.
         """
         if self._events or func is torch.ops.aten.lift_fresh.default:
             return set()
@@ -259,16 +256,16 @@ class StorageTracker(TorchDispatchMode):
                 storage.nbytes(), 0, self._phase, operator, module, line, category, address=address
             )
         )
-        self._within.append(allocation)
-        self._live[key] = allocation, weakref.ref(storage, lambda _: self._died(key))
+        self._recent.append(allocation)
+        self._live[key] = allocation, weakref.ref(storage, lambda _: self._end_storage(key))
 
     def _parts(self, values: Iterable[Any]) -> Iterator[Tensor]:
-        """Those of the values that are tensors on the device, each as what holds its memory."""
+        """Yields the dense parts of the values that are tensors on the device."""
         for value in values:
             if isinstance(value, Tensor) and value.device.type == self.device_type:
                 yield from dense_parts(value)
 
-    def _died(self, key: int) -> None:
+    def _end_storage(self, key: int) -> None:
         self._end(self._live.pop(key)[0])
 
     def _begin(self, allocation: Allocation) -> Allocation:
@@ -281,40 +278,39 @@ class StorageTracker(TorchDispatchMode):
         allocation.died = self.now()
         self._count += 1
 
-    def _begin_workspace(self, extra: Workspace, module: str, line: str) -> Allocation | None:
-        """The allocation, to be ended after the operator, or None if it stays."""
-        category = OTHER if extra.stays else TEMPORARIES
-        made = self._begin(
-            Allocation(extra.bytes, 0, self._phase, extra.name, module, line, category)
+    def _begin_workspace(self, workspace: Workspace, module: str, line: str) -> Allocation | None:
+        """Returns the allocation, which must end after the operator, or None if it stays."""
+        category = OTHER if workspace.stays else TEMPORARIES
+        allocation = self._begin(
+            Allocation(workspace.bytes, 0, self._phase, workspace.name, module, line, category)
         )
-        return None if extra.stays else made
+        return None if workspace.stays else allocation
 
     def _saved(self, tensor: Tensor) -> Tensor:
         for part in self._parts([tensor]):
-            found = self._live.get(storage_number(part))
-            if found is not None and found[0].saver is None:
-                found[0].saver = self._running[-1] if self._running else ""
+            tracked = self._live.get(storage_number(part))
+            if tracked is not None and tracked[0].saver is None:
+                tracked[0].saver = self._running[-1] if self._running else ""
         return tensor
 
     def _enter(self, module: nn.Module, arguments: Any) -> None:
         if not self._running and self._phase != "forward":
-            self._within.clear()
+            self._recent.clear()
         self._running.append(self._paths.get(id(module), type(module).__name__))
 
     def _leave(self, module: nn.Module, arguments: Any, result: Any) -> None:
         if self._running:
             self._running.pop()
-        # a part was computed again for its gradient
-        if not self._running and self._phase == "backward":
+        if not self._running and self._phase == "backward":  # checkpointing recomputed a module
             self.keep_for_backward()
 
     def _origin(self, in_backward: bool) -> tuple[str, str]:
-        """Module and line that run; in backward those of the forward operation."""
+        """Returns the module and line that run now; in backward, those of the forward operation."""
         if in_backward and not self._running:
-            return self._made.get(forward_number(autograd_node()), ("", ""))
-        found = (self._running[-1] if self._running else "", program_line())
-        self._made[last_number()] = found
-        return found
+            return self._origins.get(forward_number(autograd_node()), ("", ""))
+        origin = (self._running[-1] if self._running else "", program_line())
+        self._origins[last_number()] = origin
+        return origin
 
 
 def _address(tensor: Tensor) -> int:
@@ -322,8 +318,8 @@ def _address(tensor: Tensor) -> int:
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:
-    """The tensors that hold its memory: itself, indices and values of a sparse one, what a wrapper
-    such as a nested tensor wraps.
+    """Returns the tensors that hold its memory: itself, the indices and values of a sparse tensor, or
+    the inner tensors of a wrapper such as a nested tensor.
     """
     if is_traceable_wrapper_subclass(tensor):
         inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
@@ -336,26 +332,26 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return []  # of another library, such as oneDNN, which tells no size
+    return []  # tensors of other libraries, such as oneDNN, have no known size
 
 
 def program_line() -> str:
-    """The innermost line of the program that is neither torch's nor of this folder."""
+    """Returns the innermost line on the stack that is outside of torch and this folder."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if is_own(file):
+        if is_program_file(file):
             return f"{short_path(file)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
 
-def is_own(file: str) -> bool:
-    """Whether the file is the program's: neither torch's nor of this folder."""
+def is_program_file(file: str) -> bool:
+    """True if the file belongs to the program: neither to torch nor to this folder."""
     return not file.startswith(SKIPPED_FOLDERS)
 
 
 @functools.cache
 def short_path(file: str) -> str:
-    """The file and its folder."""
+    """Returns the file with its folder."""
     return "/".join(Path(file).parts[-2:])

@@ -1,4 +1,4 @@
-"""The lives of storages as figures: what is held when and by whom, at the peak and for backward."""
+"""Turns tracked allocations into figures: memory over time by category, at the peak and for backward."""
 
 import collections
 import dataclasses
@@ -18,7 +18,7 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 
 @dataclasses.dataclass(frozen=True)
 class MemoryState:
-    """What is held after one event of the allocator, by category."""
+    """The bytes that are held after one event of the allocator, by category."""
 
     event: int
     held: Mapping[str, int]
@@ -30,12 +30,17 @@ class MemoryState:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryTimeline:
-    """moments of the phases that were asked for, the peak of each, and whose bytes they are."""
+    """Memory over the events of adjacent phases.
+
+    allocations  all allocations of the run
+    bytes_of     bytes of each allocation, as the allocator counts them
+    reserved     the most bytes that the caching allocator reserved; 0 without one
+    """
 
     moments: Sequence[MemoryState]
     phases: Sequence[Phase]
     allocations: Sequence[Allocation]
-    bytes_of: Mapping[Allocation, int]  # as the allocator counts them
+    bytes_of: Mapping[Allocation, int]
     reserved: int
 
     @property
@@ -43,13 +48,13 @@ class MemoryTimeline:
         return max(self.moments, key=lambda moment: moment.total)
 
     def peak_of(self, phase: Phase) -> int:
-        """Of the phase, with what was held when it began."""
+        """Returns the most bytes held during the phase, including its start."""
         return max(
             (m.total for m in self.moments if phase.start - 1 <= m.event <= phase.end), default=0
         )
 
     def most_of(self, *categories: str) -> int:
-        """Bytes of the categories together, at most, in forward and backward."""
+        """Returns the most bytes that the categories hold together during forward and backward."""
         passes = [phase for phase in self.phases if phase.name in ("forward", "backward")]
         most = 0
         for moment in self.moments:
@@ -58,10 +63,8 @@ class MemoryTimeline:
         return most
 
     def holders(self, event: int) -> list[tuple[str, str, str, str, str, int, int]]:
-        """What lives after the event: (category, module, operator, line, phase, tensors, bytes),
-        most bytes first.
-
-        The same place in every block is one row.
+        """Returns what is held after the event: (category, module, operator, line, phase, tensors,
+        bytes), most bytes first. Equal places in different blocks are one row.
         """
         alive = [
             a for a in self.allocations if a.born <= event and (a.died is None or a.died > event)
@@ -70,7 +73,7 @@ class MemoryTimeline:
         return _summed(places, [self.bytes_of[a] for a in alive])
 
     def saved_for_backward(self) -> list[Allocation]:
-        """Activations that live when the last forward phase ends."""
+        """Returns the activations that are held when the last forward phase ends."""
         ends = [phase.end for phase in self.phases if phase.name == "forward"]
         if not ends:
             return []
@@ -83,7 +86,7 @@ class MemoryTimeline:
         ]
 
     def thinned(self) -> list[MemoryState]:
-        """At most SERIES_POINTS moments, of each stretch the highest, so that no peak is lost."""
+        """Returns at most SERIES_POINTS moments: the highest of each stretch, so that no peak is lost."""
         stretch = ceil_div(len(self.moments), SERIES_POINTS)
         return [
             max(self.moments[start : start + stretch], key=lambda m: m.total)
@@ -94,7 +97,10 @@ class MemoryTimeline:
 def memory_timeline(
     allocations: Sequence[Allocation], phases: Sequence[Phase], *, caching: bool
 ) -> MemoryTimeline:
-    """The timeline of adjacent phases; `caching` counts bytes as the CUDA allocator does."""
+    """Returns the timeline of adjacent phases.
+
+    caching  count bytes as the CUDA caching allocator does
+    """
     allocator = CachingAllocator()
     blocks: dict[Allocation, Block] = {}
     bytes_of: dict[Allocation, int] = {}
@@ -125,6 +131,7 @@ def memory_timeline(
 
 
 def _events(allocations: Sequence[Allocation]) -> Iterator[tuple[int, Allocation, bool]]:
+    """Yields (event, allocation, is it its birth) in order."""
     births = [(a.born, 0, i, a, True) for i, a in enumerate(allocations)]
     deaths = [(a.died, 1, i, a, False) for i, a in enumerate(allocations) if a.died is not None]
     for event, _, _, allocation, is_birth in sorted(births + deaths):
@@ -132,18 +139,18 @@ def _events(allocations: Sequence[Allocation]) -> Iterator[tuple[int, Allocation
 
 
 def block_of(path: str) -> str:
-    """A module's repeated part: "blocks.3" of "blocks.3.attention.output"; "" outside of all."""
-    found = NUMBER.search(path)
-    return path[: found.end()] if found else ""
+    """Returns the block of a module's path: "blocks.3" for "blocks.3.attention.output", or ""."""
+    number = NUMBER.search(path)
+    return path[: number.end()] if number else ""
 
 
 def general(path: str) -> str:
-    """The path with its numbers as *: equal for the same place in every block."""
+    """Replaces the numbers of a path by *, so that equal places in all blocks have the same path."""
     return NUMBER.sub("*", path)
 
 
 def by_block(saved: Sequence[Allocation], bytes_of: Mapping[Allocation, int]) -> dict[str, int]:
-    """Bytes kept for backward by repeated part, in the order of the forward pass."""
+    """Returns the bytes kept for backward by block, in the order of the forward."""
     sums: dict[str, int] = collections.defaultdict(int)
     for allocation in saved:
         sums[block_of(keeper(allocation))] += bytes_of[allocation]
@@ -153,22 +160,24 @@ def by_block(saved: Sequence[Allocation], bytes_of: Mapping[Allocation, int]) ->
 def savers(
     saved: Sequence[Allocation], bytes_of: Mapping[Allocation, int]
 ) -> list[tuple[str, str, str, int, int]]:
-    """(keeper, operator that made, line, how many, bytes), most bytes first, blocks together."""
+    """Returns (keeper, operator, line, tensors, bytes), most bytes first, with equal places in all
+    blocks as one row.
+    """
     places = ((general(keeper(a)), a.operator, a.line) for a in saved)
     return _summed(places, [bytes_of[a] for a in saved])
 
 
 def _summed(places: Iterable[Any], sizes: Sequence[int]) -> list[Any]:
-    """(*place, how many, bytes) of equal places, the most bytes first."""
+    """Returns (*place, number, bytes) of equal places, most bytes first."""
     groups: dict[Any, list[int]] = collections.defaultdict(list)
     for place, size in zip(places, sizes, strict=True):
         groups[place].append(size)
-    return sorted(
-        ((*place, len(found), sum(found)) for place, found in groups.items()),
-        key=lambda row: -row[-1],
-    )
+    rows = ((*place, len(group), sum(group)) for place, group in groups.items())
+    return sorted(rows, key=lambda row: -row[-1])
 
 
 def keeper(allocation: Allocation) -> str:
-    """The module whose backward wants it; of a checkpoint's input or a loss, its maker."""
+    """Returns the module whose backward needs the tensor, or the module that made it, as for a
+    checkpoint's input or a loss.
+    """
     return allocation.saver or allocation.module
