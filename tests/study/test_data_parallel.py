@@ -2,7 +2,7 @@
 
 import pytest
 
-from stepgauge.report.bucket_sweep import Overhead
+from stepgauge.report.bucket_sweep import Overhead, overhead_blocks
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.study.data_parallel import blocks
@@ -35,6 +35,20 @@ def test_plans_with_the_same_tail_do_not_determine_its_cost():
     text = fit.sentence(1e10, 1)
     assert "All plans end with the same bucket" in text
     assert "has no optimum" in text
+
+
+def test_rows_that_differ_in_more_than_the_bucket_size_are_no_sweep():
+    def row(**spec):
+        figures = {"step_ms": 10.0, "buckets": 4, "tail_bytes": 1e6, "gradient_bytes": 4e6}
+        metrics = {name: Sample.exact(value, "") for name, value in figures.items()}
+        fields = {"size": "tiny", "wrapper": "bucketed", "bucket_mb": 25.0, "seed": 0}
+        return Record(kind="data-parallel", spec=fields | spec, metrics=metrics)
+
+    seeds = [row(seed=seed) for seed in range(4)]
+    assert overhead_blocks(seeds) == []
+    sweep = [row(bucket_mb=mb) for mb in (1.0, 5.0, 10.0)]
+    _, _, table = overhead_blocks([*sweep, *seeds])
+    assert [cells[0] for cells in table.rows] == [1.0, 5.0, 10.0, 25.0]
 
 
 def test_rows_with_another_reduce_type_or_bucket_size_have_their_own_bars():

@@ -92,20 +92,26 @@ def _signed(value: float, digits: str) -> str:
     return f"{'-' if value < 0 else '+'} {abs(value):{digits}}"
 
 
+def _sweep(records: Sequence[Record]) -> list[Record]:
+    """Returns the most rows that differ only in their bucket size, by bucket size."""
+    sweeps: dict[tuple[str, ...], dict[float, Record]] = {}
+    for record in records:
+        spec = record.spec
+        if spec["wrapper"] == "bucketed" and spec.get("reduce_dtype", "own") == "own":
+            rest = dataclasses.replace(record, spec={**spec, "bucket_mb": None})
+            sweeps.setdefault(rest.identity, {})[float(spec["bucket_mb"])] = record
+    longest = max(sweeps.values(), key=len, default={})
+    return [longest[size] for size in sorted(longest)]
+
+
 def overhead_blocks(records: Sequence[Record]) -> list[Block]:
-    """Returns the fitted and the measured step by bucket size for the largest network, or nothing if
-    fewer than four sizes were measured.
+    """Returns the fitted and the measured step by bucket size, or nothing if no rows differ only in
+    their bucket size, of which there must be at least four.
     """
-    sweep = [
-        r
-        for r in records
-        if r.spec["wrapper"] == "bucketed" and r.spec.get("reduce_dtype", "own") == "own"
-    ]
-    largest = [r for r in sweep if r.spec["size"] == sweep[-1].spec["size"]] if sweep else []
-    rows = sorted(largest, key=lambda r: float(r.spec["bucket_mb"]))
+    rows = _sweep(records)
     if len(rows) < 4:
         return []
-    if len([r for r in rows if not is_disturbed(r)]) < len(rows):
+    if any(map(is_disturbed, rows)):
         return [
             Text("No model is fitted to the bucket sweep, because one of its rows was disturbed.")
         ]
