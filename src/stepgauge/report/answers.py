@@ -161,7 +161,12 @@ def broadcast_answer(records: Sequence[Record]) -> str:
     if not kept:
         return "All rows were disturbed, so no schedule is named as the fastest."
     best = max(kept, key=lambda r: r.median("gb_per_s") or 0.0)
-    naive = [r for r in kept if r.spec["schedule"] == "naive"]
+    same = ("gpus", "size_bytes", "device")
+    naive = [
+        r
+        for r in kept
+        if r.spec["schedule"] == "naive" and all(r.spec[n] == best.spec[n] for n in same)
+    ]
     speedup = ""
     if naive and best.spec["schedule"] != "naive":
         times = (naive[0].median("time_ms") or 0.0) / (best.median("time_ms") or 1.0)
