@@ -244,7 +244,7 @@ def test_published_rows_are_compared_with_our_most_similar_rows(tmp_path):
 def test_published_figures_without_a_similar_row_are_folded():
     table = published.comparison("step-time", [])
     assert table.folded
-    assert table.caption.startswith("Published figures. Nothing comparable was measured here.")
+    assert table.caption.startswith("Published figures (nothing comparable was measured here).")
     assert not any("here" in column for column in table.columns)
     assert "published forward ms" in table.columns
 

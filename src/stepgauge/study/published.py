@@ -76,7 +76,7 @@ def comparison(experiment: str, records: Sequence[Record], note: str = "Hardware
             row |= {"published batch × context": _load(other)}
         rows.append(row | {"source": other.source})
     head = "Comparison with published figures" if has_ours else (
-        "Published figures. Nothing comparable was measured here")  # fmt: skip
+        "Published figures (nothing comparable was measured here)")  # fmt: skip
     caption = f"{head}. {legend([row['source'] for row in rows])}. {note}."
     return Table.from_rows(rows, caption=caption, names=1, folded=not has_ours)
 
