@@ -252,6 +252,24 @@ def test_kernels_that_exist_only_on_a_gpu_keep_the_same_memory_as_there(own):
     assert rows.median("gradients_bytes") > (3 * 32 * 16) * 4  # only the rows that were used
 
 
+@pytest.mark.parametrize("width, is_padded", [(16, False), (12, True)])
+def test_flash_attention_pads_only_heads_whose_width_needs_it(width, is_padded):
+    """Padding by zero would clone q, k and v, which torch does not do on a GPU."""
+    names = set()
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.add(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    q = torch.empty(1, 2, 8, width, device="meta", dtype=torch.bfloat16)
+    call = AttentionCall(q, q, q, None, 0.0, causal=True, scale=None, gqa=False)
+    with Names():
+        backend(call, "sm80")(call)
+    assert "_scaled_dot_product_flash_attention" in names
+    assert ("constant_pad_nd" in names) == is_padded
+
+
 def test_attention_that_no_backend_supports_uses_the_math_backend():
     """torch's own function would query the driver, which fails without a GPU."""
     q, kv = torch.randn(2, 8, 5, 16), torch.randn(2, 2, 7, 16)

@@ -149,8 +149,9 @@ def _cudnn(call: AttentionCall) -> Tensor:
 
 def _flash(call: AttentionCall) -> Tensor:
     width = call.q.shape[-1]
-    padded = [F.pad(x, (0, -width % FLASH_MULTIPLE)) for x in (call.q, call.k, call.v)]
-    inputs = padded if width % FLASH_MULTIPLE else [call.q, call.k, call.v]
+    inputs = [call.q, call.k, call.v]
+    if padding := -width % FLASH_MULTIPLE:
+        inputs = [F.pad(x, (0, padding)) for x in inputs]
     scale = call.scale or width**-0.5
     return aten._scaled_dot_product_flash_attention(
         *inputs, call.dropout, call.causal, False, scale=scale
