@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgauge.bench.memory import measure, predicted
 from stepgauge.measure.memory.attention_backend import AttentionCall, backend
