@@ -220,12 +220,10 @@ class BucketLaunch:
         parameter, so none can turn out unused, and autograd does not read memory that unpacking
         writes.
         """
-        return all(
-            member.is_unreduced and (copy is None or _may_be_written(member.parameter.grad))
-            for bucket in self._buckets
-            for member, copy in zip(bucket.members, bucket.copies, strict=True)
-        )
-
-
-def _may_be_written(gradient: Tensor | None) -> bool:
-    return gradient is None or owns_memory(gradient)
+        for bucket in self._buckets:
+            for member, copy in zip(bucket.members, bucket.copies, strict=True):
+                gradient = member.parameter.grad
+                is_read = copy is not None and gradient is not None and not owns_memory(gradient)
+                if is_read or not member.is_unreduced:
+                    return False
+        return True
