@@ -82,7 +82,7 @@ def opened(browser, path, scheme="light"):
     return tab
 
 
-def test_it_loads_nothing_and_says_everything(browser, path):
+def test_the_page_loads_nothing_and_shows_everything(browser, path):
     tab = opened(browser, path)
     assert tab.problems == []
     assert tab.title() == "A study"
@@ -116,7 +116,7 @@ def test_light_and_dark_differ_in_page_bars_and_text(browser, path):
     assert all(a != b for a, b in zip(light, dark, strict=True)), (light, dark)
 
 
-def test_the_button_switches(browser, path):
+def test_the_button_switches_the_theme(browser, path):
     tab = opened(browser, path, "light")
     before = colours(tab)
     tab.click("#theme")
@@ -149,7 +149,7 @@ def test_plots_are_described_and_can_be_saved(browser, path):
     assert download.value.suggested_filename == "What-it-shows-.svg"
 
 
-def test_links_lead_to_sections_and_stay_in_sight(browser, path):
+def test_links_lead_to_sections_and_stay_visible(browser, path):
     tab = opened(browser, path)
     for link in tab.locator("nav a").all():
         assert tab.locator(link.get_attribute("href")).count() == 1
@@ -160,7 +160,7 @@ def test_links_lead_to_sections_and_stay_in_sight(browser, path):
     assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_long_names_wrap_before_figures_are_out_of_sight(browser, tmp_path):
+def test_long_names_wrap_so_that_figures_stay_visible(browser, tmp_path):
     columns = ["kernel", "kind", *(f"figure {number}" for number in range(9))]
     rows = [["void_kernel_without_a_space_in_its_name_" * 3, "elementwise", *["1,234"] * 9]]
     table = Table(columns, rows, numeric=frozenset(columns[2:]))
@@ -232,8 +232,8 @@ def test_a_flame_graph_zooms_searches_and_merges(browser, flame_path):
     assert "optimizer" in boxes(tab)
 
 
-def test_boxes_of_a_flame_graph_are_as_wide_as_their_time(browser, tmp_path):
-    """Boxes of a few pixels too: wider ones would cover what stands beside them."""
+def test_the_width_of_a_box_is_its_time(browser, tmp_path):
+    """This includes boxes of a few pixels: wider ones would cover their neighbours."""
     blocks = [
         [f"blocks.{number}", 0.0, [["norm", 5000.0, []], ["mm", 20000.0, []]]]
         for number in range(200)
@@ -247,7 +247,7 @@ def test_boxes_of_a_flame_graph_are_as_wide_as_their_time(browser, tmp_path):
     whole, _, *parts = tab.evaluate(
         "[...document.querySelectorAll('.flame .rows div')].map(box => box.getBoundingClientRect().width)"
     )
-    assert sum(parts) == pytest.approx(2 * whole, rel=0.01)  # the blocks, and what is in them
+    assert sum(parts) == pytest.approx(2 * whole, rel=0.01)  # the blocks and their children
     assert tab.locator(".flame output").inner_text() == "all: 5,000 ms a step, 100 %"
 
 

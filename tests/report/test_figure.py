@@ -1,4 +1,4 @@
-"""Plots carry no colour of their own, and equal input gives equal bytes."""
+"""Plots use only the colours of the page, and equal input gives equal bytes."""
 
 import re
 import xml.etree.ElementTree as ElementTree
@@ -22,7 +22,7 @@ def test_equal_input_gives_equal_bytes():
     assert draw() == draw()
 
 
-def test_colours_are_the_pages():
+def test_colours_are_variables_of_the_page():
     svg = draw()
     for name in ("ink", "grid", "series-1", "series-2"):
         assert f"var(--{name})" in svg
@@ -30,7 +30,7 @@ def test_colours_are_the_pages():
     assert not re.findall(r"(?:fill|stroke): #(?!ffffff)[0-9a-f]{6}", svg)
 
 
-def test_it_is_well_formed_scales_and_keeps_text_as_text():
+def test_a_plot_is_well_formed_has_no_fixed_size_and_keeps_text():
     svg = draw()
     root = ElementTree.fromstring(svg)
     assert "viewBox" in root.attrib

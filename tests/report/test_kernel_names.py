@@ -1,4 +1,4 @@
-"""Names of kernels and their kinds, as tables have them."""
+"""Short names of kernels, and the kinds of all rules."""
 
 from stepgauge.report.kernel_names import short_name
 from stepgauge.spec.analysis import KINDS
@@ -10,7 +10,7 @@ def test_every_rule_gives_a_known_kind():
         assert {rule.kind for rule in table} <= set(KINDS)
 
 
-def test_names_of_cpp_are_shortened_with_their_templates_closed():
+def test_shortened_cpp_names_have_closed_templates():
     functor = "BinaryFunctor<c10::BFloat16, c10::BFloat16, binary_internal::MulFunctor<float> >"
     name = f"vectorized_elementwise_kernel<4, {functor}, at::detail::Array<char*, 3> >"
     assert short_name(name, 200) == name

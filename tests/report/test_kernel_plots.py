@@ -1,4 +1,4 @@
-"""Bars of operations beside their peers."""
+"""Bars of our kernels and their peers."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ def test_times_are_multiples_of_ours():
     assert "foreach" not in plot.svg  # it has no time
 
 
-def test_memory_is_shown_where_someone_needs_some_and_colours_stay():
+def test_memory_is_shown_if_any_implementation_needs_some_with_the_same_colours():
     none = {"ours": 0, "torch": 0}
     assert len(kernel_bars([row({"ours": 2.0, "torch": 3.0}, none)])) == 1
     time, memory = kernel_bars([row({"ours": 2.0, "torch": 3.0}, none | {"torch": 3 * 2**30})])

@@ -1,4 +1,4 @@
-"""Pictures of pipeline steps: what ran and what was held, predicted above measured."""
+"""Plots of pipeline steps: actions and memory, the predicted step above the measured one."""
 
 import re
 
@@ -16,7 +16,7 @@ TIMELINE = simulate(lower(build("zb-h1", ranks=2, micro_batches=4)), Durations.o
 
 
 def record(provenance="measured", *, held=None, number=0):
-    """Of a step whose ranks always have 1 GiB beside what their micro-batches hold."""
+    """Returns a step whose ranks hold 1 GiB in addition to their micro-batches."""
     spans = [
         [rank, str(s.action), s.start, s.end]
         for rank, row in enumerate(TIMELINE.ranks)
@@ -40,7 +40,7 @@ def record(provenance="measured", *, held=None, number=0):
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zbv", "v-half", "izb"])
-def test_the_highest_of_what_is_held_over_time_is_the_checker_s_peak(name):
+def test_the_highest_point_of_the_timeline_is_the_checkers_peak(name):
     found = check(build(name, ranks=3, micro_batches=9))
     held = {stage: Held(3.0 + stage, 1.0 + stage / 4) for stage in range(found.schedule.num_stages)}
     found = check(found.schedule, held=held)
@@ -50,7 +50,7 @@ def test_the_highest_of_what_is_held_over_time_is_the_checker_s_peak(name):
         assert points[-1] == (spans[-1].end, pytest.approx(0))
 
 
-def test_bytes_are_drawn_where_the_prediction_and_the_measurement_have_them():
+def test_bytes_are_drawn_if_prediction_and_measurement_have_them():
     held = {stage: Held(2.0 * GIB, 1.0 * GIB) for stage in range(2)}
     measured, modelled = record(held=held), record("modelled", held=held)
     both = steps_of(measured, [modelled, measured])
@@ -61,18 +61,18 @@ def test_bytes_are_drawn_where_the_prediction_and_the_measurement_have_them():
     svg = tracks(both)
     assert svg.index("predicted: ") < svg.index("measured: ")
     assert "held, GiB" in svg and "predicted peak" in svg
-    assert all(f">{kind}3<" in svg for kind in "FIW")  # a bar says what it is, without its colour
+    assert all(f">{kind}3<" in svg for kind in "FIW")  # bars are named, not only coloured
     assert all(f">{text}<" in svg for text in ("F, forward", "I, gradient of input"))
     alone = tracks(steps_of(measured, [measured]))
     assert "measured peak" in alone and "predicted" not in alone
-    # An old record has no bytes: both are counted.
+    # An old record has no bytes, so both are counted in micro-batches.
     old = record()
     counted = steps_of(old, [modelled, old])
     assert [step.unit for step in counted.values()] == [COUNTED] * 2
     assert counted["measured"].peaks == [2, 2]
 
 
-def test_a_page_draws_its_first_steps_and_says_how_many_it_leaves_out():
+def test_a_page_draws_its_first_steps_and_counts_the_others():
     records = [record(number=n) for n in range(MAX_PLOTS + 2)]
     torchs = Record(kind="pipeline", spec={"schedule": "torch-1f1b"})
     *plots, rest = step_blocks([torchs, *records], [torchs, *records])

@@ -225,8 +225,8 @@ def _same_work(record: Record, others: Sequence[Record], wrapper: str) -> Record
         spec = flatten(each.spec)
         return {name: spec.get(name) for name in ("size", "batch", "context_length", "precision")}
 
-    found = [r for r in others if r.spec["wrapper"] == wrapper and work(r) == work(record)]
-    return min(found, key=_step, default=None)
+    same = [r for r in others if r.spec["wrapper"] == wrapper and work(r) == work(record)]
+    return min(same, key=_step, default=None)
 
 
 def memory_answer(records: Sequence[Record]) -> str:
@@ -237,10 +237,10 @@ def memory_answer(records: Sequence[Record]) -> str:
     largest = max(measured, key=lambda r: r.median("peak_bytes") or 0.0)
     peak = largest.median("peak_bytes") or 1.0
     parts = ("parameters", "optimizer_state", "gradients", "activations", "temporaries")
-    held = {part: largest.median(f"{part}_bytes") or 0.0 for part in parts}
+    sizes = {part: largest.median(f"{part}_bytes") or 0.0 for part in parts}
     shares = ", ".join(
         f"{part.replace('_', ' ')} {100 * size / peak:.0f} %"
-        for part, size in sorted(held.items(), key=lambda each: -each[1])[:3]
+        for part, size in sorted(sizes.items(), key=lambda each: -each[1])[:3]
     )
     name = dict(zip(map(id, measured), labels(measured), strict=True))[id(largest)]
     unit = size_unit([peak])

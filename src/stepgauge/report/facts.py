@@ -15,10 +15,10 @@ def page_facts(records: Sequence[Record]) -> dict[str, str]:
     """Returns `measured_where`, the device's peaks, the FLOP convention and the number of rows."""
     facts = measured_where(records)
     devices = {str(r.environment["device"]) for r in records if r.environment.get("device")}
-    known = peaks(devices.pop()) if len(devices) == 1 else None
-    if known:
-        rates = ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in known.flops.items())
-        facts["Dense peak"] = f"{rates} TFLOP/s ({known.source})"
+    peak = peaks(devices.pop()) if len(devices) == 1 else None
+    if peak:
+        rates = ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in peak.flops.items())
+        facts["Dense peak"] = f"{rates} TFLOP/s ({peak.source})"
     if any("tflop_per_s" in record.metrics for record in records):
         facts["FLOPs"] = FLOP_CONVENTION
     ok = [record for record in records if record.status == "ok"]
@@ -39,22 +39,24 @@ def page_facts(records: Sequence[Record]) -> dict[str, str]:
 
 def measured_where(records: Sequence[Record]) -> dict[str, str]:
     """Returns device, host, software, commit and time of the records; unknown facts are left out."""
-    known = [record for record in records if record.environment]
-    if not known:
+    complete = [record for record in records if record.environment]
+    if not complete:
         return {}
-    where = known[-1].environment
-    cores = f"{where['cores']} cores" if where.get("cores") else ""
-    size = f"{where['device_bytes'] / GIB:.0f} GiB" if where.get("device_bytes") else ""
-    software = [f"{name} {where[key]}" for name, key in SOFTWARE.items() if where.get(key)]
-    hosts = list(dict.fromkeys(where.get("hosts", [])))
+    environment = complete[-1].environment
+    cores = f"{environment['cores']} cores" if environment.get("cores") else ""
+    size = f"{environment['device_bytes'] / GIB:.0f} GiB" if environment.get("device_bytes") else ""
+    software = [
+        f"{name} {environment[key]}" for name, key in SOFTWARE.items() if environment.get(key)
+    ]
+    hosts = list(dict.fromkeys(environment.get("hosts", [])))
     facts = {
-        "Device": _joined(where.get("device"), size),
-        "Host": _joined(where.get("cpu"), cores, where.get("os")),
+        "Device": _joined(environment.get("device"), size),
+        "Host": _joined(environment.get("cpu"), cores, environment.get("os")),
         "Software": _joined(*software),
-        "Library": _joined(where.get("library")),
+        "Library": _joined(environment.get("library")),
         "Hosts": _joined(*hosts) if len(hosts) > 1 else "",
-        "Commit": _joined(where.get("commit")),
-        "Measured": _first_to_last([record.created for record in known if record.created]),
+        "Commit": _joined(environment.get("commit")),
+        "Measured": _first_to_last([record.created for record in complete if record.created]),
     }
     return {name: text for name, text in facts.items() if text}
 

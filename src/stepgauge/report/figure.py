@@ -126,12 +126,12 @@ def _in_words(labels: Sequence[str], series: Series, unit: str) -> str:
 
 
 def _curves_in_words(curves: Curves, x: str, y: str) -> str:
-    told = [
+    texts = [
         f"{name} from {short(ys[0])} at {short(xs[0])} to {short(ys[-1])} at {short(xs[-1])}"
         for name, (xs, ys) in curves.items()
         if len(xs)
     ]
-    return f"{y} against {x}: {'; '.join(told)}."
+    return f"{y} against {x}: {'; '.join(texts)}."
 
 
 def stacked_bars(
@@ -340,9 +340,9 @@ def _annotate(
 
 def _mark(axes: "Axes", points: Series | None) -> None:
     for (name, values), marker in zip((points or {}).items(), "D^sv", strict=False):
-        known = [(value, row) for row, value in enumerate(values) if value is not None]
-        if known:
-            xs, ys = zip(*known, strict=True)
+        marked = [(value, row) for row, value in enumerate(values) if value is not None]
+        if marked:
+            xs, ys = zip(*marked, strict=True)
             axes.plot(xs, ys, linestyle="none", marker=marker, markersize=6, markerfacecolor="none",
                       markeredgecolor=INK, markeredgewidth=1.3, label=name)  # fmt: skip
 

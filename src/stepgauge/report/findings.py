@@ -132,13 +132,13 @@ def pairs(records: Sequence[Record], choice: Mapping[str, Any]) -> list[Pair]:
         if any(name in spec for name in choice):
             rest = sorted((n, str(v)) for n, v in spec.items() if n not in choice)
             groups.setdefault((record.kind, *rest), []).append(record)
-    found = []
+    result = []
     for group in groups.values():
         base = [r for r in group if all(flatten(r.spec).get(n, v) == v for n, v in choice.items())]
         for record in group:
             if base and record not in base:
-                found.append(_pair(base[0], record, list(choice)))
-    return found
+                result.append(_pair(base[0], record, list(choice)))
+    return result
 
 
 def _pair(before: Record, after: Record, fields: Sequence[str]) -> Pair:
@@ -260,10 +260,10 @@ def _idle(records: Sequence[Record]) -> Finding | None:
 def command_in_turns(pair: Pair) -> str:
     """Returns the command that measures both rows of the pair in turns."""
     old, new = flatten(pair.before.spec), flatten(pair.after.spec)
-    known = {field.name: field for field in declared_fields(pair.after)}
+    declared = {field.name: field for field in declared_fields(pair.after)}
     changed = [each.partition("=")[0] for each in pair.change.split()]
     both = {
-        name: f"{written(known[name], old[name])} {written(known[name], new[name])}"
+        name: f"{written(declared[name], old[name])} {written(declared[name], new[name])}"
         for name in changed
     }
     return command(pair.after, **both, turns=DEFAULT_TURNS)
@@ -275,11 +275,11 @@ def command(record: Record, verb: str = "", **changed: Any) -> str:
     if not (verb or record.kind in COMMANDS):
         return f"stepgauge bench kernel {record.kind}"
     options, replaced = _network_options(record)
-    known = {field.name: field for field in declared_fields(record)}
+    declared = {field.name: field for field in declared_fields(record)}
     own = [name for name in label_fields(record)[0] if name not in {*replaced, *changed}]
-    values = {name: shlex.quote(written(known[name], spec[name])) for name in own} | changed
+    values = {name: shlex.quote(written(declared[name], spec[name])) for name in own} | changed
     for name, value in values.items():
-        flag = flag_of(known[name]) if name in known else name.replace("_", "-")
+        flag = flag_of(declared[name]) if name in declared else name.replace("_", "-")
         options.append(f"--{flag}" + ("" if value == "true" else f" {value}"))
     return " ".join(["stepgauge", verb or COMMANDS[record.kind], *options])
 

@@ -82,7 +82,7 @@ def _rate_plot(
 
 def _curves(records: Sequence[Record], size: str, figure: str) -> Curves:
     """Returns as many curves as a plot can show: ours, then those with the most rows."""
-    found: Curves = {}
+    curves: Curves = {}
     for name in implementations(records):
         sizes, values = [], []
         for record in records:
@@ -91,9 +91,9 @@ def _curves(records: Sequence[Record], size: str, figure: str) -> Curves:
                 sizes.append(float(record.spec[size]))
                 values.append(value)
         if values:
-            found[name] = (sizes, values)
-    ranked = sorted(found, key=lambda name: (name != OURS, -len(found[name][0])))
-    return {name: found[name] for name in ranked[: len(SERIES)]}
+            curves[name] = (sizes, values)
+    ranked = sorted(curves, key=lambda name: (name != OURS, -len(curves[name][0])))
+    return {name: curves[name] for name in ranked[: len(SERIES)]}
 
 
 def kernel_bars(records: Sequence[Record]) -> list[Plot]:

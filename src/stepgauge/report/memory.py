@@ -100,14 +100,14 @@ def peak_error(row: Row) -> float | None:
 def _with_columns(pair: Row, unit: SizeUnit) -> Record:
     """Returns the row as one record whose metrics are the summary's columns."""
     record, prediction = pair.shown, pair.prediction
-    known = {name: sample for name, sample in record.metrics.items() if name in SHOWN}
+    samples = {name: sample for name, sample in record.metrics.items() if name in SHOWN}
     if record is prediction:
-        known.pop("peak_bytes", None)
+        samples.pop("peak_bytes", None)
     if prediction and "peak_bytes" in prediction.metrics:
-        known["predicted_peak_bytes"] = prediction.metrics["peak_bytes"]
+        samples["predicted_peak_bytes"] = prediction.metrics["peak_bytes"]
     if (error := peak_error(pair)) is not None:
-        known["predicted_error"] = Sample.exact(error, "signed fraction")
-    metrics = dict(_in_unit(name, known[name], unit) for name in SHOWN if name in known)
+        samples["predicted_error"] = Sample.exact(error, "signed fraction")
+    metrics = dict(_in_unit(name, samples[name], unit) for name in SHOWN if name in samples)
     notes = [pair.record.note]
     if prediction and prediction.note and prediction is not pair.record:
         notes.append(f"not predicted: {prediction.note}")

@@ -97,14 +97,14 @@ def declared_fields(record: Record) -> list[Any]:
 
 def key_value(record: Record, field: str) -> str:
     """Returns `key=value`, the key as the command line spells it."""
-    known = {each.name: each for each in declared_fields(record)}
+    declared = {each.name: each for each in declared_fields(record)}
     spec = flatten(record.spec)
     value = spec.get(field)
     if field == "size" and spec.get("network") == UserModel.network:
         return f"model={value}"
-    if field not in known or value is None:
+    if field not in declared or value is None:
         return f"{field}={value}"
-    return f"{known[field].metadata.get('flag') or field}={written(known[field], value)}"
+    return f"{declared[field].metadata.get('flag') or field}={written(declared[field], value)}"
 
 
 def label_fields(record: Record) -> tuple[list[str], list[str]]:

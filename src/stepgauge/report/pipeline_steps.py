@@ -74,7 +74,7 @@ def steps_of(record: Record, run: Sequence[Record]) -> dict[str, Step]:
     by_name = {names[provenance]: timed[provenance] for provenance in names if provenance in timed}
     if all("held" in each.tables for each in by_name.values()):
         return _in_bytes(by_name)
-    return {name: Step.counted(_timeline_of(each)) for name, each in by_name.items()}
+    return {name: Step.counted(timeline_of(each)) for name, each in by_name.items()}
 
 
 def _in_bytes(by_name: Mapping[str, Record]) -> dict[str, Step]:
@@ -90,11 +90,11 @@ def _in_bytes(by_name: Mapping[str, Record]) -> dict[str, Step]:
     steps = {}
     for name, record in by_name.items():
         scaled = [[(ms, held / unit.bytes) for ms, held in points] for points in levels[name]]
-        steps[name] = Step(_timeline_of(record), scaled, peaks, unit.text)
+        steps[name] = Step(timeline_of(record), scaled, peaks, unit.text)
     return steps
 
 
-def _timeline_of(record: Record) -> Timeline:
+def timeline_of(record: Record) -> Timeline:
     rows: dict[int, list[Span]] = {}
     for rank, action, start, end in record.tables["spans"][1:]:
         rows.setdefault(rank, []).append(Span(parse(action), start, end))

@@ -225,8 +225,8 @@ def attention_table(analysis: Analysis) -> Table:
     rows = []
     for part in ATTENTION_PARTS:
         for phase in analysis.phases_us:
-            mine = (c for c in analysis.cells if c.range.endswith(f".{part}") and c.phase == phase)
-            each = total(mine, analysis.steps)
+            cells = (c for c in analysis.cells if c.range.endswith(f".{part}") and c.phase == phase)
+            each = total(cells, analysis.steps)
             if each.us:
                 rows.append({
                     "part of attention": part, "phase": phase, "µs a step": each.us,

@@ -45,8 +45,8 @@ def step_bars(
     """
     steps = {(row(record), bar(record)): plotted(record, "step_ms") for record in records}
     clusters = list(dict.fromkeys(name for name, _ in steps))
-    known = list(dict.fromkeys(name for _, name in steps))
-    drawn = [name for name in bars if name in known] if bars else known
+    present = list(dict.fromkeys(name for _, name in steps))
+    drawn = [name for name in bars if name in present] if bars else present
     groups = {name: [steps.get((cluster, name)) for cluster in clusters] for name in drawn}
     return Plot(grouped_bars(clusters, groups, unit=unit), caption)
 

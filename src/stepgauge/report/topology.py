@@ -48,10 +48,10 @@ def network(places: Mapping[str, Point], edges: Sequence[Edge], *, height: float
             colour = SERIES[edge.series % len(SERIES)]
             axes.plot(*zip(*ends, strict=True), color=colour, linewidth=1.3 * edge.weight, zorder=1)
             length = math.hypot(x1 - x0, y1 - y0)
-            beside = -LABEL_POINTS * (y1 - y0) / length, LABEL_POINTS * (x1 - x0) / length
+            offset = -LABEL_POINTS * (y1 - y0) / length, LABEL_POINTS * (x1 - x0) / length
             middle = (x0 + x1) / 2, (y0 + y1) / 2
             style: dict[str, Any] = {"ha": "center", "va": "center", "color": FAINT, "fontsize": 8}
-            axes.annotate(edge.label, middle, beside, textcoords="offset points", **style)
+            axes.annotate(edge.label, middle, offset, textcoords="offset points", **style)
         box: dict[str, Any] = {"boxstyle": "round,pad=0.5", "facecolor": GRID, "edgecolor": GRID}
         for name, at in places.items():
             axes.text(*at, name, ha="center", va="center", color=INK, fontsize=9, bbox=box)
@@ -137,8 +137,8 @@ def picture(topology: Topology) -> str:
 
 
 def _node(nodes: list[str], topology: Topology, index: int | None) -> str:
-    known = [node.index for node in topology.numa_nodes]
-    return nodes[known.index(index)] if index in known else nodes[0]
+    indices = [node.index for node in topology.numa_nodes]
+    return nodes[indices.index(index)] if index in indices else nodes[0]
 
 
 def topology_blocks(topology: Topology) -> list[Block]:

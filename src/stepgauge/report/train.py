@@ -34,10 +34,10 @@ def _curves(record: Record) -> list[Block]:
 
 
 def _corpus(record: Record) -> str:
-    where = record.environment
-    vocabulary = where.get("vocab_size", 256)
+    corpus = record.environment
+    vocabulary = corpus.get("vocab_size", 256)
     return (
-        f"The corpus has {where['corpus_bytes']:,} bytes (sha256 {where['corpus_sha256'][:16]}…). "
+        f"The corpus has {corpus['corpus_bytes']:,} bytes (sha256 {corpus['corpus_sha256'][:16]}…). "
         f"Its last 5 % are held out. Guessing one of the {vocabulary:,} tokens at random would have "
         f"a loss of {number(math.log(vocabulary))} nats a token."
     )

@@ -126,9 +126,9 @@ def figure(sample: Sample | None, statistic: str = "median") -> Any:
 
 def _device(records: Sequence[Record]) -> str:
     """Returns the device's name if all records were measured on one kind of device, else ""."""
-    known = {str(record.environment.get("device", "")) for record in records}
+    devices = {str(record.environment.get("device", "")) for record in records}
     measured = all(record.provenance == "measured" for record in records)
-    return known.pop() if len(known) == 1 and measured else ""
+    return devices.pop() if len(devices) == 1 and measured else ""
 
 
 def remark(record: Record) -> str:

@@ -19,17 +19,17 @@ _RANKS = (2, 4, 6, 8)
 
 def specs(machine: StudyMachine, folder: Path) -> Sequence[CommSpec]:
     if not machine.is_gpu:
-        rows = [(op, "library") for op in _OPS] + [("all_reduce", "ring")]
+        operations = [(op, "library") for op in _OPS] + [("all_reduce", "ring")]
         return [
             CommSpec(op=op, algorithm=algorithm, size_bytes=size, seconds=0.1, warmup=2)
-            for op, algorithm in rows
+            for op, algorithm in operations
             for size in _CPU_SIZES
         ]
-    found = []
+    rows = []
     for ranks in (n for n in _RANKS if n <= machine.gpus):
-        found += [_gpu_row("nccl", op, size, ranks) for op in _OPS for size in _GPU_SIZES]
-        found += [_gpu_row("gloo", "all_reduce", size, ranks) for size in _GPU_SIZES[:7]]
-    return found
+        rows += [_gpu_row("nccl", op, size, ranks) for op in _OPS for size in _GPU_SIZES]
+        rows += [_gpu_row("gloo", "all_reduce", size, ranks) for size in _GPU_SIZES[:7]]
+    return rows
 
 
 def _gpu_row(backend: str, op: str, size: int, ranks: int) -> CommSpec:

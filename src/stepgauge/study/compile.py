@@ -52,8 +52,8 @@ def answer(records: Sequence[Record]) -> str:
     sentences = [choice_answer(records, "compile")]
     compared = pairs(records, {"compile": "off"})
     costs = [(p, p.after.median("compile_s")) for p in compared if p.saved_ms > 0]
-    if known := [(pair, cost) for pair, cost in costs if cost]:
-        pair, cost = max(known, key=lambda each: each[0].saved_ms)
+    if measured := [(pair, cost) for pair, cost in costs if cost]:
+        pair, cost = max(measured, key=lambda each: each[0].saved_ms)
         sentences.append(
             f"Compilation takes {number(cost)} s for {_row(pair.after)}, which pays off after "
             f"{1e3 * cost / pair.saved_ms:,.0f} steps."

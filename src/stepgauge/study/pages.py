@@ -92,9 +92,9 @@ def _gpu_results(experiment: Experiment) -> list[Block]:
     records = shipped(experiment.name)
     if not records:
         return []
-    where = records[0].environment
+    environment = records[0].environment
     title = (
-        f"Not this machine: measured on {where['device']} with torch {where['torch']} on "
+        f"Not this machine: measured on {environment['device']} with torch {environment['torch']} on "
         f"{records[0].created[:10]}; the records come with stepgauge"
     )
     return [OtherMachine(title, experiment.answer(records), [_table(records)])]

@@ -33,8 +33,8 @@ def this_machine(device: str) -> StudyMachine:
 
 def select(names: Sequence[str]) -> list[Experiment]:
     """Returns the experiments with these names; all experiments for []."""
-    known = {experiment.name: experiment for experiment in EXPERIMENTS}
-    return [known[name] for name in names or known]
+    by_name = {experiment.name: experiment for experiment in EXPERIMENTS}
+    return [by_name[name] for name in names or by_name]
 
 
 def plan(machine: StudyMachine, folder: Path, experiments: Sequence[Experiment]) -> list[Job]:

@@ -70,8 +70,8 @@ def _specs(machine: StudyMachine) -> list[Any]:
                          steps=5)
         for wrapper in ("naive", "bucketed", "zero1")
     ]  # fmt: skip
-    alone = [step_spec(machine, size, load=(BATCH, CONTEXT)) for size in ("nano", "tiny")]
-    return [*alone, *(spec.canonical() for spec in ranks)]
+    single_rank = [step_spec(machine, size, load=(BATCH, CONTEXT)) for size in ("nano", "tiny")]
+    return [*single_rank, *(spec.canonical() for spec in ranks)]
 
 
 def _calibration(machine: StudyMachine, specs: Sequence[Any]) -> list[Any]:
@@ -93,8 +93,8 @@ def _calibration(machine: StudyMachine, specs: Sequence[Any]) -> list[Any]:
         for ranks in (1, 2)
         for name in names
     ]
-    asked = collectives.specs(machine, Path())
-    links = [spec for spec in asked if spec.op in LINKS and spec.algorithm == "library"]
+    every_collective = collectives.specs(machine, Path())
+    links = [spec for spec in every_collective if spec.op in LINKS and spec.algorithm == "library"]
     return [*map(calibration.job, operations), *links]
 
 

@@ -62,13 +62,13 @@ def blocks(records: Sequence[Record]) -> Sequence[Block]:
 
 def answer(records: Sequence[Record]) -> str:
     """Compares the mean without warm-up with the median after the longest warm-up."""
-    known = {r.spec["warmup"]: r.metrics["forward_ms"] for r in records if r.status == "ok"}
-    if len(known) < 2:
+    by_warm_up = {r.spec["warmup"]: r.metrics["forward_ms"] for r in records if r.status == "ok"}
+    if len(by_warm_up) < 2:
         return ""
-    cold, warm = known[min(known)], known[max(known)]
+    cold, warm = by_warm_up[min(by_warm_up)], by_warm_up[max(by_warm_up)]
     return (
         f"Without warm-up, the mean of {cold.n} forward passes is {number(cold.mean)} ms: "
-        f"{cold.mean / warm.median:.1f} times the median after {max(known)} warm-up steps "
+        f"{cold.mean / warm.median:.1f} times the median after {max(by_warm_up)} warm-up steps "
         f"({number(warm.median)} ms). The median without warm-up is {number(cold.median)} ms."
     )
 

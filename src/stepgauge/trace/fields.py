@@ -29,8 +29,8 @@ def whole(value: Any) -> int | None:
 def track(value: Any) -> int:
     """Returns the number of a stream or device, such as 7 for "stream 7"; 0 if there is none."""
     number = whole(value)
-    if number is None and isinstance(value, str) and (found := _LAST_DIGITS.search(value)):
-        number = int(found[0])
+    if number is None and isinstance(value, str) and (digits := _LAST_DIGITS.search(value)):
+        number = int(digits[0])
     return number or 0
 
 

@@ -31,8 +31,8 @@ _WHOLE = ("attention", "softmax", "norm", "convolution", "embedding", "quantisat
 def _match(table: Table, name: str) -> tuple[str, str]:
     """Returns the kind of the first rule that matches, and the text that matched."""
     for kind, pattern in table:
-        if found := pattern.search(name):
-            return kind, found[0]
+        if match := pattern.search(name):
+            return kind, match[0]
     return "", ""
 
 

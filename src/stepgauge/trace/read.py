@@ -167,7 +167,7 @@ def _parts(window: _Window) -> Iterator[tuple[str, Any]]:
     if first != "{":
         raise TraceError(f"is not a Chrome trace: it begins with {first!r}, not with {{ or [")
     window.take("{")
-    found, separator = False, window.peek()
+    has_events, separator = False, window.peek()
     while separator != "}":
         key = window.value()
         if not isinstance(key, str):
@@ -175,11 +175,11 @@ def _parts(window: _Window) -> Iterator[tuple[str, Any]]:
         window.take(":")
         if key == "traceEvents":
             yield from _events(window)
-            found = True
+            has_events = True
         else:
             yield key, window.value()
         separator = window.take(",}")
-    if not found:
+    if not has_events:
         raise TraceError("is not a Chrome trace: it has no traceEvents")
 
 
