@@ -80,8 +80,8 @@ def blocks_runner(
     """What runs a model's blocks and keeps for backward what the plan or the spec says."""
     by_block = spec.compile == "blocks"
     if recompute:
-        return functools.partial(by_plan, plan=recompute, alone=by_block)
-    return through_blocks(spec.checkpointing, spec.checkpoint_blocks, alone=by_block)
+        return functools.partial(by_plan, plan=recompute, compiled_blocks=by_block)
+    return through_blocks(spec.checkpointing, spec.checkpoint_blocks, compiled_blocks=by_block)
 
 
 def optimizer_of(
