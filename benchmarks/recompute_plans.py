@@ -61,7 +61,7 @@ def measure(
     for number, (feed_forward, selective) in enumerate(counts):
         steps = 1 if number else 2
         plan = RecomputePlan(model.num_layers, feed_forward=feed_forward, selective=selective)
-        step.module.through_blocks = functools.partial(by_plan, plan=plan, alone=True)
+        step.module.through_blocks = functools.partial(by_plan, plan=plan, compiled_blocks=True)
         devices.reset_peak_memory(device)
         times = time_phases(step.phases(share), device, warmup=steps, steps=steps)
         if world.rank == 0:

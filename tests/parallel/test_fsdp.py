@@ -204,7 +204,7 @@ def compiled_blocks():
         torch.manual_seed(0)
         module = transformer()
         if plan is not None:
-            module.through_blocks = functools.partial(by_plan, plan=plan, alone=True)
+            module.through_blocks = functools.partial(by_plan, plan=plan, compiled_blocks=True)
             for block in module.blocks:
                 block.compile(backend="aot_eager")
         FullyShardedDataParallel(module)(*batch(0, 0, dist.get_rank())).backward()

@@ -1,5 +1,5 @@
-"""Each family's network against the transformers library's with the same weights, where that is
-installed.
+"""Compares the network of each family with the transformers library's, with the same weights. Skipped
+if the library is not installed.
 """
 
 import pytest
@@ -45,63 +45,66 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_are_those_of_transformers(name):
+def test_logits_equal_those_of_transformers(name):
     kind = name.split()[0]
-    given = {"model_type": kind, **FAMILIES[name]}
+    fields = {"model_type": kind, **FAMILIES[name]}
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(**given, pad_token_id=None)
+    config = transformers.AutoConfig.for_model(**fields, pad_token_id=None)
     theirs = transformers.AutoModelForCausalLM.from_config(config).float().eval()
-    # Biases are zero and gains one at first: a wrong place would not show.
+    # Biases are initially zero and gains one, which would hide swapped parameters.
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    ours = TransformerLM(network_of(given))
+    ours = TransformerLM(network_of(fields))
     ours.load_state_dict(renamed(theirs, ours.spec, kind))
     tokens = torch.randint(61, (2, 12))
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-3, atol=1e-3)
 
 
 def renamed(theirs, spec, kind):
-    """The weights of their network by our names."""
-    given = theirs.state_dict()
+    """Returns the weights of the transformers network by the names of this package."""
+    weights = theirs.state_dict()
     if kind == "gpt2":
-        return of_gpt2(given, spec)
+        return renamed_gpt2(weights, spec)
     if kind == "gpt_neox":
-        return of_gpt_neox(given, spec)
+        return renamed_gpt_neox(weights, spec)
     ours = {
-        "embedding.weight": given["model.embed_tokens.weight"],
-        "norm.weight": gain(given["model.norm.weight"], kind),
-        "head.weight": given["lm_head.weight"],
+        "embedding.weight": weights["model.embed_tokens.weight"],
+        "norm.weight": gain(weights["model.norm.weight"], kind),
+        "head.weight": weights["lm_head.weight"],
     }
-    for layer in range(spec.num_layers):
-        one, other = f"model.layers.{layer}", f"blocks.{layer}"
+    for number in range(spec.num_layers):
+        layer, block = f"model.layers.{number}", f"blocks.{number}"
         ours |= {
-            f"{other}.attention_norm.weight": gain(given[f"{one}.input_layernorm.weight"], kind),
-            f"{other}.feed_forward_norm.weight": gain(
-                given[f"{one}.post_attention_layernorm.weight"], kind
+            f"{block}.attention_norm.weight": gain(
+                weights[f"{layer}.input_layernorm.weight"], kind
+            ),
+            f"{block}.feed_forward_norm.weight": gain(
+                weights[f"{layer}.post_attention_layernorm.weight"], kind
             ),
         }
         if kind == "qwen3":
-            for place, part in enumerate("qk"):
-                norm = given[f"{one}.self_attn.{part}_norm.weight"]
-                ours[f"{other}.attention.qk_norms.{place}.weight"] = norm
+            for position, part in enumerate("qk"):
+                norm = weights[f"{layer}.self_attn.{part}_norm.weight"]
+                ours[f"{block}.attention.qk_norms.{position}.weight"] = norm
         if kind == "mixtral":
-            experts = f"{one}.mlp.experts"
+            experts = f"{layer}.mlp.experts"
             ours |= {
-                f"{other}.feed_forward.router.weight": given[f"{one}.mlp.gate.weight"],
-                f"{other}.feed_forward.up_weight": given[f"{experts}.gate_up_proj"],
-                f"{other}.feed_forward.down_weight": given[f"{experts}.down_proj"],
+                f"{block}.feed_forward.router.weight": weights[f"{layer}.mlp.gate.weight"],
+                f"{block}.feed_forward.up_weight": weights[f"{experts}.gate_up_proj"],
+                f"{block}.feed_forward.down_weight": weights[f"{experts}.down_proj"],
             }
+        fused = {
+            "attention.input": [f"self_attn.{p}_proj" for p in "qkv"],
+            "attention.output": ["self_attn.o_proj"],
+            "feed_forward.down": ["mlp.down_proj"],
+            "feed_forward.gate_up": ["mlp.gate_proj", "mlp.up_proj"],
+        }
         for end in ("weight", "bias"):
-            fused = {"attention.input": [f"self_attn.{p}_proj" for p in "qkv"]}
-            fused |= {
-                "attention.output": ["self_attn.o_proj"],
-                "feed_forward.down": ["mlp.down_proj"],
-            }
-            fused |= {"feed_forward.gate_up": ["mlp.gate_proj", "mlp.up_proj"]}
             for name, parts in fused.items():
-                found = [given[f"{one}.{p}.{end}"] for p in parts if f"{one}.{p}.{end}" in given]
-                if found:
-                    ours[f"{other}.{name}.{end}"] = torch.cat(found)
+                names = [f"{layer}.{part}.{end}" for part in parts]
+                sections = [weights[each] for each in names if each in weights]
+                if sections:
+                    ours[f"{block}.{name}.{end}"] = torch.cat(sections)
     return ours
 
 
@@ -109,40 +112,40 @@ def gain(weight, kind):
     return weight + 1 if kind == "gemma" else weight
 
 
-def of_gpt2(given, spec):
+def renamed_gpt2(weights, spec):
     ours = {
-        "embedding.weight": given["transformer.wte.weight"],
-        "head.weight": given["transformer.wte.weight"],
-        "positions.weight": given["transformer.wpe.weight"],
+        "embedding.weight": weights["transformer.wte.weight"],
+        "head.weight": weights["transformer.wte.weight"],
+        "positions.weight": weights["transformer.wpe.weight"],
     }
     names = {"attention_norm": "ln_1", "feed_forward_norm": "ln_2"}
     names |= {"attention.input": "attn.c_attn", "attention.output": "attn.c_proj"}
     names |= {"feed_forward.up": "mlp.c_fc", "feed_forward.down": "mlp.c_proj"}
     for end in ("weight", "bias"):
-        ours[f"norm.{end}"] = given[f"transformer.ln_f.{end}"]
+        ours[f"norm.{end}"] = weights[f"transformer.ln_f.{end}"]
         for layer in range(spec.num_layers):
-            for name, theirs in names.items():
-                value = given[f"transformer.h.{layer}.{theirs}.{end}"]
+            for name, part in names.items():
+                value = weights[f"transformer.h.{layer}.{part}.{end}"]
                 ours[f"blocks.{layer}.{name}.{end}"] = value.T if value.ndim == 2 else value
     return ours
 
 
-def of_gpt_neox(given, spec):
+def renamed_gpt_neox(weights, spec):
     ours = {
-        "embedding.weight": given["gpt_neox.embed_in.weight"],
-        "head.weight": given["lm_head.weight"],
+        "embedding.weight": weights["gpt_neox.embed_in.weight"],
+        "head.weight": weights["lm_head.weight"],
     }
     names = {"attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm"}
     names |= {"attention.output": "attention.dense"}
     names |= {"feed_forward.up": "mlp.dense_h_to_4h", "feed_forward.down": "mlp.dense_4h_to_h"}
     for end in ("weight", "bias"):
-        ours[f"norm.{end}"] = given[f"gpt_neox.final_layer_norm.{end}"]
-        for layer in range(spec.num_layers):
-            theirs = f"gpt_neox.layers.{layer}"
+        ours[f"norm.{end}"] = weights[f"gpt_neox.final_layer_norm.{end}"]
+        for number in range(spec.num_layers):
+            layer = f"gpt_neox.layers.{number}"
             for name, part in names.items():
-                ours[f"blocks.{layer}.{name}.{end}"] = given[f"{theirs}.{part}.{end}"]
-            # Theirs has query, key and value of each head together.
-            fused = given[f"{theirs}.attention.query_key_value.{end}"]
+                ours[f"blocks.{number}.{name}.{end}"] = weights[f"{layer}.{part}.{end}"]
+            # GPT-NeoX stores query, key and value of each head together.
+            fused = weights[f"{layer}.attention.query_key_value.{end}"]
             by_head = fused.unflatten(0, (spec.num_heads, 3, spec.head_width))
-            ours[f"blocks.{layer}.attention.input.{end}"] = by_head.transpose(0, 1).flatten(0, 2)
+            ours[f"blocks.{number}.attention.input.{end}"] = by_head.transpose(0, 1).flatten(0, 2)
     return ours

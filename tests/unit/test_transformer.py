@@ -1,4 +1,4 @@
-"""The network against its equations, and its parts against each other."""
+"""Compares the network with its equations, and implementations of its parts with each other."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.stages import parts_of
 
 
-def test_the_spec_names_the_parts_that_there_are():
+def test_the_names_in_the_spec_are_those_of_the_tables():
     assert set(parts.NORMS) == set(model_fields.NORMS)
     assert set(parts.ATTENTIONS) == set(model_fields.ATTENTIONS)
     assert set(ACTIVATIONS) == set(model_fields.FEED_FORWARD_MATRICES)
@@ -29,7 +29,7 @@ def test_the_spec_names_the_parts_that_there_are():
 
 
 def plain_forward(model, tokens):
-    """The network once more, one head and one position pair at a time, as the papers write it."""
+    """Computes the network as in the papers, one head and one pair of positions at a time."""
     spec = model.spec
     length, width = tokens.shape[1], spec.head_width
     x = model.embedding.weight[tokens]
@@ -39,7 +39,7 @@ def plain_forward(model, tokens):
         heads = []
         for head in range(spec.num_heads):
             columns = slice(head * width, (head + 1) * width)
-            qh, kh = turn(q[..., columns]), turn(k[..., columns])
+            qh, kh = rotated(q[..., columns]), rotated(k[..., columns])
             scores = qh @ kh.transpose(1, 2) / math.sqrt(width)
             for t, s in itertools.product(range(length), repeat=2):
                 if s > t:
@@ -52,27 +52,27 @@ def plain_forward(model, tokens):
     return F.rms_norm(x, (spec.d_model,), model.norm.weight, eps=1e-5) @ model.head.weight.T
 
 
-def turn(x_BTW):
-    """Rotary positions as complex numbers: pair (i, i + W/2) at position t turns by t ·
-    10000^(-2i/W).
+def rotated(x_BTW):
+    """Rotary positions with complex numbers: at position t, the pair (i, i + W/2) is rotated by the
+    angle t · 10000^(-2i/W).
     """
     half = x_BTW.shape[-1] // 2
     pairs = torch.complex(x_BTW[..., :half], x_BTW[..., half:])
     angle = torch.arange(x_BTW.shape[1], dtype=torch.float64)[:, None] * 10_000.0 ** (
         -torch.arange(half, dtype=torch.float64) / half
     )
-    turned = pairs * torch.polar(torch.ones_like(angle), angle)
-    return torch.cat((turned.real, turned.imag), -1)
+    rotated_pairs = pairs * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat((rotated_pairs.real, rotated_pairs.imag), -1)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_forward_is_the_papers_network(attention):
+def test_forward_follows_the_equations(attention):
     torch.manual_seed(0)
     spec = ModelSpec.preset("nano", vocab_size=50, context_length=9, attention=attention)
     model = TransformerLM(spec).double()
     tokens = torch.randint(50, (2, 7))
     expected = plain_forward(model, tokens)
-    # The rotary tables are fp32 by design, so this is not float64's own precision.
+    # The rotary tables are fp32, so the error is larger than float64's.
     assert (model(tokens) - expected).norm() / expected.norm() < 1e-6
     loss = model(tokens, tokens)
     assert loss.item() == pytest.approx(
@@ -80,7 +80,7 @@ def test_forward_is_the_papers_network(attention):
     )
 
 
-def test_rotation_depends_on_distance_only():
+def test_rotated_scores_depend_only_on_the_distance():
     spec = ModelSpec(context_length=64, d_model=16, num_heads=1)
     cos, sin = (table.double() for table in rotary_tables(spec, None))
     q, k = torch.randn(2, 1, 1, 64, 16, dtype=torch.float64)
@@ -96,7 +96,9 @@ def test_rotation_depends_on_distance_only():
     "changes",
     [{}, {"num_kv_heads": 2}, {"rope_fraction": 0.5}, {"qk_norm": True}, {"positions": "none"}],
 )
-def test_queries_and_keys_rotated_together_or_apart_are_the_same(changes, monkeypatch):
+def test_rotating_queries_and_keys_together_or_separately_has_the_same_gradients(
+    changes, monkeypatch
+):
     shape = {"vocab_size": 16, "context_length": 9, "d_model": 32, "d_ff": 16, "num_layers": 1}
     spec = ModelSpec(**shape, num_heads=4, **changes)
     model, tokens = TransformerLM(spec).double(), torch.randint(16, (2, 7))
@@ -111,8 +113,8 @@ def test_queries_and_keys_rotated_together_or_apart_are_the_same(changes, monkey
 
 
 @pytest.mark.parametrize("is_compiling", [False, True])
-def test_all_tokens_are_rotated_where_the_input_product_gathers_them(is_compiling, monkeypatch):
-    """As tensor parallel's does, which is given a piece of the sequence."""
+def test_all_tokens_are_rotated_if_the_input_layer_gathers_them(is_compiling, monkeypatch):
+    """Under tensor parallelism, attention gets a shard of the sequence and its input layer gathers."""
     spec = ModelSpec(d_model=16, d_ff=32, num_layers=1, num_heads=2, context_length=8)
     attention = Attention(spec, 0, torch.device("cpu"))
     x, rotation = torch.randn(1, 8, 16), rotary_tables(spec, None)
@@ -128,12 +130,9 @@ def test_rms_norms_follow_the_equation(name, dtype):
     norm = parts.NORMS[name](24, dtype=dtype)
     torch.nn.init.normal_(norm.weight)
     x = torch.randn(5, 24, dtype=dtype)
-    wide = x.double()
-    expected = (
-        wide
-        / (wide.square().mean(-1, keepdim=True) + parts.NORM_EPSILON).sqrt()
-        * norm.weight.double()
-    )
+    exact_x = x.double()
+    root_mean_square = (exact_x.square().mean(-1, keepdim=True) + parts.NORM_EPSILON).sqrt()
+    expected = exact_x / root_mean_square * norm.weight.double()
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
     assert norm(x).dtype == dtype
     assert (norm(x).double() - expected).norm() / expected.norm() < tolerance
@@ -150,29 +149,29 @@ def test_attention_is_causal():
     assert not torch.allclose(before[:, 10:], after[:, 10:])
 
 
-def seen_by_last(**changes):
-    """Which of eight tokens the last one sees through one block."""
+def visible_to_last(**changes):
+    """Returns which of eight tokens are visible to the last one through one block."""
     spec = ModelSpec.preset("nano", vocab_size=50, context_length=8, num_layers=1, **changes)
     model, tokens = TransformerLM(spec), torch.randint(50, (1, 8))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     before = model(tokens)[0]
-    seen = []
-    for place in range(8):
+    visible = []
+    for position in range(8):
         changed = tokens.clone()
-        changed[0, place] = (changed[0, place] + 1) % 50
+        changed[0, position] = (changed[0, position] + 1) % 50
         after = model(changed)[0]
-        seen.append(not torch.equal(before[-1], after[-1]))
+        visible.append(not torch.equal(before[-1], after[-1]))
         if spec.mask == "full":
             assert not torch.equal(before[0], after[0])
-    return seen
+    return visible
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_masks_and_windows(attention):
-    assert seen_by_last(attention=attention, mask="full") == [True] * 8
-    assert seen_by_last(attention=attention, window=3) == [False] * 5 + [True] * 3
-    assert seen_by_last(attention=attention, window=3, full_attention_every=1) == [True] * 8
+    assert visible_to_last(attention=attention, mask="full") == [True] * 8
+    assert visible_to_last(attention=attention, window=3) == [False] * 5 + [True] * 3
+    assert visible_to_last(attention=attention, window=3, full_attention_every=1) == [True] * 8
 
 
 @pytest.mark.parametrize(
@@ -181,20 +180,20 @@ def test_masks_and_windows(attention):
     ids=str,
 )
 def test_implementations_of_attention_agree(changes):
-    found = []
+    logits = []
     for attention in ("sdpa", "eager", "triton"):
         if attention == "triton" and "window" in changes:
             continue
         spec = ModelSpec.preset(
             "nano", vocab_size=50, context_length=8, attention=attention, **changes
         )
-        found.append(TransformerLM(spec, seed=1).double()(torch.arange(16).view(2, 8)))
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0])
+        logits.append(TransformerLM(spec, seed=1).double()(torch.arange(16).view(2, 8)))
+    for other in logits[1:]:
+        torch.testing.assert_close(other, logits[0])
 
 
-def test_experts_in_one_product_equal_experts_one_by_one(monkeypatch):
-    """As on a GPU in bf16; one expert gets no token."""
+def test_grouped_experts_equal_experts_one_by_one(monkeypatch):
+    """A GPU uses grouped products in bf16. One expert gets no token."""
     spec = ModelSpec.preset("nano", d_model=64, d_ff=160, num_experts=4, experts_per_token=2)
     torch.manual_seed(0)
     layer = build_feed_forward(spec, torch.device("cpu")).bfloat16()
@@ -204,18 +203,18 @@ def test_experts_in_one_product_equal_experts_one_by_one(monkeypatch):
     x[..., 0] = 10.0
     with torch.no_grad():
         layer.router.weight[3, 0] = -10.0
-    found = []
+    results = []
     for is_grouped in (False, True):
-        monkeypatch.setattr(feed_forward, "_are_grouped", lambda *_, so=is_grouped: so)
+        monkeypatch.setattr(feed_forward, "_can_be_grouped", lambda *_, value=is_grouped: value)
         y = layer(x.requires_grad_())
-        wanted = [x, *layer.parameters()]
-        found.append([y, *torch.autograd.grad(y.float().square().sum(), wanted)])
-    assert found[0][3][3].abs().max() == 0, "no token goes to the last"
-    for one, other in zip(*found, strict=True):
+        leaves = [x, *layer.parameters()]
+        results.append([y, *torch.autograd.grad(y.float().square().sum(), leaves)])
+    assert results[0][3][3].abs().max() == 0, "no token goes to the last expert"
+    for one, other in zip(*results, strict=True):
         assert (one.float() - other.float()).norm() <= 0.01 * one.float().norm()
 
 
-def test_experts_are_the_layers_that_the_router_picks():
+def test_tokens_go_to_the_experts_that_the_router_chooses():
     spec = ModelSpec.preset("nano", num_experts=3, experts_per_token=2, num_layers=1)
     layer = TransformerLM(spec).double().blocks[0].feed_forward
     for parameter in layer.parameters():
@@ -245,7 +244,7 @@ NETWORKS = {
 
 @pytest.mark.parametrize("cuts", STAGES)
 @pytest.mark.parametrize("name", NETWORKS)
-def test_stages_built_alone_are_the_network(name, cuts):
+def test_separately_built_stages_equal_the_whole_network(name, cuts):
     network, spec = NETWORKS[name]
     whole = network(spec, seed=3)
     stages = [network(spec, parts=parts, seed=3) for parts in cuts]
@@ -253,7 +252,7 @@ def test_stages_built_alone_are_the_network(name, cuts):
     for stage in stages:
         for key, parameter in stage.named_parameters(remove_duplicate=False):
             assert torch.equal(parameter, named.pop(key, parameter)), key
-    assert set(named) <= {"head.weight"}  # a tied one is built by the last stage and the first
+    assert set(named) <= {"head.weight"}  # a tied head is built by the first and the last stage
     x = tokens = torch.randint(100, (2, 6))
     for stage in stages[:-1]:
         x = stage(x)
@@ -262,7 +261,7 @@ def test_stages_built_alone_are_the_network(name, cuts):
     assert torch.equal(stages[-1](x, tokens), whole(tokens, tokens))
 
 
-def test_weights_follow_from_the_seed_and_the_name():
+def test_weights_depend_on_the_seed_and_the_name():
     spec = ModelSpec.preset("nano")
     torch.manual_seed(5)
     first = TransformerLM(spec)
@@ -275,7 +274,7 @@ def test_weights_follow_from_the_seed_and_the_name():
     assert blocks[0].feed_forward.down.weight.std().item() == pytest.approx(0.01, rel=0.05)
 
 
-def test_fused_layers_know_their_sections():
+def test_fused_layers_have_the_sections_of_the_spec():
     spec = ModelSpec.preset("nano", num_kv_heads=1)
     block = TransformerLM(spec).blocks[0]
     assert block.attention.input.sections == (64, 32, 32)
@@ -289,14 +288,14 @@ def test_fused_layers_know_their_sections():
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn', which cannot be run yet"),
     ],
 )
-def test_what_cannot_be_run_is_said_when_it_is_built(changes, words):
+def test_building_a_network_that_cannot_be_run_raises_an_error(changes, words):
     spec = ModelSpec.preset("nano", **changes)
     with pytest.raises(ValueError, match=words):
         TransformerLM(spec)
 
 
 @pytest.mark.parametrize("name", parts.OPTIMIZERS)
-def test_optimizers_take_the_same_settings(name):
+def test_all_optimizers_accept_the_same_settings(name):
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = parts.build_optimizer(
         name, [parameter], lr=0.1, weight_decay=0.0, betas=(0.9, 0.95)

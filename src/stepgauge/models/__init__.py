@@ -1,1 +1,1 @@
-"""The networks that are measured. They know nothing of parallelism, precision or measurement."""
+"""The networks that are measured. They contain nothing about parallelism, precision or measurement."""

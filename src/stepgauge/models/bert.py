@@ -1,7 +1,6 @@
-"""BERT (Devlin et al. 2019): an encoder that sees the whole sequence, and the masked-language-model
-loss on it.
+"""BERT (Devlin et al. 2019): a bidirectional encoder with the masked-language-model loss.
 
-Every sequence fills its length: there is no padding and no mask over it.
+All sequences have the full length: there is no padding, and no mask for it.
 
 Legend: B batch, T sequence, D model width, H heads, W head width, F feed-forward width, V
 vocabulary.
@@ -13,25 +12,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepgauge.models.checkpointing import Through, in_order, keeping
+from stepgauge.models.checkpointing import Through, checkpointed, in_order
 from stepgauge.models.drawing import draw_normal
 from stepgauge.models.fused_linear import FusedLinear
 from stepgauge.spec.bert import NUM_TYPES, BertSpec
 from stepgauge.spec.plan.stages import HALVES, halves_of, num_parts
 
 NORM_EPSILON = 1e-12
-NOT_MASKED = -100  # the target of a token whose loss does not count
+NOT_MASKED = -100  # target of a token that does not count in the loss
 
 
 class BertForMaskedLM(nn.Module):
-    """`forward(tokens_BT, None, types_BT)` gives logits_BTV; with targets_BT the mean loss over the
-    masked tokens. Without types_BT all tokens are of the first type. The output matrix is the token
-    embedding.
+    """`forward(tokens_BT, None, types_BT)` returns logits_BTV, and `forward(tokens_BT, targets_BT,
+    types_BT)` the mean loss over the masked tokens. Without types_BT all tokens have the first type.
+    The output matrix is the token embedding.
 
-    parts  the stage of the network to build, as spec.plan.stages numbers them, all if None: one
-           without the embeddings takes hidden_BTD, one without the head gives it. Its parameters
-           have the names and values of the whole's
-    seed   of the weights; None: that of the last torch.manual_seed
+    parts  the parts of the network to build, as numbered in spec.plan.stages; None: all. A stage
+           without the embeddings takes hidden_BTD, and one without the head returns it. Parameters
+           have the same names and values as in the whole network.
+    seed   seed of the weights; None: that of the last torch.manual_seed
     """
 
     def __init__(
@@ -44,8 +43,7 @@ class BertForMaskedLM(nn.Module):
     ):
         super().__init__()
         self.spec = spec
-        # or one that keeps less for backward: models.checkpointing
-        self.through_blocks: Through = in_order
+        self.through_blocks: Through = in_order  # replaced for checkpointing
         parts = parts or range(num_parts(spec.num_layers))
         self.is_first, self.is_last = 0 in parts, num_parts(spec.num_layers) - 1 in parts
         if self.is_first:
@@ -68,11 +66,11 @@ class BertForMaskedLM(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Normal weights of deviation 0.02, biases zero."""
+        """Draws normal weights with standard deviation 0.02, and sets biases to zero."""
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                whole = "tokens.weight" if name == "head.weight" else name  # which is tied
-                draw_normal(parameter, whole, seed=seed, std=0.02)
+                drawn_as = "tokens.weight" if name == "head.weight" else name  # the head is tied
+                draw_normal(parameter, drawn_as, seed=seed, std=0.02)
             elif name.endswith("bias"):
                 parameter.zero_()
 
@@ -107,9 +105,9 @@ def masked_cross_entropy(
 
 
 class Block(nn.Module):
-    """norm(x + attention(x)), then norm(x + feed_forward(x)): normalised after the sum.
+    """norm(x + attention(x)), then norm(x + feed_forward(x)): a post-norm block.
 
-    halves  those of HALVES that it has
+    halves  the halves that it has (HALVES)
     """
 
     def __init__(self, spec: BertSpec, device: torch.device | None, halves: Sequence[str] = HALVES):
@@ -127,7 +125,7 @@ class Block(nn.Module):
     def forward(self, x_BTD: Tensor, _: None = None, checkpointing: str = "none") -> Tensor:
         if checkpointing == "none":
             return self._compute(x_BTD)
-        return keeping(checkpointing, self._compute, x_BTD)
+        return checkpointed(checkpointing, self._compute, x_BTD)
 
     def _compute(self, x_BTD: Tensor) -> Tensor:
         if self.attention is not None:
@@ -138,7 +136,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention over the whole sequence, its three projections one product."""
+    """Multi-head attention over the whole sequence, with its three projections in one product."""
 
     def __init__(self, spec: BertSpec, device: torch.device | None):
         super().__init__()
@@ -157,7 +155,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """down(gelu(up(x))), the exact GELU."""
+    """down(gelu(up(x))) with the exact GELU."""
 
     def __init__(self, spec: BertSpec, device: torch.device | None):
         super().__init__()

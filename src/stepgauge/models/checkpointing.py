@@ -1,12 +1,11 @@
-"""Activation checkpointing: backward computes again what forward then need not keep (Chen et al.
-2016).
+"""Activation checkpointing: forward keeps less, and backward recomputes it (Chen et al. 2016).
 
-Legend: B batch, T sequence, D model width. A block is called as block(x_BTD, rotation), and as
-block(x_BTD, rotation, checkpointing) where it is to checkpoint itself by a name of KEPT.
+Legend: B batch, T sequence, D model width. A block is called as block(x_BTD, rotation). If it
+checkpoints itself, it is called as block(x_BTD, rotation, checkpointing) with a name in CONTEXTS.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,11 +18,11 @@ from torch.utils.checkpoint import (
 from stepgauge.spec.plan.recompute import RecomputePlan
 
 Blocks = Iterable[nn.Module]
-Through = Callable[[Blocks, Tensor, Any], Tensor]
+Through = Callable[[Blocks, Tensor, Any], Tensor]  # runs blocks
 
 
 def in_order(blocks: Blocks, x_BTD: Tensor, rotation: Any) -> Tensor:
-    """One block after the other; autograd keeps what it wants."""
+    """Runs the blocks without checkpointing."""
     for block in blocks:
         x_BTD = block(x_BTD, rotation)
     return x_BTD
@@ -32,12 +31,16 @@ def in_order(blocks: Blocks, x_BTD: Tensor, rotation: Any) -> Tensor:
 def in_parts(
     blocks: Blocks, x_BTD: Tensor, rotation: Any, *, size: int, through: Through, **settings: Any
 ) -> Tensor:
-    """Keeps only the input of every `size` blocks; backward runs them again, `through` them."""
-    for part in _parts(list(blocks), size):
-        # The model draws no random numbers: there is no state to keep for the second time.
+    """Keeps only the input of every part of `size` blocks. Backward recomputes the part.
+
+    through  runs the blocks of a part
+    """
+    blocks = list(blocks)
+    for start in range(0, len(blocks), size):
+        # The model draws no random numbers, so the generator's state need not be kept.
         x_BTD = checkpoint(
             through,
-            part,
+            blocks[start : start + size],
             x_BTD,
             rotation,
             use_reentrant=False,
@@ -47,14 +50,9 @@ def in_parts(
     return x_BTD
 
 
-def _parts(blocks: list[nn.Module], size: int) -> Iterator[list[nn.Module]]:
-    for start in range(0, len(blocks), size):
-        yield blocks[start : start + size]
-
-
-# Operators whose results selective checkpointing keeps. Those of stepgauge, but for
-# flash_attention and gated_product (kernels/), are of networks that are spread over ranks:
-# overlapped.py and ring_attention.py of parallel/.
+# Operators whose results selective checkpointing keeps. Those named stepgauge::, except
+# flash_attention and gated_product (kernels/), are used only with several ranks: overlapped.py and
+# ring_attention.py in parallel/.
 PRODUCTS = frozenset(
     (
         "aten::mm",
@@ -77,16 +75,16 @@ ATTENTION = frozenset(
         "stepgauge::ring_attention",
     )
 )
-# What ranks send each other within a block (residual_stream.py of parallel/). Not what they
-# gather before a product, which is as large as all of them have together.
-SENT = frozenset(
+# Collectives within a block (residual_stream.py in parallel/). The all-gather before a product is not
+# kept: its result is as large as the shards of all ranks together.
+COLLECTIVES = frozenset(
     (
         "_c10d_functional::all_reduce",
         "_c10d_functional::reduce_scatter_tensor",
         "_c10d_functional::all_to_all_single",
     )
 )
-COSTLY = PRODUCTS | ATTENTION | SENT
+COSTLY = PRODUCTS | ATTENTION | COLLECTIVES
 
 
 def _is_costly(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -98,12 +96,12 @@ def _policy(is_kept: bool) -> CheckpointPolicy:
 
 
 class _UntilAttentionEnds:
-    """A policy that keeps a block's costly results up to the product that follows attention: an
-    operator of ATTENTION or, written out, its batched products.
+    """A policy that keeps a block's costly results up to the first product after attention. Attention
+    is an operator in ATTENTION, or the batched products of eager attention.
     """
 
     def __init__(self) -> None:
-        # forward and its second time ask separately
+        # Number of products since attention, for the forward and for its recomputation.
         self.products_after: dict[bool, int | None] = {False: None, True: None}
 
     def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -119,7 +117,7 @@ class _UntilAttentionEnds:
         return _policy(after is None or after <= 1)
 
 
-# Functions of a module, which is what compilers take.
+# These are functions in a module, because compilers do not accept other callables.
 def _costly_results() -> Any:
     return create_selective_checkpoint_contexts(_is_costly)
 
@@ -128,23 +126,26 @@ def _until_attention_ends() -> Any:
     return create_selective_checkpoint_contexts(_UntilAttentionEnds())
 
 
-KEPT = {"selective": _costly_results, "feed-forward": _until_attention_ends}
+CONTEXTS = {"selective": _costly_results, "feed-forward": _until_attention_ends}
 
 
-def keeping(checkpointing: str, compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """compute(*inputs) of one block, of which that checkpointing keeps only what KEPT says."""
+def checkpointed(checkpointing: str, compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """Returns compute(*inputs) of one block, of which only part of the results is kept.
+
+    checkpointing  a name in CONTEXTS
+    """
     return checkpoint(
         compute,
         *inputs,
         use_reentrant=False,
         preserve_rng_state=False,
-        context_fn=KEPT[checkpointing],
+        context_fn=CONTEXTS[checkpointing],
     )
 
 
 def within_blocks(blocks: Blocks, x_BTD: Tensor, rotation: Any, *, checkpointing: str) -> Tensor:
-    """Each block checkpoints itself: also where it is compiled alone, and nobody else sees what is
-    in it.
+    """Lets each block checkpoint itself. This also works for separately compiled blocks, whose
+    operators cannot be seen from outside.
     """
     for block in blocks:
         x_BTD = block(x_BTD, rotation, checkpointing)
@@ -152,30 +153,33 @@ def within_blocks(blocks: Blocks, x_BTD: Tensor, rotation: Any, *, checkpointing
 
 
 def by_plan(
-    blocks: Blocks, x_BTD: Tensor, rotation: Any, *, plan: RecomputePlan, alone: bool
+    blocks: Blocks, x_BTD: Tensor, rotation: Any, *, plan: RecomputePlan, compiled_blocks: bool
 ) -> Tensor:
-    """Each block as the plan says."""
+    """Checkpoints each block as in the plan.
+
+    compiled_blocks  True if each block is compiled separately
+    """
     for layer, block in enumerate(blocks):
-        x_BTD = through_blocks(plan.of(layer), 1, alone=alone)([block], x_BTD, rotation)
+        through = through_blocks(plan.of(layer), 1, compiled_blocks=compiled_blocks)
+        x_BTD = through([block], x_BTD, rotation)
     return x_BTD
 
 
-def through_blocks(checkpointing: str, size: int, *, alone: bool) -> Through:
-    """How the model goes through its blocks, by a name of CHECKPOINTING; `size` blocks are computed
-    again together. `alone`: each block is compiled by itself.
+def through_blocks(checkpointing: str, size: int, *, compiled_blocks: bool) -> Through:
+    """Returns the function that runs the blocks of a model with this kind of checkpointing.
 
-    nested computes them again one by one: of the part only the blocks' inputs are held, for a third
-    forward.
+    checkpointing    "nested" recomputes a part block by block, so that only the inputs of its blocks
+                     are held; this costs a third forward
+    size             number of blocks that are recomputed together
+    compiled_blocks  True if each block is compiled separately
     """
     if checkpointing == "none":
         return in_order
-    if checkpointing == "feed-forward" or (checkpointing == "selective" and alone):
+    if checkpointing == "feed-forward" or (checkpointing == "selective" and compiled_blocks):
         return functools.partial(within_blocks, checkpointing=checkpointing)
     if checkpointing == "selective":
         return functools.partial(in_parts, size=size, through=in_order, context_fn=_costly_results)
-    inner = (
-        functools.partial(in_parts, size=1, through=in_order)
-        if checkpointing == "nested"
-        else in_order
-    )
+    inner: Through = in_order
+    if checkpointing == "nested":
+        inner = functools.partial(in_parts, size=1, through=in_order)
     return functools.partial(in_parts, size=size, through=inner)

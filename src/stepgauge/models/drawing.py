@@ -1,4 +1,4 @@
-"""Weights drawn by name: a part of a network that is built alone has the weights of the whole."""
+"""Draws weights by name, so that a stage of a network has the same weights as the whole network."""
 
 import hashlib
 
@@ -8,18 +8,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Not one that stands for another: on the meta device, or fake."""
+    """False for tensors without memory: on the meta device, or fake."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 @torch.no_grad()
 def draw_normal(parameter: Tensor, name: str, *, seed: int | None, std: float) -> None:
-    """Fills the parameter with normal values that follow from the seed and the name alone.
+    """Fills the parameter with normal values that depend only on the seed and the name.
 
-    seed  None: that of the last torch.manual_seed
+    seed  None: the seed of the last torch.manual_seed
 
-    Tensors without memory (meta, fake) are left as they are. Devices of different kinds draw
-    different values.
+    Tensors without memory are not changed. Different kinds of devices draw different values.
     """
     if not has_values(parameter):
         return

@@ -1,7 +1,7 @@
-"""The feed-forward layer of a block: plain, gated, or one of several experts.
+"""The feed-forward layer of a block: plain, gated, or a mixture of experts.
 
 Legend: B batch, T sequence, N tokens of the batch, D model width, F feed-forward width, E experts,
-K experts a token.
+K experts per token.
 """
 
 import functools
@@ -19,7 +19,7 @@ from stepgauge.spec.model import ModelSpec
 
 gelu_tanh = functools.partial(F.gelu, approximate="tanh")
 
-# The activation of each kind; of the gated kinds that of the gate (Shazeer 2020).
+# The activation of each kind; for gated kinds, the activation of the gate (Shazeer 2020).
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
     "geglu": F.gelu,
@@ -33,7 +33,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def build_feed_forward(spec: ModelSpec, device: torch.device | None) -> nn.Module:
-    """The layer that the spec names: x_BTD -> y_BTD."""
+    """Returns the layer that the spec names: x_BTD -> y_BTD."""
     if spec.num_experts:
         return Experts(spec, device)
     if spec.gate == "quack":
@@ -74,17 +74,17 @@ class GatedFeedForward(nn.Module):
 
 
 class FusedGateFeedForward(GatedFeedForward):
-    """The same with the gate in its products."""
+    """The gated layer with the gate fused into its products."""
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return swiglu_feed_forward(x_BTD, self.gate_up.weight, self.down.weight)
 
 
 class Experts(nn.Module):
-    """Each token goes to the K of E feed-forward layers that a router scores highest for it, and
-    gets their mean by the softmax of these K scores (Mixtral, Jiang et al. 2024).
+    """A mixture of experts: a router chooses K of E feed-forward layers for each token. The output is
+    the mean of their outputs, weighted by the softmax of the K scores (Mixtral, Jiang et al. 2024).
 
-    No token is dropped, and no loss balances the experts.
+    No token is dropped, and there is no loss that balances the experts.
     """
 
     def __init__(self, spec: ModelSpec, device: torch.device | None):
@@ -103,12 +103,12 @@ class Experts(nn.Module):
         x_ND = x_BTD.flatten(0, -2)
         scores_NK, chosen_NK = self.router(x_ND).topk(self.per_token, dim=-1)
         shares_NK = scores_NK.softmax(-1, dtype=torch.float32).to(scores_NK.dtype)
-        # Copies of the tokens, those of one expert together.
+        # K copies of each token, sorted by expert.
         experts, order = chosen_NK.flatten().sort(stable=True)
         token = order // self.per_token
         copies = x_ND[token]
-        weights = _as_products_take(x_ND, self.up_weight, self.down_weight)
-        if _are_grouped(*weights):
+        weights = _autocast(x_ND, self.up_weight, self.down_weight)
+        if _can_be_grouped(*weights):
             y = self._grouped(copies.to(weights[0].dtype), experts, *weights)
         else:
             y = self._one_by_one(copies, chosen_NK)
@@ -116,8 +116,8 @@ class Experts(nn.Module):
         return torch.zeros_like(x_ND, dtype=y.dtype).index_add(0, token, y).view_as(x_BTD)
 
     def _grouped(self, x: Tensor, experts: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
-        """All experts in one product a layer. The host does not wait for the number of tokens that
-        each has: it stays on the GPU.
+        """Computes all experts in one product per layer. The numbers of tokens per expert stay on the
+        GPU, so the host does not wait for them.
         """
         numbers = torch.arange(self.num_experts, device=x.device)
         ends = torch.searchsorted(experts, numbers, right=True).int()
@@ -125,10 +125,11 @@ class Experts(nn.Module):
         return F.grouped_mm(self._activated(hidden), down_EDF.mT, offs=ends)
 
     def _one_by_one(self, x: Tensor, chosen_NK: Tensor) -> Tensor:
-        parts = x.split(self._tokens_of_each(chosen_NK))
-        each = zip(parts, self.up_weight, self.down_weight, strict=True)
+        """Computes the experts one after another, on their parts of the sorted copies."""
+        parts = x.split(self._copies_per_expert(chosen_NK))
+        experts = zip(parts, self.up_weight, self.down_weight, strict=True)
         return torch.cat(
-            [F.linear(self._activated(F.linear(part, up)), down) for part, up, down in each]
+            [F.linear(self._activated(F.linear(part, up)), down) for part, up, down in experts]
         )
 
     def _activated(self, hidden: Tensor) -> Tensor:
@@ -137,22 +138,24 @@ class Experts(nn.Module):
         gate, up = hidden.chunk(2, dim=-1)
         return self.activation(gate) * up
 
-    def _tokens_of_each(self, chosen_NK: Tensor) -> list[int]:
-        """Copies that each expert gets; as even as can be where tensors have no values."""
+    def _copies_per_expert(self, chosen_NK: Tensor) -> list[int]:
+        """Returns the number of copies for each expert. Tensors without values are split evenly."""
         if not has_values(chosen_NK):
             share, rest = divmod(chosen_NK.numel(), self.num_experts)
             return [share + (expert < rest) for expert in range(self.num_experts)]
         return chosen_NK.flatten().bincount(minlength=self.num_experts).tolist()
 
 
-def _as_products_take(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast in its type."""
+def _autocast(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """Returns the weights, cast to autocast's dtype if it is on for the device of x."""
     kind = x.device.type
     if x.is_meta or not torch.is_autocast_enabled(kind):
         return weights
     return tuple(weight.to(torch.get_autocast_dtype(kind)) for weight in weights)
 
 
-def _are_grouped(*weights: Tensor) -> bool:
-    """Whether torch has one product of all experts for them: rows of whole 16 bytes on a GPU."""
+def _can_be_grouped(*weights: Tensor) -> bool:
+    """True if torch has a grouped product for the weights: bf16 on a GPU, rows of a multiple of 16
+    bytes.
+    """
     return all(w.is_cuda and w.dtype == torch.bfloat16 and w.shape[-1] % 8 == 0 for w in weights)

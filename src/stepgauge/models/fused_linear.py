@@ -1,4 +1,4 @@
-"""Several linear layers of one input as one matrix product."""
+"""Several linear layers of one input, computed as one matrix product."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,10 @@ from torch import nn
 
 
 class FusedLinear(nn.Linear):
-    """A linear layer whose output is several, one behind the other.
+    """A linear layer whose output is the concatenation of several outputs.
 
-    sections  their widths: rows of the weight, elements of the bias. Whoever cuts the layer by
-              rows cuts each section (tensor parallel), and whoever renames weights splits by them
+    sections  widths of the outputs: rows of the weight, elements of the bias. Tensor parallelism
+              shards each section, and converters of checkpoints split the weight by them.
     """
 
     def __init__(

@@ -1,13 +1,13 @@
-"""The parts of a model that are chosen by name: a fused kernel is one more row of a table here.
+"""The parts of a model that are chosen by name. A new kernel is a new row in one of the tables here.
 
 norm       (width, eps=, device=, dtype=) -> nn.Module over the last dimension
-attention  (q_BHTD, k_BHTD, v_BHTD, is_causal=) -> o_BHTD; keys may have fewer heads. Those of
-           WINDOWED take window= too: a query sees that many keys, its own the last; without the
-           causal mask as many on the other side
+attention  (q_BHTD, k_BHTD, v_BHTD, is_causal=) -> o_BHTD; keys may have fewer heads. The functions
+           in WINDOWED also take window=: a query sees this many keys up to its own, and without a
+           causal mask as many after it
 loss       (hidden_BTD, weight_VD, targets_BT) -> mean cross-entropy in nats, a scalar
 optimizer  (parameters, lr=, weight_decay=, betas=) -> torch.optim.Optimizer
 
-Legend: B batch, H heads, T sequence, D width of a head (attention) or of the model, V vocabulary.
+Legend: B batch, H heads, T sequence, D head width (attention) or model width, V vocabulary.
 """
 
 import functools
@@ -30,7 +30,7 @@ NORM_EPSILON = 1e-5
 
 
 class EagerRMSNorm(nn.Module):
-    """y = x / sqrt(mean(x²) + eps) · weight, an operation a term, in fp32 (arXiv 1910.07467)."""
+    """y = x / sqrt(mean(x²) + eps) · weight in fp32, one PyTorch operation each (arXiv 1910.07467)."""
 
     def __init__(
         self,
@@ -45,24 +45,24 @@ class EagerRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * scale * self.weight).to(x.dtype)
+        x_fp32 = x.float()
+        scale = torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + self.eps)
+        return (x_fp32 * scale * self.weight).to(x.dtype)
 
 
 def hidden_scores(length: int, *, is_causal: bool, window: int, device: torch.device) -> Tensor:
-    """(T, T) true where a query does not see a key: later ones if causal, and those that are not
-    within a window of so many tokens.
+    """Returns a mask (T, T) that is True where a query does not see a key: later keys if causal, and
+    keys outside of the window.
     """
-    everything = torch.ones(length, length, dtype=torch.bool, device=device)
-    hidden = everything.triu(1) if is_causal else ~everything
-    return hidden | everything.tril(-window) | everything.triu(window) if window else hidden
+    ones = torch.ones(length, length, dtype=torch.bool, device=device)
+    hidden = ones.triu(1) if is_causal else ~ones
+    return hidden | ones.tril(-window) | ones.triu(window) if window else hidden
 
 
 def eager_attention(
     q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *, is_causal: bool = True, window: int = 0
 ) -> Tensor:
-    """softmax(q kᵀ / sqrt(D) + mask) v with the whole score matrix in memory."""
+    """Returns softmax(q kᵀ / sqrt(D) + mask) v, with the whole score matrix in memory."""
     length, width = q_BHTD.shape[-2:]
     group = q_BHTD.shape[1] // k_BHTD.shape[1]
     if group > 1:
@@ -88,23 +88,22 @@ def sdpa(
     window: int = 0,
     backend: SDPBackend | None = None,
 ) -> Tensor:
-    """torch's scaled_dot_product_attention, on one named backend or on the one that torch picks."""
-    how: dict[str, Any] = {"is_causal": is_causal}
+    """torch's scaled_dot_product_attention, on the given backend or the one that torch chooses."""
+    settings: dict[str, Any] = {"is_causal": is_causal}
     if window:
         length, device = q_BHTD.shape[-2], q_BHTD.device
-        how = {
-            "attn_mask": ~hidden_scores(length, is_causal=is_causal, window=window, device=device)
-        }
+        hidden = hidden_scores(length, is_causal=is_causal, window=window, device=device)
+        settings = {"attn_mask": ~hidden}
     if k_BHTD.shape[1] != q_BHTD.shape[1]:
-        how["enable_gqa"] = True
+        settings["enable_gqa"] = True
     if backend is None:
-        return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, **how)
+        return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, **settings)
     with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, **how)
+        return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, **settings)
 
 
 def cross_entropy(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> Tensor:
-    """Output layer and loss as two operations; the logits are held for backward."""
+    """Output layer and loss as two operations. The logits are kept for backward."""
     with ranged("head"):
         logits_BTV = F.linear(hidden_BTD, weight_VD)
     with ranged("loss"):
@@ -112,7 +111,7 @@ def cross_entropy(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> 
 
 
 def fused_cross_entropy(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> Tensor:
-    """Output layer and loss in one operation that never holds the logits."""
+    """Output layer and loss in one operation that never stores all logits."""
     with ranged("head and loss"):
         return linear_cross_entropy(hidden_BTD.flatten(0, -2), weight_VD, targets_BT.flatten())
 
@@ -140,11 +139,11 @@ LOSSES: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.AdamW:
-    """torch's in one kernel, which there is for floating-point parameters alone."""
-    given = list(parameters)
-    each = [p for part in given for p in (part["params"] if isinstance(part, dict) else [part])]
-    fused = all(parameter.is_floating_point() for parameter in each)
-    return torch.optim.AdamW(given, fused=fused, **settings)
+    """Returns torch's fused AdamW, or the plain one if a parameter is not floating-point."""
+    groups = list(parameters)
+    flat = [p for each in groups for p in (each["params"] if isinstance(each, dict) else [each])]
+    fused = all(parameter.is_floating_point() for parameter in flat)
+    return torch.optim.AdamW(groups, fused=fused, **settings)
 
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
@@ -157,10 +156,10 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def build_optimizer(name: str, parameters: Any, **settings: Any) -> torch.optim.Optimizer:
-    """The optimizer of that name; settings that the class does not take (betas of SGD) are left
-    out.
+    """Returns the named optimizer. Settings that the class does not take, as betas for SGD, are
+    dropped.
 
-    Raises ValueError for master weights of an optimizer that has none.
+    Raises ValueError for master weights if the optimizer has none.
     """
     build = OPTIMIZERS[name]
     if not settings.get("master_weights"):

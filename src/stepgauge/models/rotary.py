@@ -1,7 +1,7 @@
 """Tables of rotary positions (Su et al. 2021, arXiv 2104.09864): cosines and sines of angles that grow
-with the position. kernels/rotary turns pairs of a head's features by them.
+with the position. kernels/rotary rotates pairs of a head's features by these angles.
 
-Legend: T sequence, R features of a head that are rotated.
+Legend: T sequence, R rotated features of a head.
 """
 
 import torch
@@ -12,10 +12,12 @@ from stepgauge.spec.rope import RopeScaling
 
 
 def rotary_tables(spec: ModelSpec, device: torch.device | None) -> tuple[Tensor, Tensor]:
-    """cos_TR and sin_TR of t · base^(-2i/R), the halves alike; the first sine is negated."""
+    """Returns cos_TR and sin_TR of t · base^(-2i/R). Both halves are alike, except that the sines of
+    the first half are negated.
+    """
     device = device or torch.get_default_device()
     width, scaling = spec.rotary_width, RopeScaling.parse(spec.rope_scaling)
-    # On the host, since not every accelerator has float64.
+    # On the host, because not every accelerator has float64.
     frequencies = torch.tensor(
         [scaling.frequency(spec.rope_base ** (-i / width)) for i in range(0, width, 2)],
         device="cpu",

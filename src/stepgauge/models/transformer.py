@@ -1,7 +1,7 @@
 """A Transformer language model, built from a ModelSpec and the parts that it names.
 
-Legend: B batch, T sequence, D model width, H heads, K key heads, W head width, R features of a head
-that are rotated, V vocabulary.
+Legend: B batch, T sequence, D model width, H heads, K key heads, W head width, R rotated features of
+a head, V vocabulary.
 """
 
 import functools
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stepgauge.kernels.rotary import rotate, rotated_heads
-from stepgauge.models.checkpointing import Through, in_order, keeping
+from stepgauge.models.checkpointing import Through, checkpointed, in_order
 from stepgauge.models.drawing import draw_normal
 from stepgauge.models.feed_forward import build_feed_forward
 from stepgauge.models.fused_linear import FusedLinear
@@ -28,16 +28,16 @@ Rotation = tuple[Tensor, Tensor] | None
 
 
 class TransformerLM(nn.Module):
-    """`forward(tokens_BT)` gives logits_BTV, `forward(tokens_BT, targets_BT)` the mean loss. Tokens
-    stand at positions 0 to T-1, or at positions_T.
+    """`forward(tokens_BT)` returns logits_BTV, and `forward(tokens_BT, targets_BT)` the mean loss. The
+    tokens have positions 0 to T-1, or positions_T.
 
-    parts  the stage of the network to build, as spec.plan.stages numbers them, all if None. A stage
-           with the embeddings takes tokens_BT, others hidden_BTD; one with the head gives logits
-           or loss, others hidden_BTD. Its parameters have the names and values that they have in
-           the whole
-    seed   of the weights; None: that of the last torch.manual_seed
+    parts  the parts of the network to build, as numbered in spec.plan.stages; None: all. A stage with
+           the embeddings takes tokens_BT, other stages hidden_BTD. A stage with the head returns
+           logits or loss, other stages hidden_BTD. Parameters have the same names and values as in
+           the whole network.
+    seed   seed of the weights; None: that of the last torch.manual_seed
 
-    Raises ValueError for a network that can be counted but not yet run.
+    Raises ValueError for a network that cannot be run yet.
     """
 
     def __init__(
@@ -52,8 +52,7 @@ class TransformerLM(nn.Module):
         require_runnable(spec)
         self.spec = spec
         self.compute_loss = LOSSES[spec.loss]
-        # or one that keeps less for backward: models.checkpointing
-        self.through_blocks: Through = in_order
+        self.through_blocks: Through = in_order  # replaced for checkpointing
         parts = parts or range(num_parts(spec.num_layers))
         is_first, is_last = 0 in parts, num_parts(spec.num_layers) - 1 in parts
         self.embedding: nn.Embedding | None = None
@@ -83,19 +82,19 @@ class TransformerLM(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Normal weights of deviation 0.02; those that write to the residual stream smaller by
-        sqrt(2L) (GPT-2). Biases zero.
+        """Draws normal weights with standard deviation 0.02, divided by sqrt(2L) for weights that
+        write to the residual stream (GPT-2). Sets biases to zero.
         """
-        residual = 0.02 / math.sqrt(2 * self.spec.num_layers)
+        residual_std = 0.02 / math.sqrt(2 * self.spec.num_layers)
         for name, parameter in self.named_parameters():
             if parameter.ndim >= 2:
-                tied = name == "head.weight" and self.spec.tied_head
-                writes = name.endswith(("output.weight", "down.weight", "down_weight"))
+                is_tied = name == "head.weight" and self.spec.tied_head
+                is_residual = name.endswith(("output.weight", "down.weight", "down_weight"))
                 draw_normal(
                     parameter,
-                    "embedding.weight" if tied else name,
+                    "embedding.weight" if is_tied else name,
                     seed=seed,
-                    std=residual if writes else 0.02,
+                    std=residual_std if is_residual else 0.02,
                 )
             elif name.endswith("bias"):
                 parameter.zero_()
@@ -103,14 +102,15 @@ class TransformerLM(nn.Module):
     def forward(
         self, inputs: Tensor, targets_BT: Tensor | None = None, positions_T: Tensor | None = None
     ) -> Tensor:
-        where = slice(inputs.shape[1]) if positions_T is None else positions_T
-        x_BTD = inputs if self.embedding is None else self._embed(self.embedding, inputs, where)
+        positions = slice(inputs.shape[1]) if positions_T is None else positions_T
+        x_BTD = inputs if self.embedding is None else self._embed(self.embedding, inputs, positions)
         rotation = None
         if self.spec.positions == "rope":
-            # of all positions: a stage may be given a piece of what its attention sees whole
-            seen = slice(None) if positions_T is None else positions_T
+            # All positions, because a stage's input may be a shard of the sequence that its
+            # attention gathers.
+            rotated = slice(None) if positions_T is None else positions_T
             dtype = compute_dtype(x_BTD)
-            rotation = (self.cos_TR[seen].to(dtype), self.sin_TR[seen].to(dtype))
+            rotation = (self.cos_TR[rotated].to(dtype), self.sin_TR[rotated].to(dtype))
         x_BTD = self.norm(self.through_blocks(self.blocks, x_BTD, rotation))
         if targets_BT is None:
             return x_BTD if self.head is None else self.head(x_BTD)
@@ -118,19 +118,23 @@ class TransformerLM(nn.Module):
             raise ValueError("targets were given to a stage without the head; it has no loss")
         return self.compute_loss(x_BTD, self.head.weight, targets_BT)
 
-    def _embed(self, embedding: nn.Embedding, tokens_BT: Tensor, where: slice | Tensor) -> Tensor:
+    def _embed(
+        self, embedding: nn.Embedding, tokens_BT: Tensor, positions: slice | Tensor
+    ) -> Tensor:
         x_BTD = embedding(tokens_BT)
         if self.spec.scaled_embedding:
             x_BTD = x_BTD * math.sqrt(self.spec.d_model)
         if self.positions is not None:
-            x_BTD = x_BTD + self.positions.weight[where]
+            x_BTD = x_BTD + self.positions.weight[positions]
         return x_BTD
 
 
 class Block(nn.Module):
-    """Attention and feed-forward layer around the residual stream, norms where spec.block says.
+    """Attention and feed-forward layer on the residual stream. spec.block places the norms.
 
-    halves  those of HALVES that it has. Raises ValueError for half a block whose layers are parallel
+    halves  the halves that it has (HALVES)
+
+    Raises ValueError for half of a parallel block.
     """
 
     def __init__(
@@ -156,10 +160,10 @@ class Block(nn.Module):
     def forward(self, x_BTD: Tensor, rotation: Rotation, checkpointing: str = "none") -> Tensor:
         if checkpointing == "none":
             return self._compute(x_BTD, rotation)
-        return keeping(checkpointing, self._compute, x_BTD, rotation)
+        return checkpointed(checkpointing, self._compute, x_BTD, rotation)
 
     def _compute(self, x_BTD: Tensor, rotation: Rotation) -> Tensor:
-        before_BTD = x_BTD
+        block_input_BTD = x_BTD
         if self.attention is not None and self.order == "post-norm":
             x_BTD = self.attention_norm(x_BTD + self.attention(x_BTD, rotation))
         elif self.attention is not None:
@@ -168,20 +172,22 @@ class Block(nn.Module):
             return x_BTD
         if self.order == "post-norm":
             return self.feed_forward_norm(x_BTD + self.feed_forward(x_BTD))
-        inputs_BTD = before_BTD if self.order == "parallel" else x_BTD
+        inputs_BTD = block_input_BTD if self.order == "parallel" else x_BTD
         return x_BTD + self.feed_forward(self.feed_forward_norm(inputs_BTD))
 
 
 class Attention(nn.Module):
-    """Multi-head attention; query, key and value projections are one matrix product."""
+    """Multi-head attention with query, key and value projections in one matrix product."""
 
     def __init__(self, spec: ModelSpec, layer: int, device: torch.device | None):
         super().__init__()
         self.head_width = spec.head_width
         window = spec.window_of(layer)
-        how = {"window": window} if window else {}
+        settings = {"window": window} if window else {}
         self.is_causal = spec.mask == "causal"
-        self.attend = functools.partial(ATTENTIONS[spec.attention], is_causal=self.is_causal, **how)
+        self.attend = functools.partial(
+            ATTENTIONS[spec.attention], is_causal=self.is_causal, **settings
+        )
         bias, sections = spec.attention_bias, spec.qkv_sections
         self.input = FusedLinear(spec.d_model, sections, bias=bias != "none", device=device)
         self.output = nn.Linear(sections[0], spec.d_model, bias=bias == "all", device=device)
@@ -196,7 +202,7 @@ class Attention(nn.Module):
             tables_TR = [table_TR[: heads_BTHW.shape[1]] for table_TR in rotation]
             q_BTHW, k_BTKW, v_BTKW = rotated_heads(heads_BTHW, sizes, *tables_TR)
         elif self.qk_norms is None:
-            # Query and key heads stay one tensor until they are rotated: half the launches.
+            # Query and key heads are rotated as one tensor, which halves the launches.
             qk_BTHW, v_BTKW = heads_BTHW.split((sum(sizes[:2]), sizes[2]), dim=2)
             q_BTHW, k_BTKW = _rotated(qk_BTHW, rotation).split(sizes[:2], dim=2)
         else:
@@ -219,7 +225,7 @@ def _norm(spec: ModelSpec, width: int, device: torch.device | None) -> nn.Module
 
 
 def require_runnable(spec: ModelSpec) -> None:
-    """Raises ValueError for what a spec can say and count, but no module here does."""
+    """Raises ValueError for a spec whose formulas exist, but which no module here implements."""
     scaling = RopeScaling.parse(spec.rope_scaling)
     if spec.positions == "rope" and scaling.kind not in RUNNABLE:
         raise ValueError(
@@ -235,14 +241,14 @@ def require_runnable(spec: ModelSpec) -> None:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """What a linear layer gives here: autocast's type where it is on, else the tensor's own."""
+    """Returns the dtype of a linear layer's output: autocast's if it is on, or else that of x."""
     device = x.device.type
     casts = not x.is_meta and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if casts else x.dtype
 
 
 def compiled(model: TransformerLM, mode: str) -> nn.Module:
-    """The model compiled as one of COMPILE_MODES says; "blocks" is quicker to compile."""
+    """Compiles the model with one of COMPILE_MODES. "blocks" takes less time to compile."""
     if mode == "off":
         return model
     if mode == "blocks":
