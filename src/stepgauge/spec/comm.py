@@ -102,7 +102,7 @@ class CommSpec:
     )
     iterations: int = option(
         20,
-        "Operations per timed batch; with blocking, each is timed",
+        "Maximum number of operations per timed batch; with blocking it is 1",
         least=1,
         most=1_000_000,
         short="n",

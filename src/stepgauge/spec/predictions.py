@@ -12,7 +12,7 @@ BEFORE, AFTER = "predicted before it was measured", "predicted after it was meas
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A record and its prediction. Without a measurement, both are the prediction."""
+    """A record and its prediction, if there is one. A record that is a prediction may be both."""
 
     record: Record
     prediction: Record | None = None
@@ -56,7 +56,7 @@ def paired(records: Sequence[Record]) -> list[Row]:
 def pair_steps(records: Sequence[Record]) -> list[Row]:
     """Pairs each measured step with the last prediction of the same step for the same device.
 
-    All other records are rows of their own, except predictions of steps that were measured.
+    All other records are separate rows, except predictions of steps that were measured.
     """
     measured: dict[str, list[Record]] = {}
     modelled: dict[str, list[Record]] = {}
