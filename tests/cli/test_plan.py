@@ -120,7 +120,7 @@ def test_the_best_that_can_be_run_here_are_run_beside_their_predictions(
     monkeypatch.setattr(runnable, "available_cores", lambda: 1)
     status, text, err = stepgauge(*asked, "--verify", "1", "--out", out)
     assert status == 2 and "Communication compared with computation" in text
-    assert "has 2 ranks; this machine has 1 cores, one a rank" in err
+    assert "has 2 ranks, which need one core each; this machine has 1" in err
 
 
 def test_layouts_for_other_machines_are_not_run_here(stepgauge, monkeypatch):
@@ -135,7 +135,7 @@ def test_layouts_for_other_machines_are_not_run_here(stepgauge, monkeypatch):
     monkeypatch.setattr(runnable, "run_isolated", lambda ask, device: 80 * 2**30)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert runnable.why_not_here(spec, 79 * 2**30) == ""
-    assert "needs 81.0 GiB a rank; a GPU of this machine has 80.0" in runnable.why_not_here(
+    assert "needs 81.0 GiB per rank; a GPU of this machine has 80.0" in runnable.why_not_here(
         spec, 81 * 2**30
     )
 

@@ -189,7 +189,7 @@ def test_1024_gpus_are_planned_without_torch():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for words in (
-        "Communication beside computing",
+        "Communication compared with computation",
         "dp1024 zero3",
         "largest micro-batch",
         "stepgauge bench layout",

@@ -4,16 +4,20 @@ It was measured with networks so narrow that the GPU always waits, with the wrap
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 from stepgauge.cost.host import layout_table
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.timed_blocks import timed_blocks
-from stepgauge.spec.calibration import WRAPPER_PHASES, wrapper_operation
+from stepgauge.spec.calibration import WRAPPER_PHASES, OperationTable, wrapper_operation
+from stepgauge.spec.hardware import SHIPPED, HardwareFile
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.step import WorkSpec
 
 Row = tuple[float, float, float]  # parameters, messages, microseconds
+REMEDY = "calibrate --ranks measures it"
+TYPICAL_HOST = "h200-sxm"  # used for machines that have no times of their own for a wrapper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +41,11 @@ def hooks_of(
 ) -> Mapping[str, Hooks]:
     """Returns the hooks by phase.
 
-    They cost nothing on a CPU, where the host is the device; if the file does not have them; and if
-    the host's times of the step include them already.
+    They cost nothing on a CPU, where the host is the device, and if the host's times of the step
+    include them already. If the file does not have them, those of a typical host are assumed.
     """
-    is_cpu, table = work.device.startswith("cpu"), machine.table(wrapper_operation(wrapper))
-    if table is None or is_cpu or _includes_hooks(work, machine, layout):
+    table = machine.table(wrapper_operation(wrapper)) or _typical_table(wrapper)
+    if table is None or work.device.startswith("cpu") or _includes_hooks(work, machine, layout):
         return dict.fromkeys(WRAPPER_PHASES, Hooks())
     return {
         phase: _fitted([(row[0], row[1], row[3]) for row in table.rows if row[2] == number])
@@ -62,15 +66,23 @@ def unknown_host(machine: CalibratedMachine, work: WorkSpec, layout: Layout) -> 
     if work.device.startswith("cpu") or layout.ranks == 1 or _includes_hooks(work, machine, layout):
         return ""
     launched, wrapper = layout.launched, layout.wrapper
-    is_wrapped = wrapper != "none" and layout.num_replicas > 1
-    missing = ""
     if launched.tensor > 1 or launched.context > 1:
-        missing = str(launched)
-    elif is_wrapped and machine.table(wrapper_operation(wrapper)) is None:
-        missing = wrapper
-    if not missing:
+        return f"host cost of {launched} not measured and left out ({REMEDY})"
+    is_wrapped = wrapper != "none" and layout.num_replicas > 1
+    if not is_wrapped or machine.table(wrapper_operation(wrapper)) is not None:
         return ""
-    return f"host cost of {missing} not measured and left out (calibrate --ranks measures it)"
+    if _typical_table(wrapper) is None:
+        return f"host cost of {wrapper} not measured and left out ({REMEDY})"
+    return f"host cost of {wrapper} assumed to be that of {TYPICAL_HOST} ({REMEDY})"
+
+
+def _typical_table(wrapper: str) -> OperationTable | None:
+    return _typical_host().operations.get(wrapper_operation(wrapper))
+
+
+@functools.cache
+def _typical_host() -> HardwareFile:
+    return HardwareFile.read(SHIPPED / f"{TYPICAL_HOST}.json")
 
 
 def _fitted(rows: Sequence[Row]) -> Hooks:
