@@ -32,6 +32,15 @@ def test_unknown_facts_are_left_out(record):
     ) == {"Device": "Test GPU"}
 
 
+def test_the_machine_is_that_of_measured_rows_if_there_are_any(record):
+    measured = dataclasses.replace(record(), environment=MACHINE)
+    predicted = dataclasses.replace(
+        record(), environment={"device": "Laptop CPU"}, provenance="modelled"
+    )
+    assert measured_where([measured, predicted])["Device"] == "Test GPU, 80 GiB"
+    assert measured_where([predicted]) == {"Device": "Laptop CPU"}
+
+
 def test_disturbed_rows_are_counted_among_the_measured_rows(record):
     rows = [record(step=[1.0, 9.0]), record(size="tiny", step=[1.0, 1.0])]
     predicted = [dataclasses.replace(row, provenance="modelled") for row in rows]

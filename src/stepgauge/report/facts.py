@@ -38,8 +38,11 @@ def page_facts(records: Sequence[Record]) -> dict[str, str]:
 
 
 def measured_where(records: Sequence[Record]) -> dict[str, str]:
-    """Returns device, host, software, commit and time of the records; unknown facts are left out."""
+    """Returns device, host, software, commit and time of the measured records, or of predictions if
+    nothing was measured. Unknown facts are left out.
+    """
     complete = [record for record in records if record.environment]
+    complete = [record for record in complete if record.provenance == "measured"] or complete
     if not complete:
         return {}
     environment = complete[-1].environment
