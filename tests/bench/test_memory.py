@@ -171,7 +171,7 @@ def test_an_own_model_is_tracked(tmp_path):
         ({"predict": "sm70"}, "predict is 'sm70'; choose one of no, cpu, sm80, sm90"),
         ({"phases": "forward"}, "phases is 'forward'"),
         ({"model": MINE, "checkpointing": "blocks"}, "a user's model chooses its own"),
-        ({"compile": "on", "predict": "sm90"}, "measured, not predicted"),
+        ({"compile": "on", "predict": "sm90"}, "cannot be predicted: choose off"),
         ({"compile": "blocks", "checkpointing": "nested"}, "can be tracked on CUDA only"),
     ],
 )
