@@ -163,7 +163,7 @@ class Rows:
 
 def is_told(job: Job) -> bool:
     """Predictions of torch's schedules are ours, and one rank has no schedule."""
-    is_ours = isinstance(job.spec, PipelineSpec) and job.spec.ranks > 1 and not job.spec.is_torchs
+    is_ours = isinstance(job.spec, PipelineSpec) and job.spec.ranks > 1 and not job.spec.is_torch
     return job.provenance == "measured" or is_ours
 
 
