@@ -1,4 +1,4 @@
-"""The terms of a predicted step beside the kernels of its trace."""
+"""Compares the terms of a predicted step with the kernels of a trace."""
 
 import dataclasses
 from pathlib import Path
@@ -11,7 +11,7 @@ from stepgauge.spec.analysis import Analysis, Cell, Idle
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
-from stepgauge.validate.kernels import kernels_beside, parts_beside
+from stepgauge.validate.kernels import compare_parts, comparison_table
 
 H100 = HardwareFile.read(Path(__file__).parents[2] / "hardware" / "h100-sxm.json")
 STEP = StepSpec(model=ModelSpec.preset("medium"), size="medium", precision="bf16", device="cuda")
@@ -27,7 +27,7 @@ def trace(*cells):
                     idle=[Idle(reason="", phase="forward", gaps=1, us=500.0)])  # fmt: skip
 
 
-def test_parts_have_their_terms_and_kernels_and_add_up():
+def test_each_part_has_its_terms_and_kernels_and_all_parts_add_up_to_the_step():
     found = trace(
         cell("forward", "blocks.*.feed_forward.gate_up", "matmul", 8000.0, "nvjet"),
         cell("forward", "blocks.*.feed_forward.gate_up", "copy", 1000.0),
@@ -37,7 +37,7 @@ def test_parts_have_their_terms_and_kernels_and_add_up():
         cell("", "", "host", 9e9),  # no kernel of a step
     )
     prediction = predict(STEP, CalibratedMachine(H100))
-    parts = {(p.phase, p.part, p.kind): p for p in parts_beside(prediction, found)}
+    parts = {(p.phase, p.part, p.kind): p for p in compare_parts(prediction, found)}
     product = parts["forward", "feed_forward.gate_up", "matmul"]
     assert product.measured_ms == 4.0 and product.launches == 1 and product.longest == "nvjet"
     terms = {(row[0], row[1]): row[5] / 1e3 for row in prediction.tables["terms"][1:]}
@@ -50,33 +50,34 @@ def test_parts_have_their_terms_and_kernels_and_add_up():
                            for name in ("predicted_ms", "measured_ms"))  # fmt: skip
     assert predicted == pytest.approx(prediction.median("step_ms"))
     assert measured == pytest.approx((8000 + 1000 + 600 + 4000 + 3000 + 500) / 2e3)
-    table = kernels_beside(prediction, found)
+    table = comparison_table(prediction, found)
     differences = [abs(row[5]) for row in table.rows]
     assert (
-        differences == sorted(differences, reverse=True) and "beside the kernels" in table.caption
+        differences == sorted(differences, reverse=True)
+        and "compared with the kernels" in table.caption
     )
 
 
-def test_a_compiled_step_has_no_ranges_and_its_classes_stand_as_wholes():
+def test_a_compiled_step_is_compared_by_phase_and_class_because_it_has_no_ranges():
     found = trace(cell("forward", "", "matmul", 8000.0), cell("forward", "", "elementwise", 2000.0))
-    parts = parts_beside(predict(STEP, CalibratedMachine(H100)), found)
+    parts = compare_parts(predict(STEP, CalibratedMachine(H100)), found)
     forward = {p.kind: p for p in parts if p.phase == "forward"}
     assert {p.part for p in parts} == {""} and len(forward) >= 3
     assert forward["matmul"].measured_ms == 4.0 and forward["traffic"].measured_ms == 1.0
 
 
-def test_operators_that_were_predicted_stand_beside_ranges_by_class():
-    """The terms of a network without formulas name operators, its trace modules."""
+def test_predicted_operators_are_compared_with_ranges_by_class():
+    """Terms of a network without formulas name operators, but its trace names modules."""
     found = trace(cell("forward", "blocks.*.feed_forward", "matmul", 8000.0))
     terms = [["phase", "term", "operation", "sizes", "count", "us", "source"],
              ["forward", "_grouped_mm", "matmul grouped nt bf16", "", 24, 3000.0, "calibrated"]]  # fmt: skip
     prediction = predict(STEP, CalibratedMachine(H100))
     traced = dataclasses.replace(prediction, tables={"terms": terms})
-    product = next(p for p in parts_beside(traced, found) if p.kind == "matmul")
+    product = next(p for p in compare_parts(traced, found) if p.kind == "matmul")
     assert (product.part, product.predicted_ms, product.measured_ms) == ("", 3.0, 4.0)
 
 
 def test_a_trace_without_kernels_is_refused():
     empty = Analysis(source="", on_device=True, steps=2, cells=[], idle=[])
     with pytest.raises(ValueError, match="the trace has no kernels"):
-        kernels_beside(predict(STEP, CalibratedMachine(H100)), empty)
+        comparison_table(predict(STEP, CalibratedMachine(H100)), empty)

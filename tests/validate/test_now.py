@@ -1,4 +1,4 @@
-"""Steps that are predicted from what was timed for them right before."""
+"""Predictions with operations and host times that were measured right before (validate --now)."""
 
 import dataclasses
 from pathlib import Path
@@ -21,7 +21,7 @@ from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.store import RunStore
 from stepgauge.validate.predicted import predicted, shapes_of
-from stepgauge.validate.rows import Asked
+from stepgauge.validate.rows import ValidationRow
 
 FILE = HardwareFile.read(Path(__file__).parents[2] / "hardware" / "h200-sxm.json")
 MODEL = ModelSpec.preset("nano", context_length=64)
@@ -36,7 +36,7 @@ def with_table(name, *rows, file=FILE):
     )
 
 
-def test_shapes_of_steps_are_timed_and_then_looked_up():
+def test_the_shapes_of_a_step_are_timed_and_then_looked_up():
     file = made_up()
     (job,) = [
         job
@@ -54,7 +54,7 @@ def test_shapes_of_steps_are_timed_and_then_looked_up():
     assert {row[source] for row in terms if row[operation] == "matmul nt fp32"} == {"calibrated"}
 
 
-def test_shapes_of_several_gpus_hold_for_steps_of_as_many(monkeypatch):
+def test_shapes_timed_on_several_gpus_are_used_for_as_many_ranks(monkeypatch):
     monkeypatch.setattr(run, "environment", lambda device: {"device": "a GPU", "cpu": "a CPU"})
     spec = CalibrationSpec(operation="matmul nt bf16", sizes="7x7x7", ranks=2, device="cuda")
     timed = [run.Timed(("m", "n", "k"), [(7, 7, 7, us)], [{}], 0) for us in (3.0, 5.0)]
@@ -92,14 +92,14 @@ def test_shapes_of_several_gpus_hold_for_steps_of_as_many(monkeypatch):
          "host eager fp32 keeping selective"),
     ],
 )  # fmt: skip
-def test_the_host_is_timed_as_the_step_is_launched(spec, operation):
+def test_the_host_is_timed_with_the_launches_of_the_step(spec, operation):
     job = host_job(spec, 3)
     assert (job and job.spec.operation) == operation
     if job:
         assert job.spec.ranks == getattr(spec, "ranks", 1) and job.spec.turn == 3
 
 
-def test_a_step_takes_what_its_host_took_under_its_layout():
+def test_host_times_of_the_layout_are_used_if_the_file_has_them():
     spec = LayoutSpec(model=LARGE, layout="tp2", batch=4, precision="bf16", device="cuda")
     slow = [(layers, phase, 9e3 * layers) for layers in host.LAYERS for phase in range(3)]
     bound = with_table("host eager bf16 tp2", *slow)
@@ -112,7 +112,7 @@ def test_a_step_takes_what_its_host_took_under_its_layout():
     assert own.median("step_ms") == pytest.approx(3 * 9 * LARGE.num_layers, rel=0.05)
 
 
-def test_compiled_blocks_are_launched_as_they_were_timed():
+def test_host_times_of_compiled_blocks_are_used_if_the_file_has_them():
     spec = StepSpec(model=LARGE, batch=1, precision="bf16", compile="blocks", device="cuda")
     slow = [(layers, phase, 9e3 * layers) for layers in host.LAYERS for phase in range(3)]
     found = predicted(spec, with_table("host blocks bf16", *slow)).median("step_ms")
@@ -120,7 +120,7 @@ def test_compiled_blocks_are_launched_as_they_were_timed():
     assert predicted(spec, FILE).median("step_ms") < found / 2  # as one compiled network
 
 
-def test_each_row_is_predicted_after_its_host_and_before_it_is_run(tmp_path, monkeypatch):
+def test_each_row_is_predicted_after_its_host_is_timed_and_before_it_runs(tmp_path, monkeypatch):
     def timed(spec, turn):
         asked = CalibrationSpec(operation="host eager fp32", turn=turn, device="cpu")
         return run.job(asked)
@@ -129,19 +129,19 @@ def test_each_row_is_predicted_after_its_host_and_before_it_is_run(tmp_path, mon
     monkeypatch.setattr(host, "STEPS", 2)
     path, out = tmp_path / "cpu.json", tmp_path / "run"
     dataclasses.replace(made_up(), threads=1).write(path)
-    rows = [Asked(dataclasses.replace(STEP, batch=batch), "nothing") for batch in (1, 2)]
+    rows = [ValidationRow(dataclasses.replace(STEP, batch=batch), "nothing") for batch in (1, 2)]
     command.compare(rows, path, out=out, fresh=False, format="json", host=True)
     order = [(r.kind, r.provenance) for r in RunStore(out).read().records]
     each = [("calibration", "measured"), ("step", "modelled"), ("step", "measured")]
     assert order == [*each, *each]
     assert all(
-        command.HOST_NOW in r.note and "nothing" in r.note
+        command.HOST_NOTE in r.note and "nothing" in r.note
         for r in RunStore(out).read().records
         if r.provenance == "modelled"
     )
 
 
-def test_a_probe_of_the_host_counts_with_those_before_it_of_the_same_launches():
+def test_the_host_time_is_the_median_over_probes_of_the_same_launches():
     def probe(us, turn=0, **changes):
         spec = CalibrationSpec(operation="host eager bf16", turn=turn, device="cuda", **changes)
         times = [["layers", "phase", "us", "MHz"], [2, 0, us, 1980.0], [10, 0, 5 * us, turn]]

@@ -6,8 +6,8 @@ torch = pytest.importorskip("torch")
 
 from stepgauge.bench.operators import traced  # noqa: E402
 from stepgauge.cost.rates.machine import CalibratedMachine  # noqa: E402
-from stepgauge.cost.traced.traceable import cut_of  # noqa: E402
 from stepgauge.cost.traced.plan import _degrees, _layouts, plan_traced  # noqa: E402
+from stepgauge.cost.traced.traceable import cut_of  # noqa: E402
 from stepgauge.spec.hardware import HardwareFile  # noqa: E402
 from stepgauge.spec.hardware_files import file_named  # noqa: E402
 from stepgauge.spec.planning import PlanSpec  # noqa: E402

@@ -1,4 +1,4 @@
-"""Predictions are on disk before their rows are run, and stay what they were."""
+"""Predictions are stored before their rows are run, and do not change afterwards."""
 
 import dataclasses
 
@@ -20,22 +20,22 @@ def spec(size="nano", **fields):
     return StepSpec(model=ModelSpec.preset(size), size=size, **fields)
 
 
-def row(asked, milliseconds, provenance):
+def row(spec, milliseconds, provenance):
     metrics = {"step_ms": Sample.exact(milliseconds, "ms")}
     return Record(
-        kind="step", spec=dataclasses.asdict(asked), metrics=metrics, provenance=provenance
+        kind="step", spec=dataclasses.asdict(spec), metrics=metrics, provenance=provenance
     )
 
 
 @pytest.fixture
 def takes(monkeypatch):
-    """takes(7.0): from now on steps are predicted to take 7 ms, those of size tiny not at all."""
+    """takes(7.0) sets the predicted time of a step to 7 ms. Size tiny has no prediction."""
 
     def set_to(milliseconds):
-        def predicted(asked, hardware):
-            if asked.size == "tiny":
+        def predicted(spec, hardware):
+            if spec.size == "tiny":
                 raise ValueError("tiny is not modelled")
-            return row(asked, milliseconds, "modelled")
+            return row(spec, milliseconds, "modelled")
 
         monkeypatch.setattr("stepgauge.validate.predict_first.predicted", predicted)
 
@@ -50,7 +50,7 @@ def store(tmp_path):
     return run
 
 
-def test_what_cannot_be_predicted_is_counted_and_the_rest_written(store, takes):
+def test_specs_without_a_prediction_are_counted_and_the_others_are_stored(store, takes):
     found = predict_before([spec(), spec("tiny"), spec("tiny", batch=2)], BOX, store)
     assert found.refused == {"tiny is not modelled": 2}
     assert (
@@ -60,10 +60,10 @@ def test_what_cannot_be_predicted_is_counted_and_the_rest_written(store, takes):
     )
 
 
-def test_a_row_that_was_measured_keeps_the_prediction_that_was_made_before(store, takes):
+def test_a_measured_row_keeps_its_earlier_prediction(store, takes):
     predict_before([spec()], BOX, store)
     store.append(row(spec(), 5.0, "measured"))
-    takes(5.0)  # calibrated again, knowing more
+    takes(5.0)  # a new calibration
     found = predict_before([spec()], BOX, store)
     (kept,) = found.records
     assert found.num_outdated == 1
@@ -74,7 +74,7 @@ def test_a_row_that_was_measured_keeps_the_prediction_that_was_made_before(store
     assert again.median("step_ms") == 5.0  # the row is to be measured again
 
 
-def test_a_prediction_that_came_late_says_so(store, takes):
+def test_a_prediction_made_after_the_measurement_is_marked(store, takes):
     store.append(row(spec(), 5.0, "measured"))
     (late,) = predict_before([spec()], BOX, store).records
     assert late.note == AFTER
@@ -83,11 +83,11 @@ def test_a_prediction_that_came_late_says_so(store, takes):
     assert predict_before([spec(batch=2)], BOX, store).records[0].note == BEFORE
 
 
-def test_what_a_prediction_says_of_itself_stands_beside_the_row(store, monkeypatch):
-    """A file calibrated beside other work is off by a multiple: without it the predictor would be."""
+def test_the_note_of_a_prediction_is_shown_in_its_row(store, monkeypatch):
+    """A disturbed calibration makes predictions wrong by a multiple, so the row must say so."""
     busy = "the hardware file box was calibrated beside other work"
     made = dataclasses.replace(row(spec(), 7.0, "modelled"), note=busy)
-    monkeypatch.setattr("stepgauge.validate.predict_first.predicted", lambda asked, hardware: made)
+    monkeypatch.setattr("stepgauge.validate.predict_first.predicted", lambda spec, hardware: made)
     (kept,) = predict_before([spec()], BOX, store).records
     assert kept.note == f"{BEFORE}; {busy}"
     late = dataclasses.replace(row(spec(), 5.0, "measured"), note="its own")

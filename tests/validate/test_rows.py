@@ -1,4 +1,4 @@
-"""Lists of steps and layouts."""
+"""Reads lists of steps and layouts to validate."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.step import StepSpec
 from stepgauge.validate.predicted import predicted
-from stepgauge.validate.rows import read_list, usual_rows
+from stepgauge.validate.rows import default_rows, read_list
 
 REPOSITORY = Path(__file__).parents[2]
 LIST = """
@@ -31,7 +31,7 @@ expect = "products are narrower than any that was calibrated"
 """
 
 
-def test_a_value_that_is_a_list_is_a_row_for_each(tmp_path):
+def test_a_list_of_values_makes_a_row_for_each(tmp_path):
     path = tmp_path / "rows.toml"
     path.write_text(LIST)
     rows = read_list(path, {})
@@ -46,14 +46,14 @@ def test_a_value_that_is_a_list_is_a_row_for_each(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("rows", "cannot read the list"),
         ("[[row]]\nsize='nano'", "has 'row'; a list has"),
         ("[usual]\nsize='nano'", "has no \\[\\[rows\\]\\]"),
-        ("rows = 3", "has rows that are no tables: write each under \\[\\[rows\\]\\]"),
-        ("rows = [3]", "has rows that are no tables: write each under \\[\\[rows\\]\\]"),
-        ("usual = 3\n[[rows]]\nsize='nano'", "has usual that is no table: write \\[usual\\]"),
+        ("rows = 3", "has rows that are not tables: write each under \\[\\[rows\\]\\]"),
+        ("rows = [3]", "has rows that are not tables: write each under \\[\\[rows\\]\\]"),
+        ("usual = 3\n[[rows]]\nsize='nano'", "has usual, but not as a table: write \\[usual\\]"),
         ("[[rows]]\nsize='nano'\n[[rows]]\nsize='nano'\nbatch=[]", "batch has no value"),
         ("[[rows]]\nsize='nano'\n[[rows]]\nsize='nano'\nlayout=[]", "layout has no value"),
         ("[[rows]]\nsize='nano'\nsise=3", "row 1 of .*: a row has no 'sise'; did you mean 'size'"),
@@ -70,21 +70,21 @@ def test_a_value_that_is_a_list_is_a_row_for_each(tmp_path):
         ("[[rows]]\nsize='vast'", "size is 'vast'"),
     ],
 )
-def test_what_is_no_list_is_told(tmp_path, text, said):
+def test_an_invalid_list_is_refused_with_the_reason(tmp_path, text, message):
     path = tmp_path / "rows.toml"
     path.write_text(text)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         read_list(path, {})
 
 
-def test_a_machine_without_a_list_runs_a_few_usual_rows():
-    cpu, one, four = usual_rows(0), usual_rows(1), usual_rows(4)
+def test_default_rows_cover_one_process_and_all_gpus():
+    cpu, one, four = default_rows(0), default_rows(1), default_rows(4)
     assert {getattr(row.spec, "ranks", 1) for row in cpu} == {1, 2}
     assert {type(row.spec) for row in one} == {StepSpec}
     assert max(row.spec.ranks for row in four if isinstance(row.spec, DataParallelSpec)) == 4
 
 
-def test_the_campaigns_rows_can_be_asked_and_predicted():
+def test_the_lists_of_the_gpu_campaigns_can_be_read_and_predicted():
     folder = REPOSITORY / "benchmarks" / "validation"
     machine = HardwareFile.read(REPOSITORY / "hardware" / "h200-sxm.json")
     lists = {path.stem: read_list(path, {}) for path in sorted(folder.glob("*_gpu*.toml"))}
@@ -93,7 +93,7 @@ def test_the_campaigns_rows_can_be_asked_and_predicted():
     for name, part in lists.items():
         gpus = 4 if "four" in name else 2 if "two" in name else 1
         assert {getattr(row.spec, "ranks", 1) for row in part} == {gpus}
-    assert sum(bool(row.expect) for row in rows) >= 5  # said before any was run
+    assert sum(bool(row.expect) for row in rows) >= 5  # written before any row was run
     for row in rows[::8]:
         if getattr(row.spec, "ranks", 1) < 4:
             assert predicted(row.spec, machine).median("step_ms") > 1

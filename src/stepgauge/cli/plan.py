@@ -80,7 +80,9 @@ def command(
     if verify:
         specs = runnable(spec, plan.rows, verify)
         print()
-        compare([ValidationRow(each) for each in specs], hardware, out=out, fresh=fresh, format=format)
+        compare(
+            [ValidationRow(each) for each in specs], hardware, out=out, fresh=fresh, format=format
+        )
 
 
 def _note_trace(spec: LayoutSpec) -> None:

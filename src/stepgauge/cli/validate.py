@@ -30,7 +30,7 @@ from stepgauge.spec.calibration import CalibrationSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
-from stepgauge.validate.rows import Asked, read_list, specs_of, usual_rows
+from stepgauge.validate.rows import ValidationRow, default_rows, read_list, specs_of
 
 if TYPE_CHECKING:
     from stepgauge.bench.sweep import Job
@@ -92,7 +92,9 @@ def validate(
     compare(requested, path, out=out, fresh=fresh, format=format, host=now)
 
 
-def with_timed_blocks(rows: Sequence[Asked], hardware: Path, out: Path, *, fresh: bool) -> Path:
+def with_timed_blocks(
+    rows: Sequence[ValidationRow], hardware: Path, out: Path, *, fresh: bool
+) -> Path:
     """Times a few blocks of the rows' networks. Returns the path of a hardware file in the run folder
     that contains them.
     """
@@ -108,7 +110,9 @@ def with_timed_blocks(rows: Sequence[Asked], hardware: Path, out: Path, *, fresh
     return path
 
 
-def with_timed_shapes(rows: Sequence[Asked], hardware: Path, out: Path, *, fresh: bool) -> Path:
+def with_timed_shapes(
+    rows: Sequence[ValidationRow], hardware: Path, out: Path, *, fresh: bool
+) -> Path:
     """Times the operations of the rows at their shapes. Returns the path of a hardware file in the
     run folder that contains them.
     """
@@ -130,7 +134,7 @@ def with_timed_shapes(rows: Sequence[Asked], hardware: Path, out: Path, *, fresh
 
 
 def compare(
-    rows: Sequence[Asked],
+    rows: Sequence[ValidationRow],
     hardware: Path,
     *,
     out: Path,
@@ -164,7 +168,7 @@ def compare(
 
 
 def _row_by_row(
-    rows: Sequence[Asked], jobs: Sequence["Job"], hardware: Path, out: Path, *, fresh: bool
+    rows: Sequence[ValidationRow], jobs: Sequence["Job"], hardware: Path, out: Path, *, fresh: bool
 ) -> tuple[list["Record"], list["Record"]]:
     """Returns the predictions and the measured records. A row of one rank is predicted after its
     host probe, which times the host's launches, and before the row itself is run.
@@ -202,17 +206,19 @@ def _row_by_row(
     return predictions, [record for record in records if record.kind != CalibrationSpec.kind]
 
 
-def _requested_rows(path: Path | None, values: Values, layouts: tuple[str, ...]) -> list[Asked]:
+def _requested_rows(
+    path: Path | None, values: Values, layouts: tuple[str, ...]
+) -> list[ValidationRow]:
     """Returns the rows of the list, of the options, or the default ones, with devices resolved."""
     if path is not None:
         if layouts:
             raise ValueError(f"layout is {layouts[0]!r}; the rows of {path} have their own")
         rows = read_list(path, values)
     elif values or layouts:
-        rows = [Asked(spec) for spec in specs_of(values, layouts or ("none",))]
+        rows = [ValidationRow(spec) for spec in specs_of(values, layouts or ("none",))]
     else:
         import torch
 
-        rows = usual_rows(torch.cuda.device_count())
+        rows = default_rows(torch.cuda.device_count())
     specs = resolve_devices_and_models([row.spec for row in rows])
-    return [Asked(spec, row.expect) for spec, row in zip(specs, rows, strict=True)]
+    return [ValidationRow(spec, row.expect) for spec, row in zip(specs, rows, strict=True)]

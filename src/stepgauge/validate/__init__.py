@@ -1,9 +1,6 @@
-"""Predictions beside measurements: the only place that sees a modelled and a measured record of the
-same spec.
+"""Compares predictions with measurements: the only room that sees both records of the same spec.
 
-predicted  which part of cost/ predicts which spec
-before     predictions on disk before their rows are run
-rows       a list of steps and layouts to validate
-errors     how far predictions are off, term by term, and how they rank layouts
-views      tables, plot and section of a report
+`predicted` picks the cost model of a spec, `planned` that of a plan, `predict_first` stores predictions
+before their rows run, `rows` reads lists of steps to validate, `runnable` checks which layouts this
+machine can run, and `kernels` compares the terms of a prediction with the kernels of a trace.
 """

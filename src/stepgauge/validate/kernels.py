@@ -1,4 +1,4 @@
-"""The terms of a predicted step beside the kernels that a trace shows for them."""
+"""Compares the terms of a predicted step with the kernels of a trace, part by part."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -10,8 +10,9 @@ from stepgauge.spec.calibration import kernel_class
 from stepgauge.spec.record import Record
 from stepgauge.trace.names import readable
 
-STREAM = "norms and residual sums"  # of gradients autograd makes the sums as it leaves a norm
-# The part of a term, where it is not the term's own name.
+# One part, because autograd adds up the residual stream's gradients when it leaves a norm.
+STREAM = "norms and residual sums"
+# The part that a term belongs to, if it is not named like the term.
 PARTS = {
     "attention.norm": STREAM,
     "feed_forward.norm": STREAM,
@@ -23,7 +24,7 @@ PARTS = {
     "feed_forward.gate": "feed_forward",
     "feed_forward.gelu": "feed_forward",
 }
-# The part of a range of the trace, without the block.
+# The part that a range of the trace belongs to, without the block's name.
 RANGES = {
     "": STREAM,
     "attention_norm": STREAM,
@@ -32,19 +33,17 @@ RANGES = {
     "attention.rotation": "attention",
 }
 LAYERS = ("attention", "feed_forward")
-WAITS = "waits"  # the device stands still
-KINDS = {
-    "matmul": "matmul",
-    "convolution": "matmul",
-    "attention": "attention",
-}  # of cells, as kernel_class names them
+WAITS = "waits"  # the device is idle
+# Kernel classes by the kind of a trace's cells; all other kinds are "traffic".
+KINDS = {"matmul": "matmul", "convolution": "matmul", "attention": "attention"}
 
 
 @dataclasses.dataclass
 class Part:
-    """Milliseconds a step of a part of the network in one phase, of one class of kernels.
+    """Milliseconds per step of one part of the network, in one phase and one class of kernels.
 
-    kernels  that the trace has for it: launches a step, and milliseconds by name
+    launches  of traced kernels, per step
+    kernels   traced kernels: microseconds by name, over all steps
     """
 
     phase: str
@@ -60,12 +59,14 @@ class Part:
         return max(self.kernels, key=lambda name: self.kernels[name], default="")
 
 
-def parts_beside(prediction: Record, found: Analysis) -> list[Part]:
-    """Each part's terms and kernels: by phase and class alone where a trace has no ranges, as of a
-    compiled step, and where operators were predicted, as of a network without formulas.
+def compare_parts(prediction: Record, trace: Analysis) -> list[Part]:
+    """Returns the parts with their predicted and measured time, the most wrong first.
+
+    Parts of the network are told apart only if both sides name them. The trace of a compiled step has
+    no ranges, and the prediction of a network without formulas has operators instead of modules.
     """
     _, *rows = prediction.tables["terms"]
-    has_parts = any(cell.range.startswith("blocks") for cell in found.cells) and any(
+    has_parts = any(cell.range.startswith("blocks") for cell in trace.cells) and any(
         part_of(term).startswith(LAYERS) for _, term, *_ in rows
     )
     parts: dict[tuple[str, str, str], Part] = {}
@@ -77,21 +78,21 @@ def parts_beside(prediction: Record, found: Analysis) -> list[Part]:
     for phase, term, operation, *_, us, _source in rows:
         kind = WAITS if term == "host" else kernel_class(operation)
         of(phase, part_of(term), kind).predicted_ms += us / 1e3
-    for cell in _on_device(found.cells):
-        place = cell.range.removeprefix("blocks.*").removeprefix(".")
-        own = of(cell.phase, RANGES.get(place, place), KINDS.get(cell.kind, "traffic"))
-        own.measured_ms += cell.us / 1e3 / found.steps
-        own.launches += cell.calls / found.steps
+    for cell in _on_device(trace.cells):
+        module = cell.range.removeprefix("blocks.*").removeprefix(".")
+        part = of(cell.phase, RANGES.get(module, module), KINDS.get(cell.kind, "traffic"))
+        part.measured_ms += cell.us / 1e3 / trace.steps
+        part.launches += cell.calls / trace.steps
         name = readable(cell.name)
-        own.kernels[name] = own.kernels.get(name, 0.0) + cell.us
-    for idle in found.idle:
+        part.kernels[name] = part.kernels.get(name, 0.0) + cell.us
+    for idle in trace.idle:
         if idle.phase:
-            of(idle.phase, "", WAITS).measured_ms += idle.us / 1e3 / found.steps
-    return sorted(parts.values(), key=lambda each: -abs(each.predicted_ms - each.measured_ms))
+            of(idle.phase, "", WAITS).measured_ms += idle.us / 1e3 / trace.steps
+    return sorted(parts.values(), key=lambda part: -abs(part.predicted_ms - part.measured_ms))
 
 
 def part_of(term: str) -> str:
-    """The module that runs the term, without the block's number."""
+    """Returns the module that runs a term, without the block's number."""
     term = term.removeprefix("recomputed.")
     for name, part in PARTS.items():
         if term == name or term.startswith(f"{name}."):
@@ -105,15 +106,16 @@ def _on_device(cells: Iterable[Cell]) -> Iterable[Cell]:
     return (cell for cell in cells if cell.phase and cell.calls and cell.kind != "host")
 
 
-def kernels_beside(prediction: Record, found: Analysis) -> Table:
-    """A row a part, the most wrong first; their differences add up to that of the step. Raises
-    ValueError for a trace without kernels.
+def comparison_table(prediction: Record, trace: Analysis) -> Table:
+    """Returns a row per part, the most wrong first. The differences add up to that of the step.
+
+    Raises ValueError for a trace without kernels.
     """
-    parts = parts_beside(prediction, found)
+    parts = compare_parts(prediction, trace)
     predicted = sum(part.predicted_ms for part in parts)
     measured = sum(part.measured_ms for part in parts)
     if not measured:
-        raise ValueError("the trace has no kernels to set beside what was predicted")
+        raise ValueError("the trace has no kernels to compare with the prediction")
     rows = []
     for part in parts:
         difference = part.predicted_ms - part.measured_ms
@@ -125,11 +127,12 @@ def kernels_beside(prediction: Record, found: Analysis) -> Table:
             "traced ms": part.measured_ms,
             "difference": difference,
             "of the step": difference / measured,
-            "calls a step": part.launches,
+            "calls per step": part.launches,
             "longest kernel": short_name(part.longest, 48),
         })  # fmt: skip
     caption = (
-        f"What was predicted from {prediction.environment['hardware']} beside the kernels of the "
-        f"trace: {predicted:.1f} ms for {measured:.1f}, {predicted / measured - 1:+.1%}."
+        f"The prediction from {prediction.environment['hardware']} compared with the kernels of the "
+        f"trace: {predicted:.1f} ms predicted, {measured:.1f} ms traced, "
+        f"{predicted / measured - 1:+.1%}."
     )
     return Table.from_rows(rows, names=3, formats={"of the step": "+.1%"}, caption=caption)

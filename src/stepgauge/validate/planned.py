@@ -1,14 +1,12 @@
-"""Every layout of a training run, from formulas or, of a network without any, from its traced
-operators.
-"""
+"""Ranks the layouts of a training run, by formulas or, for a network without any, by traces."""
 
 from collections.abc import Callable, Sequence
 
 from stepgauge.cost.planning.planner import Plan, plan
 from stepgauge.cost.rates.machine import CalibratedMachine
-from stepgauge.cost.traced.traceable import has_formulas
 from stepgauge.cost.traced.network import TracedNetwork
 from stepgauge.cost.traced.plan import plan_traced
+from stepgauge.cost.traced.traceable import has_formulas
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.planning import PlanSpec
@@ -21,16 +19,17 @@ def planned(
     file: HardwareFile,
     *,
     top: int = 10,
-    tracing: Callable[[LayoutSpec], None] = lambda asked: None,
+    tracing: Callable[[LayoutSpec], None] = lambda spec: None,
 ) -> Plan:
-    """The best layouts on that machine. `tracing` is told each step that is traced, for which torch is
-    imported. Raises ValueError for the device of another kind of machine, and as plan and
-    plan_traced do.
+    """Returns the best layouts on the machine of the hardware file.
+
+    Calls `tracing` before each step that is traced, which imports torch. Raises ValueError if the file
+    is of another kind of device, and for the reasons of plan and plan_traced.
     """
 
-    def trace(asked: LayoutSpec) -> Sequence[TracedNetwork]:
-        tracing(asked)
-        return traced_on(asked, file)
+    def trace(step: LayoutSpec) -> Sequence[TracedNetwork]:
+        tracing(step)
+        return traced_on(step, file)
 
     file.require_kind(spec.device)
     machine = CalibratedMachine(file.on_ranks(spec.gpus))

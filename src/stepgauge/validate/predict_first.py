@@ -1,4 +1,4 @@
-"""Predictions that are on disk before their rows are run."""
+"""Stores predictions before their rows are run."""
 
 import dataclasses
 import itertools
@@ -13,9 +13,11 @@ from stepgauge.validate.predicted import predicted
 
 
 class Predictions(NamedTuple):
-    """The modelled records, and of each reason why a spec has none how many have it.
+    """Predictions of a list of specs.
 
-    num_outdated  records made before that differ from what the hardware file gives now
+    records       modelled records
+    refused       why specs have none: the number of specs by reason
+    num_outdated  how many records were made earlier and differ from a prediction made now
     """
 
     records: list[Record]
@@ -31,31 +33,38 @@ def predict_before(
     fresh: bool = False,
     expected: Sequence[str] = (),
 ) -> Predictions:
-    """Writes what is predicted of each row into the run, which the caller holds, with what it is
-    expected to miss. A row that the run has measured already keeps the prediction that was made
-    before; the prediction of one that had none says so.
+    """Predicts each spec and appends the record to the run, whose lock the caller holds.
+
+    A row that the run has measured already keeps its earlier prediction. If it has none, the new one is
+    marked as made afterwards. `expected` are notes on why a prediction may be off, one per spec.
     """
-    found, num_outdated = Predictions([], {}), 0
-    known = store.read().records
-    for spec, miss in itertools.zip_longest(specs, expected, fillvalue=""):
+    predictions, num_outdated = Predictions([], {}), 0
+    stored = store.read().records
+    for spec, expectation in itertools.zip_longest(specs, expected, fillvalue=""):
         try:
-            record = predicted(spec, hardware)
+            current = predicted(spec, hardware)
         except ValueError as error:
-            found.refused[str(error)] = found.refused.get(str(error), 0) + 1
+            predictions.refused[str(error)] = predictions.refused.get(str(error), 0) + 1
             continue
-        measured = _last(known, "measured", record)
+        measured = _last(stored, "measured", current)
         is_done = measured is not None and measured.status != "failed" and not fresh
-        before = _last(known, "modelled", record)
-        if before is None or not is_done:
-            note = "; ".join(filter(None, (AFTER if is_done else BEFORE, miss, record.note)))
-            before = dataclasses.replace(record, note=note)
-            store.append(before)
-        num_outdated += before.metrics != record.metrics
-        found.records.append(before)
-    return found._replace(num_outdated=num_outdated)
+        record = _last(stored, "modelled", current)
+        if record is None or not is_done:
+            notes = AFTER if is_done else BEFORE, expectation, current.note
+            record = dataclasses.replace(current, note="; ".join(filter(None, notes)))
+            store.append(record)
+        num_outdated += record.metrics != current.metrics
+        predictions.records.append(record)
+    return predictions._replace(num_outdated=num_outdated)
 
 
 def _last(records: Sequence[Record], provenance: str, like: Record) -> Record | None:
-    """The last record of the same step on the same device."""
-    found = [r for r in records if r.provenance == provenance and r.key == like.key]
-    return next((record for record in reversed(found) if is_for(like, record)), None)
+    """Returns the last record of the same step on the same device."""
+    return next(
+        (
+            record
+            for record in reversed(records)
+            if record.provenance == provenance and record.key == like.key and is_for(like, record)
+        ),
+        None,
+    )

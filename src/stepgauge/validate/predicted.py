@@ -1,4 +1,4 @@
-"""The modelled record of a spec: which part of cost/ predicts which kind of row, and what it looks up."""
+"""Returns the modelled record of a spec, from the part of cost/ that predicts its kind."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,8 +8,8 @@ from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.pipeline.step import predict_pipeline
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.step import predict
-from stepgauge.cost.traced.traceable import TRACED, TracedSpec, has_formulas
 from stepgauge.cost.traced.network import TracedNetwork
+from stepgauge.cost.traced.traceable import TRACED, TracedSpec, has_formulas
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
@@ -25,18 +25,20 @@ def predicted(
     hardware: HardwareFile,
     *,
     shortened: bool = False,
-    asked: set[tuple[str, tuple[float, ...]]] | None = None,
+    requested: set[tuple[str, tuple[float, ...]]] | None = None,
 ) -> Record:
-    """What the row of the spec is predicted to be on that machine. Raises ValueError for what is not
-    modelled or not calibrated, and for the device of another kind of machine.
+    """Predicts the row of a spec on the machine of the hardware file.
 
-    shortened  for layouts by the hundred (cost/layout.py)
-    asked      gets the operations that were looked up, with their sizes
+    shortened  for planning with hundreds of layouts (cost/layout.py)
+    requested  a set to which the operations that were looked up are added, with their sizes
+
+    Raises ValueError for what is not modelled or not calibrated, and if the file is of another kind of
+    device.
     """
     hardware.require_kind(str(getattr(spec, "device", "")))
     machine = CalibratedMachine(hardware.on_ranks(getattr(spec, "ranks", 1)))
-    if asked is not None:
-        machine.requested = asked
+    if requested is not None:
+        machine.requested = requested
     traced: list[TracedNetwork] = []
     if isinstance(spec, TracedSpec) and not has_formulas(spec):
         traced = traced_on(spec, hardware)
@@ -53,22 +55,26 @@ def predicted(
 
 
 def shapes_of(specs: Sequence[Any], hardware: HardwareFile) -> Shapes:
-    """Of the steps that can be predicted; of others it is said where they are tried."""
-    found: dict[tuple[int, str], set[tuple[float, ...]]] = {}
+    """Returns the operations and sizes that predictions of the steps look up.
+
+    Leaves out steps that cannot be predicted; the caller reports them when it predicts them.
+    """
+    shapes: dict[tuple[int, str], set[tuple[float, ...]]] = {}
     for spec in specs:
-        asked: set[tuple[str, tuple[float, ...]]] = set()
+        requested: set[tuple[str, tuple[float, ...]]] = set()
         try:
-            predicted(spec, hardware, asked=asked)
+            predicted(spec, hardware, requested=requested)
         except ValueError:
             continue
-        for operation, sizes in asked:
-            found.setdefault((getattr(spec, "ranks", 1), operation), set()).add(sizes)
-    return found
+        for operation, sizes in requested:
+            shapes.setdefault((getattr(spec, "ranks", 1), operation), set()).add(sizes)
+    return shapes
 
 
 def traced_on(spec: TracedSpec, hardware: HardwareFile) -> list[TracedNetwork]:
-    """The operators of each stage of a step on a device of that kind, for which torch is imported. Raises
-    ValueError for a step that cannot be traced.
+    """Traces the operators of each stage of a step, as on the hardware file's device. Imports torch.
+
+    Raises ValueError for a step that cannot be traced, and without torch.
     """
     try:
         from stepgauge.bench.operators import traced_apart

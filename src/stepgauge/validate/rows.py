@@ -1,9 +1,9 @@
-"""A list of steps and layouts to validate: a TOML file, or options with several layouts.
+"""Reads lists of steps and layouts to validate: a TOML file, or options with several layouts.
 
-In a file each [[rows]] table has options of bench step or bench layout by their names, as flags
-(hf-config) or as fields (hf_config), and `layout`; a value that is a list is a row for each, and
-[usual] holds what all rows share. `batch` is that of all ranks, so that layouts of one batch do the
-same step. `expect` says beforehand what the row is expected to miss, and why.
+In a file, each [[rows]] table has `layout` and options of bench step or bench layout, named as flags
+(hf-config) or as fields (hf_config). A list of values makes a row for each. [usual] has options of all
+rows. `batch` counts the sequences of all ranks, so that layouts with the same batch do the same step.
+`expect` says in advance how far the prediction may be off, and why.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ from stepgauge.spec.options import Values, expand, flag_of, options_of, read
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.steps import kind_for, under
 
-BESIDE = ("layout", "expect")
-# Of the commands that run a row; what `layout` says is no option.
+OTHER_KEYS = ("layout", "expect")
+# Options of the commands that run a row, except those that `layout` determines.
 OPTIONS = {
     name: option
     for spec in (LayoutSpec, DataParallelSpec, StepSpec)
@@ -33,70 +33,72 @@ OPTIONS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """A step to validate, and what its prediction is expected to miss; "" where nothing."""
+class ValidationRow:
+    """A step to validate, and how far its prediction is expected to be off ("" if unknown)."""
 
     spec: Any
     expect: str = ""
 
 
-def read_list(path: Path, given: Values) -> list[Asked]:
-    """The rows of the file; `given` are options that count more than the file's. Raises ValueError
-    for what is no list, or a row that cannot be.
+def read_list(path: Path, given: Values) -> list[ValidationRow]:
+    """Returns the rows of a file. Options in `given` override the file's.
+
+    Raises ValueError if the file is not such a list, or has an invalid row.
     """
     try:
         value = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"cannot read the list {path}: {error.strerror}") from None
     except ValueError as error:
-        raise ValueError(f"cannot read the list {path}, which is no TOML: {error}") from None
+        raise ValueError(f"cannot read the list {path}, which is not TOML: {error}") from None
     if unknown := set(value) - {"usual", "rows"}:
         raise ValueError(f"{path} has {sorted(unknown)[0]!r}; a list has [usual] and [[rows]]")
-    usual, rows, found = value.get("usual", {}), value.get("rows", []), []
+    usual, tables = value.get("usual", {}), value.get("rows", [])
     if not isinstance(usual, dict):
-        raise ValueError(f"{path} has usual that is no table: write [usual] above its options")
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{path} has rows that are no tables: write each under [[rows]]")
-    for number, row in enumerate(rows, start=1):
+        raise ValueError(f"{path} has usual, but not as a table: write [usual] above its options")
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise ValueError(f"{path} has rows that are not tables: write each under [[rows]]")
+    rows = []
+    for number, table in enumerate(tables, start=1):
         try:
-            found += _asked({**_by_field(usual), **_by_field(row)}, given)
+            rows += _rows_of({**_by_field(usual), **_by_field(table)}, given)
         except ValueError as error:
             raise ValueError(f"row {number} of {path}: {error}") from None
-    if not found:
+    if not rows:
         raise ValueError(f"{path} has no [[rows]]")
-    return found
+    return rows
 
 
-def _asked(row: Mapping[str, Any], given: Values) -> list[Asked]:
-    """A row's steps."""
-    layouts = _values("layout", row.get("layout", "none"))
-    options = {n: _read(n, _values(n, v)) for n, v in row.items() if n not in BESIDE}
+def _rows_of(table: Mapping[str, Any], given: Values) -> list[ValidationRow]:
+    """Returns the rows of one [[rows]] table, one per combination of its values."""
+    layouts = _values("layout", table.get("layout", "none"))
+    options = {n: _read(n, _values(n, v)) for n, v in table.items() if n not in OTHER_KEYS}
     specs = specs_of({**options, **given}, [str(layout) for layout in layouts])
-    return [Asked(spec, str(row.get("expect", ""))) for spec in specs]
+    return [ValidationRow(spec, str(table.get("expect", ""))) for spec in specs]
 
 
 def _by_field(table: Mapping[str, Any]) -> dict[str, Any]:
-    """By the fields that the names give, which may be flags. Raises ValueError for another name."""
-    known = {name: name for name in (*BESIDE, *OPTIONS)}
+    """Renames keys that are flags to their fields. Raises ValueError for an unknown key."""
+    known = {name: name for name in (*OTHER_KEYS, *OPTIONS)}
     known |= {flag_of(option): name for name, option in OPTIONS.items()}
     for name in table:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            every = ", ".join([*BESIDE, *map(flag_of, OPTIONS.values())])
+            every = ", ".join([*OTHER_KEYS, *map(flag_of, OPTIONS.values())])
             hint = f"did you mean {near[0]!r}?" if near else f"it may have {every}"
             raise ValueError(f"a row has no {name!r}; {hint}")
     return {known[name]: value for name, value in table.items()}
 
 
 def _values(name: str, value: Any) -> tuple[Any, ...]:
-    """Of one value or a list of them. Raises ValueError for an empty list, whose row would vanish."""
+    """Returns one value or a list as a tuple. Raises ValueError for an empty list, which has no row."""
     if value == []:
         raise ValueError(f"{name} has no value; give at least one")
     return tuple(value) if isinstance(value, list) else (value,)
 
 
 def _read(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
-    """The option's values. Raises ValueError for one that it does not take."""
+    """Returns the values of an option, checked. Raises ValueError for an invalid one."""
     read_values = tuple(read(OPTIONS[name], str(value)) for value in values)
     for value in read_values:
         check_value(OPTIONS[name], value)
@@ -104,29 +106,31 @@ def _read(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def specs_of(values: Mapping[str, tuple[Any, ...]], layouts: Sequence[str]) -> list[Any]:
-    """The steps of all values under each layout: of bench step, bench data-parallel or bench
-    layout. Raises ValueError for a batch that data ranks cannot share, and for what a layout's
-    command does not have.
+    """Returns the steps of all values under each layout.
+
+    They are specs of bench step, bench data-parallel or bench layout. Raises ValueError for a batch
+    that the data ranks cannot share, and for an option that a layout's command does not have.
     """
-    found = []
+    specs = []
     for layout in map(Layout.parse, layouts):
         kind = kind_for(layout, values)
         options = options_of(kind, ModelSpec)
-        own: Values = {"device": ("auto",)}
+        of_kind: Values = {"device": ("auto",)}
         for name, given in values.items():
             if name in options:
-                own[name] = given
+                of_kind[name] = given
             elif name not in ("seconds", "phases"):
                 raise ValueError(f"{name} is no option of a step over {layout.ranks} ranks")
         if kind is DataParallelSpec:
-            own = {"batch": (StepSpec.batch,), **own}
-        found += [spec.canonical() for spec in expand(kind, under(layout, kind, own))]
-    return list(dict.fromkeys(found))
+            of_kind = {"batch": (StepSpec.batch,), **of_kind}
+        specs += [spec.canonical() for spec in expand(kind, under(layout, kind, of_kind))]
+    return list(dict.fromkeys(specs))
 
 
-def usual_rows(gpus: int) -> list[Asked]:
-    """What is validated without a list: steps of one process, and layouts of as many ranks as there
-    are GPUs, on a CPU of two.
+def default_rows(gpus: int) -> list[ValidationRow]:
+    """Returns the rows that are validated without a list.
+
+    They are steps of one process, and data parallel layouts over all GPUs or, on a CPU, over two ranks.
     """
     layouts, ranks = ["none"], gpus or 2
     if ranks > 1:
@@ -143,4 +147,4 @@ def usual_rows(gpus: int) -> list[Asked]:
         "precision": ("fp32",),
         "batch": (4,),
     }
-    return [Asked(spec) for spec in specs_of(on_gpu if gpus else on_cpu, layouts)]
+    return [ValidationRow(spec) for spec in specs_of(on_gpu if gpus else on_cpu, layouts)]

@@ -1,4 +1,4 @@
-"""Which layouts this machine can run."""
+"""Decides which layouts this machine can run."""
 
 from stepgauge.bench.ranks import require_ranks
 from stepgauge.measure import devices
@@ -10,9 +10,9 @@ from stepgauge.spec.units import GIB
 
 
 def why_not_here(spec: LayoutSpec, needed_bytes: float) -> str:
-    """Why this machine cannot run the layout, a sentence; "" where it can.
+    """Returns why this machine cannot run the layout; "" if it can.
 
-    needed_bytes  that its fullest rank is predicted to need of a GPU
+    `needed_bytes` is the predicted GPU memory of the layout's fullest rank.
     """
     try:
         device = devices.resolve(spec.device)
@@ -23,14 +23,15 @@ def why_not_here(spec: LayoutSpec, needed_bytes: float) -> str:
         cores = available_cores()
         if spec.ranks > cores:
             return (
-                f"layout {spec.layout!r} has {spec.ranks} ranks; this machine has {cores} cores, "
-                f"one a rank"
+                f"layout {spec.layout!r} has {spec.ranks} ranks, which need one core each; this "
+                f"machine has {cores} cores"
             )
         return ""
-    there = run_isolated(device_memory, device)  # apart: asking takes memory of the GPU
-    if needed_bytes > there:
+    # in another process, because the query itself takes GPU memory
+    available_bytes = run_isolated(device_memory, device)
+    if needed_bytes > available_bytes:
         return (
-            f"layout {spec.layout!r} needs {needed_bytes / GIB:.1f} GiB a rank; a GPU of this "
-            f"machine has {there / GIB:.1f}"
+            f"layout {spec.layout!r} needs {needed_bytes / GIB:.1f} GiB per rank; a GPU of this "
+            f"machine has {available_bytes / GIB:.1f}"
         )
     return ""

@@ -67,7 +67,7 @@ def _print_row(name: str, record: Record, analysis: Analysis | None, *, brief: b
 
 def _print_predicted(spec: ProfileSpec, hardware: Path, analysis: Analysis) -> None:
     """Prints the predicted terms of the step next to its kernels, or why it is not predicted."""
-    from stepgauge.validate.kernels import kernels_beside
+    from stepgauge.validate.kernels import comparison_table
     from stepgauge.validate.predicted import predicted
 
     if spec.device.startswith("cuda") and not analysis.on_device:
@@ -79,4 +79,4 @@ def _print_predicted(spec: ProfileSpec, hardware: Path, analysis: Analysis) -> N
         info(f"not predicted: {error}")
         return
     print()
-    print_table(kernels_beside(prediction, analysis))
+    print_table(comparison_table(prediction, analysis))
