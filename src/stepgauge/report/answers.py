@@ -278,7 +278,7 @@ def profile_answer(records: Sequence[Record]) -> str:
         return ""
     first = sorted(kinds.items(), key=lambda each: -each[1])[:3]
     shares = ", ".join(
-        f"{KIND_LABELS.get(kind, kind)} {100 * ms / total:.0f} %" for kind, ms in first
+        f"{KIND_LABELS.get(kind, kind)} ({100 * ms / total:.0f} %)" for kind, ms in first
     )
     noun = "kernels" if "idle_ms" in largest.metrics else "operations"
     name = labels(records)[records.index(largest)].removeprefix(f"{largest.kind} ")
