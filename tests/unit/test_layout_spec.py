@@ -85,6 +85,7 @@ def test_each_layout_is_a_row_with_its_own_name():
         ("tp2", {"precision": "fp16"}, "precision is 'fp16'"),
         ("tp2", {"compile": "on"}, "supports only off or blocks"),
         ("tp2 zero1", {}, "zero1 needs a data axis"),
+        ("zero3", {}, "zero3 needs a data axis; layout is 'zero3': add dp2"),
         ("dp2 torch-ddp tp2", {}, "which supports only a data axis"),
         ("dp2 zero3", {"compile": "reduce-overhead"}, "zero3 unshards and frees them"),
         ("dp2 zero3 tp2", {"compile": "on"}, "layout 'dp2 zero3 tp2' supports only off"),

@@ -30,6 +30,8 @@ def check_layout(
     batch  sequences per forward and backward, over all ranks; ignored for a user's model, which
            brings one batch per data rank
     """
+    if layout.num_replicas == 1 and layout.wrapper != "none":
+        raise ValueError(f"{layout.wrapper} needs a data axis; layout is {str(layout)!r}: add dp2")
     check_wrapper(
         layout.wrapper,
         device=device,
@@ -223,8 +225,6 @@ def _check_cut(
             f"wrapper is {layout.wrapper!r}, which supports only a data axis; in {str(layout)!r} choose "
             f"one of {', '.join(name for name, w in WRAPPERS.items() if not w.is_torch)}"
         )
-    if layout.num_replicas == 1 and layout.wrapper != "none":
-        raise ValueError(f"{layout.wrapper} needs a data axis; layout is {str(layout)!r}: add dp2")
     needs = {
         "fp16": "loss scaling needs every rank's gradients",
         "float8": "layers need unsharded weights",
