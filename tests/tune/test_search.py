@@ -1,4 +1,4 @@
-"""Which candidates are measured, and what each choice is said to gain."""
+"""Tests which candidates are measured, and the reported gain of each choice."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from stepgauge.tune.choices import ON_GPUS, Space, space
 from stepgauge.tune.output import gain_table, sentence
 from stepgauge.tune.search import tune
 
-# How many times as fast each value makes a step.
+# Speedup of a step by each value.
 FASTER = {"bf16": 4.0, "on": 1.5, "triton": 0.9, "blocks": 0.75, 16: 1.2, 8: 1.1}
 NANO = {"size": ("nano",), "precision": ("fp32", "bf16"), "compile": ("off", "on"),
         "batch": (4, 8, 16), "checkpointing": ("none", "blocks"), "device": ("cpu",)}  # fmt: skip
@@ -34,17 +34,17 @@ def made(spec, provenance="measured"):
 
 
 class Machine:
-    """Measures as FASTER says, and remembers what it was asked."""
+    """Measures steps with the speeds of FASTER, and records which ones."""
 
     def __init__(self):
-        self.asked = []
+        self.measured = []
 
     def measure(self, specs):
-        self.asked += [spec for spec in specs if spec not in self.asked]
+        self.measured += [spec for spec in specs if spec not in self.measured]
         return [made(spec) for spec in specs]
 
 
-def test_without_predictions_one_choice_after_the_other_is_measured():
+def test_without_predictions_one_choice_after_another_is_measured():
     machine, candidates = Machine(), Space(StepSpec, NANO)
     tuned = tune(candidates, machine.measure, lambda spec: None, in_turns=machine.measure)
     won = tuned.winner.spec
@@ -55,33 +55,33 @@ def test_without_predictions_one_choice_after_the_other_is_measured():
         "none",
     ]
     assert tuned.speedup == pytest.approx(4.0 * 1.5 * 1.2)
-    assert len(machine.asked) <= 1 + 1 + 1 + 2 + 1 + 3 < tuned.candidates == 24
+    assert len(machine.measured) <= 1 + 1 + 1 + 2 + 1 + 3 < tuned.candidates == 24
     gains = {gain.choice: gain.ratio for gain in tuned.gains}
-    # bf16 at batch 16 has no partner: in fp32 that did not fit
+    # bf16 at batch 16 cannot be compared with fp32, which did not fit
     assert gains == {"precision": None, "compile": pytest.approx(1.5), "batch": pytest.approx(1.2)}
     assert "None of 24 candidates could be predicted" in sentence(tuned)
     assert gain_table(tuned).rows[0] == ["precision", "bf16", "fp32", None]
 
 
-def test_with_predictions_the_best_few_are_measured_and_what_they_miss_is_found_out():
+def test_the_best_predictions_are_measured_and_a_wrong_one_does_not_win():
     machine, candidates = Machine(), Space(StepSpec, {**NANO, "precision": ("fp32",)})
     tuned = tune(
         candidates, machine.measure, lambda spec: made(spec, "modelled"),
         in_turns=machine.measure, best=3,
     )  # fmt: skip
-    # the two that were predicted to be fastest did not fit
+    # the two with the fastest predictions did not fit
     assert tuned.winner.spec["batch"] == 8 and tuned.winner.spec["compile"] == "on"
     assert tuned.predicted == tuned.candidates == 12
     assert "12 of 12 candidates were predicted" in sentence(tuned)
     assert {gain.choice for gain in tuned.gains} == {"compile", "batch"}
 
 
-def test_a_winner_that_is_slower_in_turns_than_the_usual_step_is_none():
+def test_a_winner_that_is_slower_in_turns_than_the_default_does_not_win():
     machine, candidates = Machine(), Space(StepSpec, NANO)
-    asked = []
+    compared = []
 
-    def in_turns(specs):  # where bf16 is slow: the machine was busy when fp32 was measured
-        asked.extend(specs)
+    def in_turns(specs):  # here bf16 is slower: the machine was busy when fp32 was measured
+        compared.extend(specs)
         speeds = {"fp32": 1000.0, "bf16": 900.0}
         return [
             dataclasses.replace(
@@ -93,12 +93,15 @@ def test_a_winner_that_is_slower_in_turns_than_the_usual_step_is_none():
         ]  # fmt: skip
 
     tuned = tune(candidates, machine.measure, lambda spec: None, in_turns=in_turns)
-    assert [(spec.precision, spec.compile) for spec in asked] == [("fp32", "off"), ("bf16", "on")]
-    assert tuned.winner == tuned.usual and tuned.speedup == 1 and not tuned.gains
-    assert "1,000 tokens/s, 1.00 times the usual step's, in 3 turns" in sentence(tuned)
+    assert [(spec.precision, spec.compile) for spec in compared] == [
+        ("fp32", "off"),
+        ("bf16", "on"),
+    ]
+    assert tuned.winner == tuned.default and tuned.speedup == 1 and not tuned.gains
+    assert "1,000 tokens/s, 1.00 times the default step's, in 3 turns" in sentence(tuned)
 
 
-def test_the_gain_of_a_single_choice_is_that_of_the_turns():
+def test_the_gain_of_a_single_choice_is_measured_in_turns():
     candidates = Space(StepSpec, {**NANO, "precision": ("fp32",), "batch": (4,)})
 
     def in_turns(specs):
@@ -113,7 +116,7 @@ def test_the_gain_of_a_single_choice_is_that_of_the_turns():
     assert tuned.speedup == 1.25 and [gain.ratio for gain in tuned.gains] == [1.25]
 
 
-def test_what_no_prediction_covers_is_measured_on_the_fastest():
+def test_values_without_a_prediction_are_measured_on_the_fastest():
     machine, candidates = Machine(), Space(StepSpec, NANO)
     tuned = tune(
         candidates, machine.measure,
@@ -126,25 +129,27 @@ def test_what_no_prediction_covers_is_measured_on_the_fastest():
     assert "without a prediction: compile on, measured on the fastest" in sentence(tuned)
 
 
-def test_of_very_many_the_best_for_each_value_of_the_longest_choice_are_predicted(monkeypatch):
+def test_of_many_candidates_the_best_for_each_value_of_the_longest_choice_are_predicted(
+    monkeypatch,
+):
     monkeypatch.setattr(search, "MOST_PREDICTED", 20)
     machine, candidates = Machine(), Space(StepSpec, NANO)
-    asked = []
+    requested = []
 
     def predict(spec):
-        asked.append(spec)
+        requested.append(spec)
         return made(spec, "modelled")
 
     tuned = tune(candidates, machine.measure, predict, in_turns=machine.measure, best=2)
     assert tuned.winner.spec["batch"] == 16 and tuned.winner.spec["precision"] == "bf16"
-    assert tuned.predicted == 3  # one a batch
-    assert len({(s.batch, s.precision, s.compile, s.checkpointing) for s in asked}) < 24
+    assert tuned.predicted == 3  # one per batch
+    assert len({(s.batch, s.precision, s.compile, s.checkpointing) for s in requested}) < 24
 
 
-def test_nothing_that_runs_is_an_error():
+def test_no_candidate_that_runs_is_an_error():
     candidates = Space(StepSpec, NANO)
-    usual = made(candidates.require(candidates.usual))
-    broken = dataclasses.replace(usual, status="failed", note="no")
+    default = made(candidates.require(candidates.defaults))
+    broken = dataclasses.replace(default, status="failed", note="no")
 
     def fails(specs):
         return [broken] * len(specs)
@@ -153,16 +158,16 @@ def test_nothing_that_runs_is_an_error():
         tune(candidates, fails, lambda spec: None, in_turns=fails)
 
 
-def test_what_is_given_counts_more_than_the_devices_candidates():
+def test_given_values_override_the_candidates_of_the_device():
     found = space({"size": ("small",), "precision": ("bf16",), "batch": (2, 32)}, device="cuda")
     assert "precision" not in found.choices and found.choices["batch"] == (2, 32)
     assert found.choices["attention"] == ON_GPUS["attention"] and "wrapper" not in found.values
     over = space({"size": ("small",)}, device="cuda", ranks=4)
-    assert over.usual["layout"] == "dp4 bucketed" and over.require(over.usual).ranks == 4
+    assert over.defaults["layout"] == "dp4 bucketed" and over.require(over.defaults).ranks == 4
     assert {"tp4", "tp4 overlap", "pp4 1f1b m16", "dp2 zero3 tp2"} < set(over.choices["layout"])
     assert over.choices["batch"] == (16, 32, 64)  # of all ranks
-    # its loss scale needs whole gradients: that combination is none
-    assert over.spec({**over.usual, "layout": "dp4 zero3", "precision": "fp16"}) is None
+    # impossible, because fp16's loss scale needs whole gradients
+    assert over.spec({**over.defaults, "layout": "dp4 zero3", "precision": "fp16"}) is None
     data = space({"size": ("small",), "wrapper": ("zero1", "zero2")}, device="cuda", ranks=4)
     assert data.kind is DataParallelSpec and "layout" not in data.values
     given = space({"size": ("small",), "layout": ("tp2", "dp2 bucketed")}, device="cpu")

@@ -78,12 +78,12 @@ def tune(
     has_file = bool(values.keys() & {"hf_config", "model"})
     given = {name: value for name, value in values.items() if name != "size" or not has_file}
     requested = space(given, device=device, ranks=ranks)
-    requested.require(requested.usual)  # raises for wrong options before torch is imported
+    requested.require(requested.defaults)  # raises for wrong options before torch is imported
 
     from stepgauge.measure.devices import resolve
 
     candidates = space(given, device=str(resolve(device)), ranks=ranks)
-    resolve_devices_and_models([candidates.require(candidates.usual)])
+    resolve_devices_and_models([candidates.require(candidates.defaults)])
     path = hardware or hardware_of(str(resolve(device)))
     file = HardwareFile.read(path) if path else None
     measure = _Measurements(out, path, fresh)

@@ -1,5 +1,5 @@
-"""The fastest measured configuration of a model on this machine.
+"""Finds the fastest configuration of a model on this machine, by measurement.
 
-choices  what may be chosen, and its candidates on a kind of device
-search   which candidates are measured: the best by prediction, or one choice at a time
+`choices` has the candidates for each option, `search` decides which of them are measured, and `output`
+presents the result.
 """

@@ -1,5 +1,6 @@
-"""What may be chosen without another model or another result than the precision's, and the values
-that are tried on a kind of device, the usual one first.
+"""The options that tune may choose, with the values that it tries on a kind of device.
+
+They change neither the model nor its results, apart from the precision. The first value is the default.
 """
 
 import dataclasses
@@ -34,15 +35,16 @@ ON_CPUS: Values = {
 }
 WRAPPERS = ("bucketed", "zero1", "zero2", "zero3")
 SCHEDULES = ("1f1b", "zbv")
-PER_STAGE = 4  # micro-batches of a pipeline for each of its ranks
-# A user's network brings these itself.
-OF_PRESETS = ("attention", "norm", "batch", "checkpointing")
+MICRO_BATCHES_PER_RANK = 4  # of a pipeline
+# A user's network determines these itself.
+PRESET_OPTIONS = ("attention", "norm", "batch", "checkpointing")
 
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """Steps of one kind, by the values of their options: one value is fixed, several are a choice
-    whose first is usual.
+    """Steps of one kind, by the values of their options.
+
+    One value is fixed. Several values are a choice, and the first one is the default.
     """
 
     kind: type
@@ -53,19 +55,17 @@ class Space:
         return {name: values for name, values in self.values.items() if len(values) > 1}
 
     @property
-    def usual(self) -> dict[str, Any]:
+    def defaults(self) -> dict[str, Any]:
         return {name: values[0] for name, values in self.choices.items()}
 
     def require(self, chosen: Chosen) -> Any:
-        """The step with these values for the choices. Raises ValueError where they do not go
-        together.
-        """
+        """Returns the step with these choices. Raises ValueError if they do not go together."""
         values = {**self.values, **{name: (value,) for name, value in chosen.items()}}
         (spec,) = expand(self.kind, values)
         return spec.canonical()
 
     def spec(self, chosen: Chosen) -> Any | None:
-        """The same; None where they do not go together."""
+        """Returns the step with these choices; None if they do not go together."""
         try:
             return self.require(chosen)
         except ValueError:
@@ -73,22 +73,21 @@ class Space:
 
     @property
     def size(self) -> int:
-        """Combinations, those that cannot be among them."""
+        """The number of combinations, including impossible ones."""
         return math.prod(len(values) for values in self.choices.values())
 
     def all(self) -> list[Chosen]:
-        """Every combination of the choices that can be."""
+        """Returns every possible combination of the choices."""
         product = itertools.product(*self.choices.values())
-        every = [dict(zip(self.choices, values, strict=True)) for values in product]
-        return [chosen for chosen in every if self.spec(chosen) is not None]
+        combinations = [dict(zip(self.choices, values, strict=True)) for values in product]
+        return [chosen for chosen in combinations if self.spec(chosen) is not None]
 
 
 def space(given: Values, *, device: str, ranks: int = 1) -> Space:
-    """The candidates on the device, over so many ranks; what is given counts more than the table.
+    """Returns the candidates for the device and number of ranks. `given` values override the table's.
 
-    Over ranks the layout is a choice, of a network whose layers are not known from outside, or
-    where wrappers are given, the wrapper. Raises ValueError for an option that such steps do not
-    have.
+    Over several ranks, the layout is a choice; or only the wrapper, for a user's network and if wrappers
+    are given. Raises ValueError for an option that such steps do not have.
     """
     is_user = any(given.get("model", ()))
     kind: type = StepSpec
@@ -97,27 +96,27 @@ def space(given: Values, *, device: str, ranks: int = 1) -> Space:
     elif ranks > 1:
         kind = DataParallelSpec
     known = {**options_of(kind, ModelSpec), "size": None}
-    if foreign := [name for name in given if name not in known]:
-        raise ValueError(f"{foreign[0]} is no option of a step over {ranks} ranks")
+    if unknown := [name for name in given if name not in known]:
+        raise ValueError(f"{unknown[0]} is no option of a step over {ranks} ranks")
     table = ON_GPUS if device.startswith("cuda") else ON_CPUS
-    values = {n: v for n, v in table.items() if not (is_user and n in OF_PRESETS)}
+    values = {n: v for n, v in table.items() if not (is_user and n in PRESET_OPTIONS)}
     fixed: Values = {"device": (device,)}
     if kind is DataParallelSpec:
         values["wrapper"] = WRAPPERS
         fixed["ranks"] = (ranks,)
-    if kind is LayoutSpec:  # whose batch is that of all ranks; cut networks are compiled by block
-        values["layout"] = layouts(ranks, hides=device.startswith("cuda"))
+    if kind is LayoutSpec:
+        values["layout"] = layouts(ranks, overlaps=device.startswith("cuda"))
+        # networks that are cut between ranks are compiled by block
         values["compile"] = (*values["compile"], "blocks")
-        if "batch" in values:
+        if "batch" in values:  # counts the sequences of all ranks
             values["batch"] = tuple(ranks * batch for batch in values["batch"])
     return Space(kind, {**values, **given, **fixed})
 
 
-def layouts(ranks: int, *, hides: bool = False) -> tuple[str, ...]:
-    """Every way to spread a step over the ranks by data, tensor and pipeline axes, data alone
-    first.
+def layouts(ranks: int, *, overlaps: bool = False) -> tuple[str, ...]:
+    """Returns all layouts of data, tensor and pipeline axes, beginning with data parallel ones.
 
-    hides  what a tensor axis sends may run beside products
+    If `overlaps`, tensor axes are tried with and without overlapping communication.
     """
     found = []
     for tensor, pipeline in itertools.product(divisors(ranks), repeat=2):
@@ -126,8 +125,8 @@ def layouts(ranks: int, *, hides: bool = False) -> tuple[str, ...]:
         data = ranks // tensor // pipeline
         for schedule in SCHEDULES if pipeline > 1 else ("",):
             for wrapper in WRAPPERS if data > 1 else ("none",):
-                microbatches = PER_STAGE * pipeline if pipeline > 1 else 1
-                for overlap in (False, True)[: 1 + (hides and tensor > 1)]:
+                microbatches = MICRO_BATCHES_PER_RANK * pipeline if pipeline > 1 else 1
+                for overlap in (False, True) if overlaps and tensor > 1 else (False,):
                     found.append(Layout(
                         data=data, wrapper=wrapper, tensor=tensor, pipeline=pipeline,
                         schedule=schedule, microbatches=microbatches, overlap=overlap,

@@ -1,4 +1,4 @@
-"""The winner as a table of gains, a command line and a configuration file."""
+"""Presents the winner: a table of gains, a command line and a configuration file."""
 
 import json
 from collections.abc import Iterator
@@ -18,47 +18,52 @@ from stepgauge.tune.search import Tuned, rate
 
 
 def gain_table(tuned: Tuned) -> Table:
-    """Each choice that is not usual, and how many times as fast it makes the winner."""
-    apart = ", measured apart" if len(tuned.gains) > 1 else ""
-    rows = [[gain.choice, gain.value, gain.usual, gain.ratio] for gain in tuned.gains]
+    """Returns each choice that differs from the default, and its speedup."""
+    apart = ", measured one after the other" if len(tuned.gains) > 1 else ""
+    rows = [[gain.choice, gain.value, gain.default, gain.ratio] for gain in tuned.gains]
     return Table(
         ["choice", "value", "instead of", "times as fast"],
         rows,
         numeric=frozenset(["times as fast"]),
-        caption=f"What each choice gains: the winner beside itself without it{apart}.",
+        caption=f"Speedup by each choice: the winner compared with itself without it{apart}.",
         formats={"times as fast": ".2f"},
     )
 
 
 def sentence(tuned: Tuned) -> str:
-    """The winner beside the usual step, and how it was found."""
+    """Returns the winner's speed, its speedup over the default step, and how it was found."""
     unit = "tokens/s" if "tokens_per_s" in tuned.winner.metrics else "steps/s"
-    turns = turns_together([tuned.usual, tuned.winner])
-    how_sure = f", in {turns} turns" if turns > 1 else ""
-    times = f", {tuned.speedup:.2f} times the usual step's{how_sure}" if tuned.speedup else ""
-    also = ", ".join(f"{name} {value}" for name, value in tuned.measured_only)
-    how = (
-        f"{tuned.predicted} of {tuned.candidates} candidates were predicted, and the best measured"
-        + (f"; without a prediction: {also}, measured on the fastest" if also else "")
-        if tuned.predicted
-        else f"none of {tuned.candidates} candidates could be predicted: one choice after the other "
-        "was measured"
-    )
-    return f"{number(rate(tuned.winner))} {unit}{times} ({describe(tuned.winner)}). {how[0].upper()}{how[1:]}."
+    turns = turns_together([tuned.default, tuned.winner])
+    in_turns = f", in {turns} turns" if turns > 1 else ""
+    times = f", {tuned.speedup:.2f} times the default step's{in_turns}" if tuned.speedup else ""
+    if tuned.predicted:
+        how = (
+            f"{tuned.predicted} of {tuned.candidates} candidates were predicted, and the best of them "
+            "were measured"
+        )
+        if tuned.measured_only:
+            values = ", ".join(f"{name} {value}" for name, value in tuned.measured_only)
+            how += f"; without a prediction: {values}, measured on the fastest"
+    else:
+        how = (
+            f"None of {tuned.candidates} candidates could be predicted, so that one choice after the "
+            "other was measured"
+        )
+    return f"{number(rate(tuned.winner))} {unit}{times} ({describe(tuned.winner)}). {how}."
 
 
 def command_line(tuned: Tuned, space: Space) -> str:
-    """The command that measures the winner as it was measured, without what is usual there."""
-    told = (
+    """Returns the command that measures the winner, without options that have their default."""
+    changed = (
         (field, value)
         for field, value in _options(tuned, space)
         if value != field.default or field.name in ("size", "device", *SHAPE)
     )
-    return options.command_line(COMMANDS[tuned.winner.kind], told)
+    return options.command_line(COMMANDS[tuned.winner.kind], changed)
 
 
 def write_config(tuned: Tuned, space: Space, path: Path) -> None:
-    """The winner's options as a file that --config reads, under its command's name."""
+    """Writes the winner's options to a file that --config reads."""
     lines = [f"# {sentence(tuned)}", f"[{COMMANDS[tuned.winner.kind].replace(' ', '.')}]"]
     for field, value in _options(tuned, space):
         text = written(field, value)
@@ -68,14 +73,14 @@ def write_config(tuned: Tuned, space: Space, path: Path) -> None:
 
 
 def _options(tuned: Tuned, space: Space) -> Iterator[tuple[Field, Any]]:
-    """The winner's value of each option that was given or chosen."""
+    """Yields each option that was given or chosen, with the winner's value."""
     spec: dict[str, Any] = {**tuned.winner.spec, **tuned.winner.spec["model"]}
     known = options_of(space.kind, ModelSpec)
-    asked = dict(space.values)
-    if "size" in asked and spec["size"] not in ModelSpec.preset_names():  # another shape than its
-        del asked["size"]
-        asked |= {name: (spec[name],) for name in SHAPE}
-    for name, values in asked.items():
-        # of a user's network and a config.json the record has what they contain
+    values_of = dict(space.values)
+    if "size" in values_of and spec["size"] not in ModelSpec.preset_names():  # a changed preset
+        del values_of["size"]
+        values_of |= {name: (spec[name],) for name in SHAPE}
+    for name, values in values_of.items():
+        # the record has the contents of these files, not their names
         is_file = name in ("model", "hf_config")
         yield known[name], values[0] if is_file else spec.get(name, values[0])

@@ -1,11 +1,14 @@
-"""Which candidates are measured, and what each choice of the winner gained.
+"""Decides which candidates are measured, and how much each choice of the winner gains.
 
-Where steps can be predicted, all candidates are, or of very many those on the way down from each
-value of the longest choice, and the best few are measured; values that no prediction covers are
-then measured on the fastest. Where no step can be predicted, one choice after the other is measured:
-each of its values with the best of the choices before it. At the end the fastest and the usual step
-are measured once more, in turns: all before was measured one after the other, on a machine whose
-speed may have changed on the way.
+If steps can be predicted, all candidates are, and the best few are measured. Of very many candidates,
+only the best for each value of the longest choice are predicted, found one choice at a time. Values
+that no prediction covers are then measured on the fastest candidate.
+
+If no step can be predicted, one choice after the other is measured, with the best values of the choices
+before it.
+
+At the end, the fastest and the default step are measured again in turns. All other measurements follow
+one another, and the machine's speed may have changed in between.
 """
 
 import dataclasses
@@ -18,32 +21,33 @@ from stepgauge.tune.choices import Chosen, Space
 
 Measure = Callable[[Sequence[Any]], list[Record]]
 Predict = Callable[[Any], Record | None]
-MOST_PREDICTED = 1500  # candidates; predictions of small steps take milliseconds
-ROUNDS = 2  # through all choices on the way down
+MOST_PREDICTED = 1500  # candidates; a prediction of a small step takes milliseconds
+ROUNDS = 2  # through all choices, when they are searched one at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class Gain:
-    """A choice of the winner that is not the usual value, and how many times as fast the winner is
-    as the same step with the usual value; None where that step did not run.
+    """A choice of the winner that differs from the default.
+
+    ratio  the winner's speed over that of the same step with the default value; None if that did not run
     """
 
     choice: str
     value: Any
-    usual: Any
+    default: Any
     ratio: float | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuned:
-    """The usual step, the fastest that was measured, and what its choices gained.
+    """The default step, the fastest that was measured, and the gain of each of its choices.
 
-    predicted  how many candidates were predicted; 0: one choice at a time was measured
-    candidates how many combinations there were
+    predicted      number of predicted candidates; 0 if one choice after the other was measured
+    candidates     number of combinations
     measured_only  values that no prediction covers, measured on the fastest
     """
 
-    usual: Record
+    default: Record
     winner: Record
     gains: Sequence[Gain]
     predicted: int
@@ -52,53 +56,55 @@ class Tuned:
 
     @property
     def speedup(self) -> float | None:
-        usual = rate(self.usual)
-        return rate(self.winner) / usual if usual else None
+        default = rate(self.default)
+        return rate(self.winner) / default if default else None
 
 
 def rate(record: Record) -> float:
-    """Tokens a second; of a network whose tokens are not known steps. 0 where it did not run."""
+    """Returns tokens per second, or steps per second if tokens are unknown; 0 if it did not run."""
     if record.status != "ok":
         return 0.0
-    step = record.median("step_ms")
-    return record.median("tokens_per_s") or (1e3 / step if step else 0.0)
+    step_ms = record.median("step_ms")
+    return record.median("tokens_per_s") or (1e3 / step_ms if step_ms else 0.0)
 
 
 def tune(
     space: Space, measure: Measure, predict: Predict, *, in_turns: Measure, best: int = 4
 ) -> Tuned:
-    """Measures the usual step and the `best` by prediction, or one choice at a time; then the
-    fastest and the usual one `in_turns`, where the usual one may turn out to be the faster.
+    """Finds the fastest step of the space.
 
-    Raises ValueError where no candidate ran.
+    Measures the default step and the `best` predicted ones, or one choice at a time. Then measures the
+    fastest and the default step `in_turns`; the default may turn out to be faster. Raises ValueError
+    if no candidate ran.
     """
     predicted = _predicted(space, predict)
     unpredicted: list[tuple[str, Any]] = []
     if predicted:
         ranked = sorted(predicted, key=lambda pair: -rate(pair[0]))
-        tried = [space.usual, *(chosen for _, chosen in ranked[:best])]
+        tried = [space.defaults, *(chosen for _, chosen in ranked[:best])]
         winner = _fastest(space, tried, measure)
         unpredicted = _unpredicted(space, winner, predict)
         for name, value in unpredicted:
             winner = _fastest(space, [winner, {**winner, name: value}], measure)
     else:
         winner = _one_at_a_time(space, measure)
-    usual, fastest = (measure([space.spec(chosen)])[0] for chosen in (space.usual, winner))
+    default, fastest = (measure([space.spec(chosen)])[0] for chosen in (space.defaults, winner))
     if not rate(fastest):
         raise ValueError(f"no candidate ran: {fastest.note}")
     gains = _gains(space, winner, measure)
-    if gains and rate(usual):
-        usual, fastest = in_turns([space.spec(chosen) for chosen in (space.usual, winner)])
-        if rate(usual) >= rate(fastest):
-            fastest, gains = usual, []
-        elif len(gains) == 1:  # without it the winner is the usual step
-            gains = [dataclasses.replace(gains[0], ratio=rate(fastest) / rate(usual))]
-    return Tuned(usual, fastest, gains, len(predicted), space.size, unpredicted)
+    if gains and rate(default):
+        default, fastest = in_turns([space.spec(chosen) for chosen in (space.defaults, winner)])
+        if rate(default) >= rate(fastest):
+            fastest, gains = default, []
+        elif len(gains) == 1:  # without it, the winner is the default step
+            gains = [dataclasses.replace(gains[0], ratio=rate(fastest) / rate(default))]
+    return Tuned(default, fastest, gains, len(predicted), space.size, unpredicted)
 
 
 def _predicted(space: Space, predict: Predict) -> list[tuple[Record, Chosen]]:
-    """The candidates that can be predicted: all, or of very many the best for each value of the
-    longest choice, one choice at a time.
+    """Returns the predictions of all candidates that have one.
+
+    Of more than MOST_PREDICTED, only the best for each value of the longest choice.
     """
     known: dict[Any, Record | None] = {}
 
@@ -119,7 +125,7 @@ def _predicted(space: Space, predict: Predict) -> list[tuple[Record, Chosen]]:
         rest = [pair for pair in space.choices.items() if pair[0] != longest]
         tried = []
         for start in space.choices[longest]:
-            best: Chosen = {**space.usual, longest: start}
+            best: Chosen = {**space.defaults, longest: start}
             for name, values in ROUNDS * rest:
                 best = max(({**best, name: value} for value in values), key=rate_of)
             tried.append(best)
@@ -127,7 +133,7 @@ def _predicted(space: Space, predict: Predict) -> list[tuple[Record, Chosen]]:
 
 
 def _unpredicted(space: Space, winner: Chosen, predict: Predict) -> list[tuple[str, Any]]:
-    """Values that the winner could have, but then could not be predicted."""
+    """Returns values with which the winner would be possible, but could not be predicted."""
     found = []
     for name, values in space.choices.items():
         for value in values:
@@ -140,27 +146,26 @@ def _unpredicted(space: Space, winner: Chosen, predict: Predict) -> list[tuple[s
 def _fastest(space: Space, tried: Sequence[Chosen], measure: Measure) -> Chosen:
     possible = [chosen for chosen in tried if space.spec(chosen) is not None]
     records = measure([space.spec(chosen) for chosen in possible])
-    place = max(range(len(possible)), key=lambda place: rate(records[place]))
-    return possible[place]
+    fastest = max(range(len(possible)), key=lambda index: rate(records[index]))
+    return possible[fastest]
 
 
 def _one_at_a_time(space: Space, measure: Measure) -> Chosen:
-    chosen: Chosen = space.usual
+    chosen: Chosen = space.defaults
     for name, values in space.choices.items():
         chosen = _fastest(space, [{**chosen, name: value} for value in values], measure)
     return chosen
 
 
 def _gains(space: Space, winner: Chosen, measure: Measure) -> list[Gain]:
-    """Of each choice that is not usual: the winner beside itself without it."""
-    found = []
+    """Compares the winner with itself without each choice that differs from the default."""
+    gains = []
     for name, value in winner.items():
-        usual = space.usual[name]
-        if value == usual:
+        default = space.defaults[name]
+        if value == default:
             continue
-        specs = [space.spec(winner), space.spec({**winner, name: usual})]
-        ours, *others = measure([spec for spec in specs if spec is not None])
-        slower = rate(others[0]) if others else 0.0
-        ratio = rate(ours) / slower if slower else None
-        found.append(Gain(name, value, usual, ratio))
-    return sorted(found, key=lambda gain: -(gain.ratio or math.inf))
+        specs = [space.spec(winner), space.spec({**winner, name: default})]
+        with_choice, *without = measure([spec for spec in specs if spec is not None])
+        slower = rate(without[0]) if without else 0.0
+        gains.append(Gain(name, value, default, rate(with_choice) / slower if slower else None))
+    return sorted(gains, key=lambda gain: -(gain.ratio or math.inf))
