@@ -13,7 +13,12 @@ from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import library_of
 from stepgauge.cost.step import modelled, rates
 from stepgauge.cost.streams.ledger import step_rows
-from stepgauge.cost.streams.outcome import exposed_ms, run_program, without_communication_ms
+from stepgauge.cost.streams.outcome import (
+    Outcome,
+    exposed_ms,
+    run_program,
+    without_communication_ms,
+)
 from stepgauge.cost.streams.program import DATA, Operations
 from stepgauge.cost.traced.network import TracedNetwork
 from stepgauge.spec.data_parallel import DataParallelSpec
@@ -52,15 +57,8 @@ def predict_data_parallel(
     axis = data_axis(sending, step)
     program = step.program(axis)
     simulated = run_program(program, step.prices.contention)
-    without_ms = without_communication_ms(program, DATA)
-    figures = {
-        **{f"{phase}_ms": ms for phase, ms in simulated.phases.items()},
-        "step_ms": simulated.step_ms,
-        "communication_ms": simulated.communication.get(DATA, 0.0),
-        "without_communication_ms": without_ms,
-        "exposed_ms": exposed_ms(simulated.step_ms, without_ms),
-        "sent_bytes": _sent_bytes(spec, step.operations),
-    }
+    figures = _times(simulated, without_ms=without_communication_ms(program, DATA))
+    figures["sent_bytes"] = _sent_bytes(spec, step.operations)
     if isinstance(axis, Bucketed):
         figures |= {"buckets": len(axis.buckets), "tail_bytes": axis.buckets[-1].bytes}
     metrics = {name: Sample.exact(v, UNITS.get(name, "ms")) for name, v in figures.items()}
@@ -70,6 +68,17 @@ def predict_data_parallel(
     note = unknown_host(machine, work, layout)
     memory = peak_of(step.operations, layout)
     return modelled(spec, machine, metrics, rows, memory, late_us=simulated.late_us, note=note)
+
+
+def _times(simulated: Outcome, *, without_ms: float) -> dict[str, float]:
+    """Returns ms by metric. `without_ms` is the same step without communication."""
+    return {
+        **{f"{phase}_ms": ms for phase, ms in simulated.phases.items()},
+        "step_ms": simulated.step_ms,
+        "communication_ms": simulated.communication.get(DATA, 0.0),
+        "without_communication_ms": without_ms,
+        "exposed_ms": exposed_ms(simulated.step_ms, without_ms),
+    }
 
 
 def _sent_bytes(spec: DataParallelSpec, operations: Operations) -> float:

@@ -256,8 +256,7 @@ def _levels(
     layers, gradients = len(operations.blocks), static.gradients
     block_gradients = gradients * operations.block_parameters / operations.num_parameters
     end_gradients = gradients * operations.end_parameters / operations.num_parameters
-    is_whole = operations.is_first and operations.is_last
-    head_gradients = end_gradients / 2 if is_whole else end_gradients
+    head_gradients = end_gradients / (2 if operations.is_first and operations.is_last else 1)
     in_block = of_block_backward(operations) + keeps.recomputed
     # ZeRO 3: gathered units, and whole gradients that are being reduced
     gathered = 1 + PREFETCHED
@@ -269,11 +268,8 @@ def _levels(
     last_blocks = keeps.blocks * together / layers
 
     def level(new_gradients: float, activations: float, temporaries: float) -> dict[str, float]:
-        return {
-            "gradients": max(earlier, new_gradients),
-            "activations": activations,
-            "temporaries": temporaries,
-        }
+        held = max(earlier, new_gradients), activations, temporaries
+        return dict(zip(("gradients", "activations", "temporaries"), held, strict=True))
 
     gradients_before_last = head_gradients + (layers - together) * block_gradients
     levels = {

@@ -1,8 +1,8 @@
 """Queries autograd's engine: the node that is running, the tensors that nodes hold, and the engine's
 own additions and copies.
 
-Only this file uses private parts of autograd. It could do without them if torch had public names for
-the running node, a node's saved tensors, and a tensor's reference count.
+Only this file uses private parts of autograd. Way out: public names in torch for the running node, a
+node's saved tensors, and a tensor's reference count.
 """
 
 import functools
