@@ -1,5 +1,5 @@
-"""`import stepgauge as sg`: modules measured in this process, runs as rows, tables that show
-themselves.
+"""`import stepgauge as sg`: modules measured in this process, runs, and results that display as
+tables.
 """
 
 import json
@@ -25,7 +25,7 @@ def batch():
     return torch.zeros(2, 4, dtype=torch.long), torch.tensor([0, 2])
 
 
-def test_importing_loads_no_torch_and_names_what_there_is():
+def test_importing_loads_no_torch_and_dir_lists_all_names():
     code = (
         "import sys, stepgauge as sg; sg.ModelSpec.preset('nano'); print('torch' in sys.modules);"
         "print(all(name in dir(sg) for name in sg.__all__))"
@@ -38,13 +38,13 @@ def test_importing_loads_no_torch_and_names_what_there_is():
         _ = sg.dance
 
 
-def test_steps_are_predicted_and_planned_as_by_the_commands_without_torch(stepgauge):
+def test_predict_and_plan_give_the_commands_records_without_torch(stepgauge):
     code = """
 import sys, stepgauge as sg
 specs = sg.expand(sg.StepSpec, {"size": "nano", "batch": 4, "precision": ["fp32", "bf16"]})
 run = sg.predict(specs, hardware="h100-sxm")
-(asked,) = sg.expand(sg.PlanSpec, {"size": "nano", "gpus": 2, "global_batch": 8})
-rows = sg.plan(asked, hardware="dgx-h100", top=2)
+(spec,) = sg.expand(sg.PlanSpec, {"size": "nano", "gpus": 2, "global_batch": 8})
+rows = sg.plan(spec, hardware="dgx-h100", top=2)
 assert "torch" not in sys.modules and len(rows) == 2
 for record in [*run, *rows]:
     print(record.to_json())
@@ -62,7 +62,7 @@ for record in [*run, *rows]:
     assert found == [*json.loads(steps), *json.loads(layouts)]
 
 
-def test_what_cannot_be_predicted_is_said():
+def test_unpredictable_requests_are_refused():
     (spec,) = sg.expand(sg.StepSpec, {"size": "nano"})
     with pytest.raises(ValueError, match="no hardware file at h100: did you mean dgx-h100 or"):
         sg.predict(spec, hardware="h100")
@@ -71,13 +71,13 @@ def test_what_cannot_be_predicted_is_said():
     (run,) = sg.expand(sg.PlanSpec, {"size": "nano"})
     with pytest.raises(ValueError, match="top is 0"):
         sg.plan(run, hardware="dgx-h100", top=0)
-    with pytest.raises(TypeError, match="'small' is no StepSpec or DataParallelSpec"):
+    with pytest.raises(TypeError, match="'small' is not a StepSpec or DataParallelSpec"):
         sg.predict("small", hardware="h100-sxm")
-    with pytest.raises(TypeError, match="is no PlanSpec"):
+    with pytest.raises(TypeError, match="is not a PlanSpec"):
         sg.plan(spec, hardware="dgx-h100")
 
 
-def test_a_module_is_timed_and_left_as_it_was():
+def test_timing_a_module_leaves_it_unchanged():
     module = net()
     before = [p.detach().clone() for p in module.parameters()]
     result = sg.time_step(
@@ -97,14 +97,14 @@ def test_a_module_is_timed_and_left_as_it_was():
     assert "<td" in result._repr_html_() and "model=Sequential" in repr(result)
     with pytest.raises(ValueError, match="choose one of fp32"):
         sg.time_step(module, batch(), precision="fp7", **QUICK)
-    with pytest.raises(ValueError, match="optimizer's function returned NoneType"):
+    with pytest.raises(ValueError, match="optimizer function returned NoneType"):
         sg.time_step(module, batch(), optimizer=lambda parameters: None, **QUICK)
     for given in (3, nn.Linear):
         with pytest.raises(ValueError, match="or a function that returns one"):
             sg.time_step(given, batch(), **QUICK)
 
 
-def test_a_metric_that_is_not_there_names_the_nearest(record):
+def test_an_unknown_metric_suggests_the_nearest(record):
     timed = Result(record("nano"))
     with pytest.raises(KeyError, match="no metric 'stepms': did you mean 'step_ms'"):
         timed["stepms"]
@@ -112,8 +112,8 @@ def test_a_metric_that_is_not_there_names_the_nearest(record):
         timed["loss"]
 
 
-def test_memory_is_predicted_of_a_module_and_of_a_function_alike():
-    """The module's real tensors must not be in the figures of those that have no memory."""
+def test_memory_predictions_of_a_module_and_of_a_function_agree():
+    """The module's real tensors must not be counted among the fake ones."""
     module = net()
     module[2].weight = nn.Parameter(module[2].weight.detach())
     loss = nn.CrossEntropyLoss()
@@ -131,12 +131,12 @@ def test_memory_is_predicted_of_a_module_and_of_a_function_alike():
     assert "predicted peak" in repr(measured)
 
 
-def test_an_unknown_device_is_told_by_its_argument():
+def test_an_unknown_device_is_refused():
     with pytest.raises(ValueError, match="on is 'h100'; choose one of cpu, sm80, sm90"):
         sg.predict_memory(net(), batch(), on="h100")
 
 
-def test_a_module_on_the_meta_device_is_predicted_and_not_run():
+def test_a_module_on_the_meta_device_can_be_predicted_but_not_timed():
     loss = nn.CrossEntropyLoss()
 
     def on_meta():
@@ -153,7 +153,7 @@ def test_a_module_on_the_meta_device_is_predicted_and_not_run():
 
 
 class Noisy(nn.Linear):
-    """Holds a buffer, and what is neither a parameter nor a buffer: a generator."""
+    """Has a buffer, and a generator, which is neither a parameter nor a buffer."""
 
     def __init__(self):
         super().__init__(64, 64)
@@ -165,13 +165,13 @@ class Noisy(nn.Linear):
         return (super().forward(x) * drawn).sum()
 
 
-def test_what_a_module_had_before_is_not_counted_and_what_else_it_holds_is_copied():
+def test_tensors_of_before_the_step_are_not_counted_and_generators_are_copied():
     result = sg.profile_memory(Noisy(), torch.ones(4, 64), optimizer="sgd", **QUICK)
     assert result["parameters_bytes"] == 4 * (64 * 64 + 64)
     assert result["peak_bytes"] == result.prediction.median("peak_bytes")
 
 
-def test_a_profile_leaves_its_trace_and_shows_its_tables(tmp_path):
+def test_a_profile_writes_its_trace_and_has_tables(tmp_path):
     result = sg.profile_step(net(), batch(), loss=nn.CrossEntropyLoss(), active=1,
                              folder=tmp_path, **QUICK)  # fmt: skip
     assert (result.folder / "trace.json.gz").exists()

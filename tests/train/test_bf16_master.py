@@ -1,4 +1,4 @@
-"""Precision bf16-master: it trains as fp32 does, where bf16 parameters alone do not."""
+"""Precision bf16-master trains as well as fp32; bf16 parameters without masters do not."""
 
 import copy
 import dataclasses
@@ -35,7 +35,7 @@ def make(precision, optimizer="fused"):
 
 
 def make_small(precision):
-    """A step of a network that predicts a token from the one before."""
+    """Returns a step of a small network that predicts a token from the one before."""
     torch.manual_seed(0)
     chosen = PRECISIONS[precision]
     layers = nn.Embedding(32, 32), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)
@@ -49,7 +49,7 @@ def make_small(precision):
 
 
 def pairs(num):
-    """Tokens and the next ones, which a token decides."""
+    """Yields tokens and targets; each token determines the next one."""
     generator = torch.Generator().manual_seed(1)
     follower = torch.randint(0, 32, (32,), generator=generator)
     for _ in range(num):
@@ -67,11 +67,10 @@ def curve(step, batches):
     return torch.tensor(losses)
 
 
-def test_the_loss_falls_as_in_fp32_where_pure_bf16_stays_behind():
+def test_the_loss_falls_as_in_fp32_while_pure_bf16_lags():
     names = "fp32", "bf16-master", "bf16-pure"
     curves = {name: curve(make_small(name), pairs(STEPS)) for name in names}
     fp32, master, pure = (each[-20:].mean().item() for each in curves.values())
-    print(fp32, master, pure, curves["fp32"][:10].mean())
     assert fp32 < curves["fp32"][:10].mean() - 0.3  # it learns
     assert abs(master - fp32) < 0.01
     assert pure - fp32 > 0.05
@@ -95,7 +94,7 @@ def test_weights_and_gradients_are_bf16_and_masters_survive_a_checkpoint():
     assert all(p.grad.dtype == torch.bfloat16 for p in step.module.parameters())
 
 
-def test_what_it_needs():
+def test_it_needs_the_fused_optimizer_and_16_bytes_per_parameter():
     with pytest.raises(ValueError, match="bf16-master needs --optimizer fused"):
         make("bf16-master", "adamw")
     spec = StepSpec(model=TINY, size="custom", precision="bf16-master", optimizer="fused")

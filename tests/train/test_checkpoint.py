@@ -5,7 +5,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from stepgauge.train.checkpoint import Checkpoints
 
 
-def test_an_opened_checkpoint_reads_what_is_asked_for(tmp_path, monkeypatch):
+def test_an_opened_checkpoint_reads_only_what_is_accessed(tmp_path, monkeypatch):
     names = ["blocks.0.weight", "blocks.0.weight_2", "blocks.1.weight"]
     state = {
         "model": {name: torch.full((2, 3), float(n)) for n, name in enumerate(names)},

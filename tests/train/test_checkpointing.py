@@ -1,4 +1,4 @@
-"""What is computed again gives the gradients of what was kept, to the bit on the CPU."""
+"""Checkpointing does not change the gradients; on a CPU they are bitwise equal."""
 
 import dataclasses
 
@@ -23,7 +23,9 @@ SPEC = StepSpec(
 
 
 def _after_a_step(spec, recompute=None):
-    """Gradients, and parameters after a step of plain SGD, which hides no scale as Adam would."""
+    """Returns the loss, the gradients and the parameters after a step of SGD (Adam would hide a wrong
+    scale).
+    """
     step = build_step(spec, lr=0.5, recompute=recompute)
     loss = step.forward(*make_batch(spec, torch.device("cpu")))
     step.backward(loss)
@@ -34,14 +36,14 @@ def _after_a_step(spec, recompute=None):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("checkpointing", "size"), CHOICES)
-def test_gradients_are_those_of_no_checkpointing(checkpointing, size, precision):
+def test_checkpointing_leaves_gradients_unchanged(checkpointing, size, precision):
     plain = dataclasses.replace(SPEC, precision=precision)
     chosen = dataclasses.replace(plain, checkpointing=checkpointing, checkpoint_blocks=size)
     for expected, found in zip(_after_a_step(plain), _after_a_step(chosen), strict=True):
         assert torch.equal(expected, found)
 
 
-def test_gradients_of_a_plan_are_those_of_no_checkpointing():
+def test_a_recompute_plan_leaves_gradients_unchanged():
     expected = _after_a_step(SPEC)
     for counts in ((1, 1, 2), (4, 0, 0), (0, 1, 0)):
         found = _after_a_step(SPEC, RecomputePlan(4, *counts))
@@ -50,7 +52,7 @@ def test_gradients_of_a_plan_are_those_of_no_checkpointing():
 
 
 class Products(TorchDispatchMode):
-    """How many matrix products of two dimensions ran."""
+    """Counts the two-dimensional matrix products that run."""
 
     number = 0
 
@@ -60,16 +62,18 @@ class Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize(("checkpointing", "again"), [("selective", 0), ("feed-forward", 4)])
-def test_products_of_the_feed_forward_layer_alone_are_made_again(attention, checkpointing, again):
-    """Gate and up of each of four blocks: what down gives is needed by no gradient."""
+@pytest.mark.parametrize(("checkpointing", "recomputed"), [("selective", 0), ("feed-forward", 4)])
+def test_only_products_of_the_feed_forward_layer_are_recomputed(
+    attention, checkpointing, recomputed
+):
+    """Gate and up in each of four blocks; no gradient needs the output of down."""
     model = dataclasses.replace(SPEC.model, attention=attention)
     chosen = dataclasses.replace(SPEC, model=model, checkpointing=checkpointing)
     step = build_step(chosen, lr=0.5)
     loss = step.forward(*make_batch(chosen, torch.device("cpu")))
     with Products() as products:
         step.backward(loss)
-    assert products.number == 2 * (4 * 4 + 1) + again
+    assert products.number == 2 * (4 * 4 + 1) + recomputed
 
 
 @pytest.mark.parametrize(
@@ -81,9 +85,9 @@ def test_products_of_the_feed_forward_layer_alone_are_made_again(attention, chec
         ("budget", "on", RecomputePlan(2, blocks=1, selective=1)),
     ],
 )
-def test_compiled_gradients_are_those_of_no_checkpointing(checkpointing, mode, plan, monkeypatch):
-    # The compiler's front end decides what is computed again; its kernels are tested elsewhere and
-    # take a minute.
+def test_compiled_checkpointing_leaves_gradients_unchanged(checkpointing, mode, plan, monkeypatch):
+    # The compiler's front end decides what is recomputed. Its kernels are tested elsewhere; compiling
+    # them takes a minute.
     compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model, mode: compile(model, backend="aot_eager"))
     monkeypatch.setattr(

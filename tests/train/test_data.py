@@ -26,7 +26,7 @@ def test_a_batch_is_a_function_of_seed_and_step():
     other = corpus.batch(4, batch=4, length=16, seed=1)
     assert torch.equal(first[0], again[0])
     assert not torch.equal(first[0], other[0])
-    assert torch.equal(first[0][:, 1:], first[1][:, :-1])  # targets are one position on
+    assert torch.equal(first[0][:, 1:], first[1][:, :-1])  # targets are one position later
 
 
 def test_held_out_windows_do_not_overlap():
@@ -46,7 +46,7 @@ def test_held_out_windows_do_not_overlap():
         (b"\xff\xfe\xfa", "is binary"),
     ],
 )
-def test_a_corpus_that_is_none_is_named(tmp_path, content, words):
+def test_an_unusable_corpus_is_refused_by_name(tmp_path, content, words):
     path = tmp_path / "corpus.txt"
     if content is not None:
         path.write_bytes(content)
@@ -55,7 +55,7 @@ def test_a_corpus_that_is_none_is_named(tmp_path, content, words):
     assert str(path) in str(error.value)
 
 
-def test_a_folder_is_its_text_files_in_order(tmp_path):
+def test_a_folder_gives_its_text_files_in_order(tmp_path):
     (tmp_path / "b.txt").write_text("second")
     (tmp_path / "a.txt").write_text("first")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\0")
@@ -67,7 +67,7 @@ def test_a_folder_is_its_text_files_in_order(tmp_path):
 
 
 @pytest.mark.parametrize("data", [b"just a few words\n", b"x"])
-def test_a_corpus_shorter_than_a_sequence_is_named(data):
+def test_a_corpus_shorter_than_a_sequence_is_refused(data):
     corpus = Corpus.of(Text("short.txt", data))
     with pytest.raises(
         CorpusError, match=r"short.txt is too short: its training part has \d+ tokens"
@@ -75,7 +75,7 @@ def test_a_corpus_shorter_than_a_sequence_is_named(data):
         corpus.require(length=64)
 
 
-def test_random_batches_repeat_with_their_seed():
+def test_random_batches_depend_only_on_the_seed():
     first, again, other = (random_batch(50, 2, 8, seed) for seed in (0, 0, 1))
     assert torch.equal(first[0], again[0])
     assert not torch.equal(first[0], other[0])

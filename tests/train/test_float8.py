@@ -1,5 +1,5 @@
-"""float8 as a precision: where it cannot be, one sentence; which layers it takes; on a GPU that has it,
-losses near bf16's.
+"""float8 as a precision: why it is unavailable, which layers it converts and, on a GPU that supports
+it, losses close to bf16's.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ SHAPE = ModelSpec(
 
 @pytest.fixture
 def torchao(monkeypatch):
-    """A stand-in that swaps layers as torchao does: another class, the same weight."""
+    """A stand-in for torchao, which replaces layers by another class with the same weight."""
     spec = SimpleNamespace(name=float8.PACKAGE)
     original = importlib.util.find_spec
     monkeypatch.setattr(
@@ -51,25 +51,25 @@ def torchao(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.float8", module)
 
 
-def test_without_the_package_it_is_said(monkeypatch):
+def test_without_the_package_it_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    said = unavailable("float8", torch.device("cuda"))
-    assert said == "float8 needs the package torchao, which is not installed"
+    reason = unavailable("float8", torch.device("cuda"))
+    assert reason == "float8 needs the package torchao, which is not installed"
     with pytest.raises(ValueError, match="needs the package torchao"):
         bench_step.run(StepSpec(model=SHAPE, precision="float8"))
 
 
-def test_without_such_a_gpu_it_is_said(torchao, monkeypatch):
+def test_without_a_suitable_gpu_it_is_refused(torchao, monkeypatch):
     assert "need a GPU's matrix units" in unavailable("float8", torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    said = unavailable("float8", torch.device("cuda"))
-    assert said == "float8 products need compute capability 8.9; this GPU has 8.0"
+    reason = unavailable("float8", torch.device("cuda"))
+    assert reason == "float8 products need compute capability 8.9; this GPU has 8.0"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert unavailable("float8", torch.device("cuda")) is None
 
 
-def test_layers_of_the_blocks_are_swapped(torchao, monkeypatch):
+def test_linear_layers_but_the_head_are_converted(torchao, monkeypatch):
     monkeypatch.setattr(float8, "why_not", lambda device: None)
     step, batch = build(StepSpec(model=SHAPE, precision="float8"), torch.device("cpu"))
     plain, _ = build(StepSpec(model=SHAPE, precision="bf16"), torch.device("cpu"))
@@ -78,13 +78,13 @@ def test_layers_of_the_blocks_are_swapped(torchao, monkeypatch):
         for name, part in step.module.named_modules()
         if isinstance(part, nn.Linear)
     }
-    assert classes.pop("head") is nn.Linear  # the same, as it was
+    assert classes.pop("head") is nn.Linear  # not converted
     assert set(classes.values()) == {nn.Linear} and FusedLinear not in classes.values()
     assert torch.equal(step.forward(*batch), plain.forward(*batch))
-    assert not float8.takes(nn.Linear(64, 20), "router")
+    assert not float8.is_convertible(nn.Linear(64, 20), "router")
 
 
-def test_who_cannot_take_it_says_so():
+def test_what_does_not_support_float8_refuses_it():
     with pytest.raises(ValueError, match="torchao's tensors cannot be tracked"):
         MemorySpec(model=SHAPE, precision="float8")
     with pytest.raises(ValueError, match="its cost is not calibrated"):
@@ -101,7 +101,7 @@ def test_who_cannot_take_it_says_so():
     reason=unavailable("float8", torch.device("cuda")) or "",
 )
 @pytest.mark.parametrize("mode", ["off", "on"])
-def test_gpu_losses_are_near_those_of_bf16(mode):
+def test_gpu_losses_are_close_to_bf16(mode):
     device, losses = torch.device("cuda"), {}
     for precision in ("bf16", "float8"):
         spec = StepSpec(model=SHAPE, precision=precision, compile=mode, device="cuda")
@@ -113,4 +113,4 @@ def test_gpu_losses_are_near_those_of_bf16(mode):
             step.update()
             losses[precision].append(loss.item())
     assert losses["float8"] == pytest.approx(losses["bf16"], rel=0.02)
-    assert losses["float8"] != losses["bf16"]  # its products were float8's
+    assert losses["float8"] != losses["bf16"]  # the products were in float8

@@ -1,5 +1,5 @@
-"""A checkpoint's state goes by the names of the network into another way of training it, compiled as
-a whole or not.
+"""A checkpoint's state uses the network's parameter names, so that it can be loaded under another
+wrapper, compiled or not.
 """
 
 import functools
@@ -26,7 +26,7 @@ def one_rank():
 
 
 def trained(wrapper, seed, *, compiles):
-    """After a step; a compiled network's own module runs, under the names of the compiled one."""
+    """Returns the network under a wrapper after one training step."""
     torch.manual_seed(seed)
     network = TransformerLM(SPEC)
     module = torch.compile(network, backend="eager") if compiles else network
@@ -43,7 +43,7 @@ def names_of_groups(state):
 
 
 @pytest.mark.parametrize("wrapper", ["bucketed", "zero1", "zero2", "zero3"])
-def test_names_are_those_without_torch_compile(one_rank, wrapper):
+def test_state_has_the_names_of_the_uncompiled_network(one_rank, wrapper):
     compiled, alone = trained(wrapper, 0, compiles=True), trained("none", 0, compiles=False)
     other = trained(wrapper, 1, compiles=True)
     expected = alone.state()

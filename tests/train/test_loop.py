@@ -1,4 +1,4 @@
-"""A run that is killed and started again gives the curve of a run that was not."""
+"""A run that is killed and resumed has the same loss curve as one that is not interrupted."""
 
 import dataclasses
 import json
@@ -51,7 +51,9 @@ def killed_at(step):
 
 def test_the_loss_falls(spec, tmp_path):
     record = run(dataclasses.replace(spec, steps=60, checkpoint_every=1000), folder=tmp_path)
-    assert record.series["loss"][0] == pytest.approx(5.545, abs=0.1)  # ln 256: nothing is known yet
+    assert record.series["loss"][0] == pytest.approx(
+        5.545, abs=0.1
+    )  # ln 256, the loss before training
     assert record.series["loss"][-1] < 3.5
     assert record.median("held_out") < 5.0
     assert record.series["step"] == list(range(1, 61))
@@ -59,22 +61,22 @@ def test_the_loss_falls(spec, tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_stopped_run_goes_on_bit_for_bit(spec, tmp_path, precision):
+def test_a_stopped_run_resumes_bit_for_bit(spec, tmp_path, precision):
     spec = dataclasses.replace(spec, precision=precision, steps=18)
     whole = run(spec, folder=tmp_path / "whole")
     with pytest.raises(KilledError):
         run(spec, folder=tmp_path / "cut", report=killed_at(10))
     seen = []
-    gone_on = run(spec, folder=tmp_path / "cut", report=lambda point: seen.append(point.step))
-    assert gone_on.series == whole.series
-    assert seen == list(range(7, 19))  # from the checkpoint on
+    resumed = run(spec, folder=tmp_path / "cut", report=lambda point: seen.append(point.step))
+    assert resumed.series == whole.series
+    assert seen == list(range(7, 19))  # after the checkpoint of step 6
     assert (tmp_path / "cut" / CURVE_FILE).read_text() == (
         tmp_path / "whole" / CURVE_FILE
     ).read_text()
 
 
 def test_killed_by_signal_at_any_moment(spec, tmp_path, corpus):
-    """Kills the command itself, several times, wherever it happens to be."""
+    """Kills the command itself several times, at arbitrary moments."""
     options = {"size": "nano", "context": "32", "corpus": corpus, "steps": "40", "batch": "4"}
     options |= {"checkpoint-every": "5", "evaluate-every": "20", "device": "cpu"}
     command = [sys.executable, "-m", "stepgauge", "train"]
@@ -129,48 +131,48 @@ def flip_a_byte(folder):
     ],
     ids=["cut", "bit flip", "no manifest", "bad manifest", "no metadata"],
 )
-def test_a_damaged_checkpoint_is_passed_over(spec, tmp_path, damage):
+def test_a_damaged_checkpoint_is_skipped(spec, tmp_path, damage):
     whole = run(spec, folder=tmp_path)
     damage(tmp_path / "checkpoints" / "step-000000024")
-    with pytest.warns(UserWarning, match="step-000000024 is not whole and is passed over"):
+    with pytest.warns(UserWarning, match="step-000000024 is incomplete and is skipped"):
         assert [step for step, _, _ in Checkpoints(tmp_path / "checkpoints").newest()] == [18]
-    with pytest.warns(UserWarning, match="not whole"):
+    with pytest.warns(UserWarning, match="incomplete"):
         assert run(spec, folder=tmp_path).series == whole.series
 
 
-def test_an_unfinished_checkpoint_is_never_taken(spec, tmp_path):
+def test_a_partial_checkpoint_is_never_loaded(spec, tmp_path):
     run(spec, folder=tmp_path)
     newest = tmp_path / "checkpoints" / "step-000000024"
     newest.rename(newest.with_suffix(".partial"))
     assert [step for step, _, _ in Checkpoints(tmp_path / "checkpoints").newest()] == [18]
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_name(spec, tmp_path):
+def test_a_checkpoint_of_another_model_is_refused(spec, tmp_path):
     run(spec, folder=tmp_path)
     other = dataclasses.replace(spec, model=dataclasses.replace(spec.model, d_ff=128))
     with pytest.raises(CheckpointError, match=r"is of another run: d_ff 256 there, 128 here"):
         run(other, folder=tmp_path)
     same = dataclasses.replace(spec, model=dataclasses.replace(spec.model, norm="rmsnorm-eager"))
-    run(same, folder=tmp_path)  # another implementation of the same network goes on
+    run(same, folder=tmp_path)  # another implementation of the same network may resume
 
 
-def test_a_run_is_made_longer_where_its_learning_rate_does_not_fall(spec, tmp_path):
+def test_a_run_with_a_constant_learning_rate_can_be_extended(spec, tmp_path):
     constant = dataclasses.replace(spec, final_learning_rate=1.0)
     whole = run(constant, folder=tmp_path / "whole")
     run(dataclasses.replace(constant, steps=12), folder=tmp_path / "longer")
     assert run(constant, folder=tmp_path / "longer").series["loss"] == whole.series["loss"]
-    with pytest.raises(CheckpointError, match=r"has 24 steps, --steps asks for 12"):
+    with pytest.raises(CheckpointError, match=r"is at step 24, but --steps is 12"):
         run(dataclasses.replace(constant, steps=12), folder=tmp_path / "longer")
 
 
-def test_a_run_whose_learning_rate_falls_over_its_steps_is_not_made_longer(spec, tmp_path):
-    run(dataclasses.replace(spec, steps=4), folder=tmp_path)  # all of them warm up
+def test_a_run_whose_learning_rate_decays_cannot_be_extended(spec, tmp_path):
+    run(dataclasses.replace(spec, steps=4), folder=tmp_path)  # all of them are warm-up steps
     run(dataclasses.replace(spec, steps=6), folder=tmp_path)
-    with pytest.raises(CheckpointError, match=r"a run of 6 steps, over which its learning rate"):
+    with pytest.raises(CheckpointError, match=r"a run of 6 steps, over which the learning rate"):
         run(dataclasses.replace(spec, steps=8), folder=tmp_path)
 
 
-def test_a_checkpoint_of_before_a_field_was_there_goes_on_under_its_default(spec, tmp_path):
+def test_a_checkpoint_older_than_a_field_resumes_under_its_default(spec, tmp_path):
     run(spec, folder=tmp_path)
     for manifest in (tmp_path / "checkpoints").glob(f"*/{MANIFEST}"):
         kept = json.loads(manifest.read_text())
@@ -186,28 +188,28 @@ def test_a_checkpoint_of_before_a_field_was_there_goes_on_under_its_default(spec
         run(other, folder=tmp_path)
 
 
-def test_an_old_curve_without_checkpoints_is_begun_again(spec, tmp_path):
+def test_a_curve_without_checkpoints_is_started_again(spec, tmp_path):
     first = run(spec, folder=tmp_path)
     shutil.rmtree(tmp_path / "checkpoints")
     assert run(spec, folder=tmp_path).series == first.series
     assert len(read_curve(tmp_path / CURVE_FILE)) == spec.steps
 
 
-def test_a_curve_with_a_hole_is_trained_again(spec, tmp_path):
+def test_a_curve_with_a_gap_is_trained_again(spec, tmp_path):
     first = run(spec, folder=tmp_path)
     path = tmp_path / CURVE_FILE
     lines = path.read_text().splitlines(keepends=True)
     path.write_bytes("".join(lines[:19]).encode() + b"\xff\n" + "".join(lines[20:]).encode())
     started = []
     with pytest.warns(
-        UserWarning, match=r"step-000000024 is passed over: its curve ends at step 19"
+        UserWarning, match=r"step-000000024 is skipped, because the loss curve ends at step 19"
     ):
         again = run(spec, folder=tmp_path, resumed=started.append)
     assert started == [18]
     assert again.series == first.series
 
 
-def test_saving_never_removes_what_it_just_wrote(tmp_path):
+def test_saving_never_removes_the_new_checkpoint(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     state = {"x": torch.ones(3)}
     checkpoints.save(12, state, {}, keep=1)
@@ -229,7 +231,7 @@ def test_the_loss_scale_is_part_of_the_checkpoint(spec, tmp_path):
     assert again.step.scaler.get_scale() == scale
 
 
-def test_divergence_is_said(spec, tmp_path):
+def test_divergence_is_an_error(spec, tmp_path):
     wild = dataclasses.replace(
         spec, learning_rate=100.0, warmup=0, optimizer="sgd", clip=0.0, steps=60
     )
@@ -237,7 +239,7 @@ def test_divergence_is_said(spec, tmp_path):
         run(wild, folder=tmp_path)
 
 
-def test_evaluation_changes_nothing(spec, tmp_path):
+def test_evaluation_does_not_change_training(spec, tmp_path):
     often = run(dataclasses.replace(spec, evaluate_every=1), folder=tmp_path / "often")
     seldom = run(dataclasses.replace(spec, evaluate_every=24), folder=tmp_path / "seldom")
     assert often.series["loss"] == seldom.series["loss"]

@@ -1,6 +1,4 @@
-"""Training on ranks: the curve of one process, and a run that goes on under another wrapper on
-other ranks.
-"""
+"""Training on several ranks has the curve of one process, and can be resumed under another layout."""
 
 import contextlib
 import os
@@ -36,7 +34,7 @@ def train(spec, folder, stop_at):
         if point.step == stop_at:
             raise KeyError("stop here")
 
-    torch.manual_seed(7)  # nothing may depend on it
+    torch.manual_seed(7)  # the curve must not depend on it
     bench_train.run(spec, folder=folder, report=report)
 
 
@@ -47,8 +45,8 @@ def alone(tmp_path_factory):
     return read_curve(folder / "curve.jsonl")
 
 
-# Launches one after the other, in each the layouts of so many ranks. Every run is stopped two steps
-# after it began, one after its last checkpoint; the last one of a launch ends its processes.
+# Each launch trains under its layouts in turn. Every run is stopped one step after its newest
+# checkpoint; the last one of a launch ends the processes.
 LAUNCHES = (
     ("dp2 bucketed", "tp2", "dp2 zero2", "pp2 zbv m3"),
     ("dp3 zero1",),
@@ -67,29 +65,29 @@ def train_under(layouts, folder, first_stop):
             )
 
 
-def written_by_all_ranks(folder, layout):
-    """No rank has written, or had, as much of the newest checkpoint as all others together."""
+def check_all_ranks_wrote(folder, layout):
+    """Checks that every rank wrote its share of the newest checkpoint."""
     newest = max((folder / "checkpoints").iterdir())
     written = [path.stat().st_size for path in newest.glob("*.distcp")]
     assert len(written) == spec(layout=layout).ranks, layout
     assert max(written) < 0.75 * sum(written), (layout, written)
 
 
-def test_a_run_goes_on_under_other_layouts(tmp_path, alone):
+def test_a_run_resumes_under_other_layouts(tmp_path, alone):
     stop = 2
     for layouts in LAUNCHES:
         with pytest.raises(RankError, match="stop here"):
             launch(train_under, layouts, tmp_path, stop, ranks=spec(layout=layouts[0]).ranks)
         stop += len(layouts)
         assert len(read_curve(tmp_path / "curve.jsonl")) == stop - 1, layouts
-        written_by_all_ranks(tmp_path, layouts[-1])
+        check_all_ranks_wrote(tmp_path, layouts[-1])
     train(spec(), tmp_path, None)
     curve = read_curve(tmp_path / "curve.jsonl")
-    for ours, theirs in zip(curve, alone, strict=True):
-        assert abs(ours.loss - theirs.loss) < 2e-5, ours
-        assert (ours.held_out is None) == (theirs.held_out is None)
-        if ours.held_out is not None:
-            assert abs(ours.held_out - theirs.held_out) < 2e-5, ours
+    for point, expected in zip(curve, alone, strict=True):
+        assert abs(point.loss - expected.loss) < 2e-5, point
+        assert (point.held_out is None) == (expected.held_out is None)
+        if point.held_out is not None:
+            assert abs(point.held_out - expected.held_out) < 2e-5, point
 
 
 def test_the_command_under_torchrun(tmp_path, alone):
@@ -109,12 +107,11 @@ def test_the_command_under_torchrun(tmp_path, alone):
         env=environment,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.count("held out") == 1  # one rank speaks for all
+    assert run.stdout.count("held out") == 1  # only one rank prints
     curve = read_curve(tmp_path / "curve.jsonl")
     assert len(curve) == 10
-    assert (
-        max(abs(ours.loss - theirs.loss) for ours, theirs in zip(curve, alone, strict=True)) < 2e-5
-    )
+    for point, expected in zip(curve, alone, strict=True):
+        assert abs(point.loss - expected.loss) < 2e-5
 
 
 @pytest.mark.parametrize(
@@ -151,6 +148,6 @@ def test_the_command_under_torchrun(tmp_path, alone):
         ({"layout": "pp8 1f1b m2"}, "1f1b on 8 ranks has 8 stages; the network has 4 blocks"),
     ],
 )
-def test_what_cannot_be_is_said(changes, sentence):
+def test_unsupported_combinations_are_refused(changes, sentence):
     with pytest.raises(ValueError, match=sentence):
         spec(**changes)

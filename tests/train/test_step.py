@@ -1,5 +1,5 @@
-"""The training step against plain torch, with SGD: Adam would hide a gradient that is wrong by a
-factor.
+"""Compares the training step with plain torch under SGD (Adam would hide a gradient that is wrong by
+a factor).
 """
 
 import pytest
@@ -48,12 +48,12 @@ def by_hand():
     return before, flat
 
 
-def test_a_step_is_that_of_plain_torch():
+def test_a_step_equals_plain_torch():
     before, gradient = by_hand()
     assert torch.allclose(train(make()), before - 0.5 * gradient, atol=1e-7, rtol=0)
 
 
-def test_accumulation_gives_the_whole_batchs_step():
+def test_accumulation_equals_one_step_of_the_whole_batch():
     before, gradient = by_hand()
     after = train(make(), parts=4)
     assert ((after - before) + 0.5 * gradient).norm() / gradient.norm() < 1e-5
@@ -69,7 +69,7 @@ def test_gradients_are_freed():
     ("precision", "tolerance"), [("fp32", 1e-6), ("bf16", 0.03), ("fp16", 0.01)]
 )
 def test_mixed_precisions_take_the_same_step(precision, tolerance):
-    """Loss scaling among them: a scale that stays in the gradient would be off by 65536."""
+    """With fp16 this includes loss scaling: a gradient that is not unscaled would be off by 65536."""
     before, gradient = by_hand()
     after = train(make(precision))
     moved = (after - before) / -0.5
@@ -77,14 +77,14 @@ def test_mixed_precisions_take_the_same_step(precision, tolerance):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_clipping_bounds_the_whole_gradient(precision):
+def test_clipping_bounds_the_norm_of_all_gradients(precision):
     before, gradient = by_hand()
     limit = gradient.norm().item() / 3
     after = train(make(precision, max_gradient_norm=limit))
     assert (after - before).norm().item() == pytest.approx(0.5 * limit, rel=0.01)
 
 
-def test_pure_bf16_keeps_its_parameters_there():
+def test_pure_bf16_has_bf16_parameters():
     step = make("bf16-pure")
     assert {p.dtype for p in step.module.parameters()} == {torch.bfloat16}
     train(step)
@@ -101,7 +101,7 @@ def test_matmul_mode_is_restored():
     ("precision", "dtype"),
     [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
 )
-def test_autocast_decides_what_the_layers_give(precision, dtype):
+def test_autocast_sets_the_type_of_outputs(precision, dtype):
     step = make(precision)
     seen = []
     step.module.blocks[0].feed_forward.register_forward_hook(
@@ -112,9 +112,7 @@ def test_autocast_decides_what_the_layers_give(precision, dtype):
 
 
 def test_without_loss_scaling_small_gradients_would_vanish():
-    """A loss of 1e-6 of the usual: its fp16 gradients lie under fp16's smallest number, unless they
-    are scaled.
-    """
+    """With a loss 1e-6 times as large, unscaled gradients underflow in fp16."""
     step = make("fp16")
     step.backward(step.forward(*batch()) * 1e-6)
     step.scaler.unscale_(step.optimizer)
@@ -125,7 +123,7 @@ def test_without_loss_scaling_small_gradients_would_vanish():
     assert (unscaled == 0).float().mean() > 2 * (scaled == 0).float().mean() + 0.1
 
 
-def test_decay_is_for_matrices():
+def test_only_matrices_have_weight_decay():
     model = TransformerLM(
         ModelSpec.preset("nano", vocab_size=64, context_length=16, norm="layernorm")
     )

@@ -1,5 +1,5 @@
-"""A user's network under tensor and pipeline axes against one process: losses and every weight after
-SGD, up to rounding in fp32.
+"""Compares a user's network under tensor and pipeline axes with one process: losses and all weights
+after SGD, up to fp32 rounding.
 """
 
 import pytest
@@ -32,7 +32,7 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 class Pair(nn.Module):
-    '''Gives two tensors, of which the second goes by.'''
+    '''Returns two tensors; the second is passed on unchanged.'''
     def __init__(self, width):
         super().__init__()
         self.linear = nn.Linear(width, width)
@@ -103,16 +103,16 @@ def file(tmp_path):
 
 
 @pytest.mark.parametrize(("ranks", "cases"), [(2, ON_TWO), (4, ON_FOUR)])
-def test_ranks_are_one_process(file, ranks, cases):
+def test_ranks_equal_one_process(file, ranks, cases):
     for found in launch(differences, str(file), cases, ranks=ranks):
         assert found == {}
 
 
 def differences(file, cases):
-    """What of each case differs from one process, in words."""
+    """Returns a description of each case that differs from one process."""
     torch.set_num_threads(1)
     found = {case: difference(file, *case) for case in cases}
-    return {case: said for case, said in found.items() if said}
+    return {case: text for case, text in found.items() if text}
 
 
 def difference(file, factory, text):
@@ -122,13 +122,13 @@ def difference(file, factory, text):
     built = build_user_layout_step(spec, layout=layout, device=CPU, lr=0.1)
     alone = build_user_layout_step(spec, layout=Layout(), device=CPU, lr=0.1)
     for step in range(STEPS):
-        mine = built.step.gradients(built.arguments(step * layout.data + place.data_rank))
+        loss = built.step.gradients(built.arguments(step * layout.data + place.data_rank))
         built.step.update()
         every = [alone.arguments(step * layout.data + n) for n in range(layout.data)]
-        theirs = alone.step.accumulate(every, count=layout.data)
+        expected = alone.step.accumulate(every, count=layout.data)
         alone.step.update()
-        if not torch.allclose(place.mean(mine.clone()), theirs, atol=ROUNDING):
-            return f"loss of step {step}: {place.mean(mine)} for {theirs}"
+        if not torch.allclose(place.mean(loss.clone()), expected, atol=ROUNDING):
+            return f"loss of step {step}: {place.mean(loss)} instead of {expected}"
     state = built.step.parallel.state().get("model")
     if place.rank == 0:
         wanted = alone.step.module.state_dict()
@@ -139,8 +139,8 @@ def difference(file, factory, text):
     return ""
 
 
-def test_a_run_goes_on_under_other_axes(file):
-    """Weights have the names of the whole network, and the held-out loss is the whole one's."""
+def test_a_run_resumes_under_other_axes(file):
+    """The state has the names of the whole network, and the held-out loss is the same."""
     losses = launch(held_out_of, str(file), ranks=2)
     assert losses[0] == losses[1]
     first, *others = losses[0]
@@ -155,7 +155,7 @@ def held_out_of(file):
         spec = TrainSpec(model=UserModel.read(f"{file}:tied"), layout=text)
         place = RankShare.of(layout, torch.distributed.get_rank())
         task = user_task(spec, place=place, spread=over(spec, layout))
-        if state is None:  # what the others begin with
+        if state is None:  # from which the other layouts resume
             task.step.accumulate(task.micro_batches(0), count=1)
             task.step.update()
             state = task.step.parallel.state()
@@ -173,7 +173,7 @@ def over(spec, layout):
     return over_layout(spec, layout, CPU)
 
 
-def test_stages_have_about_equal_flops_and_shared_targets_keep_their_form():
+def test_stages_have_about_equal_flops():
     layers = [nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4), nn.Linear(4, 16), nn.Linear(16, 4)]
     parts = UserParts.of((nn.Sequential(*layers), torch.ones(4, 4)), "here")
     cut = UserCut.of(parts, Layout.parse("pp2 1f1b m2"), CPU)
@@ -182,19 +182,19 @@ def test_stages_have_about_equal_flops_and_shared_targets_keep_their_form():
 
 
 @pytest.mark.parametrize(
-    ("parts", "layout", "said"),
+    ("parts", "layout", "message"),
     [
         ((nn.Linear(4, 4), torch.ones(4, 4)), "pp2 1f1b", "module is a Linear; a pipeline cuts an"),
-        ((nn.Sequential(*[nn.Linear(4, 4)] * 3), torch.ones(4, 4)), "pp2 1f1b", "stands twice"),
+        ((nn.Sequential(*[nn.Linear(4, 4)] * 3), torch.ones(4, 4)), "pp2 1f1b", "a module twice"),
         (
             (nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.ones(4, 4)), "pp2 zbv m2",
             "has 4 stages; the nn.Sequential has 2 modules",
         ),
         (
             (nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), torch.ones(4, 4)),
-            "pp2 1f1b m3", "shape (4, 4), whose first dim m3 of 'pp2 1f1b m3' does not divide",
+            "pp2 1f1b m3", "shape (4, 4), whose first dimension cannot be divided into the 3",
         ),
-        ((nn.Sequential(nn.Linear(4, 4)), {"x": 1}), "pp2 1f1b", "batch has int; a pipeline splits"),
+        ((nn.Sequential(nn.Linear(4, 4)), {"x": 1}), "pp2 1f1b", "batch contains int; a pipeline"),
         ((nn.Sequential(nn.Linear(4, 4)), torch.ones(4, 4)), "tp2", "factory returns as 'table'"),
         (
             {"module": nn.Linear(4, 4), "batch": torch.ones(4, 4), "table": {"up": Rule("row")}},
@@ -202,7 +202,7 @@ def test_stages_have_about_equal_flops_and_shared_targets_keep_their_form():
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_cut_is_said(parts, layout, said):
+def test_networks_that_cannot_be_cut_are_refused(parts, layout, message):
     with pytest.raises(ValueError) as error:
         UserCut.of(UserParts.of(parts, "here"), Layout.parse(layout), CPU)
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)

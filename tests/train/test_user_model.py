@@ -1,4 +1,4 @@
-"""A user's network as a training step: what the factory may give, and what is said of the rest."""
+"""A user's network as a training step: what the factory may return, and errors for anything else."""
 
 import pytest
 import torch
@@ -74,7 +74,7 @@ def test_a_step_has_the_users_loss_and_changes_the_parameters(file, factory, opt
         assert built.arguments(3)[0][0, 0] == 3
 
 
-def test_bf16_parameters_take_bf16_inputs():
+def test_bf16_parameters_get_bf16_inputs():
     parts = UserParts.of((nn.Linear(4, 3), torch.ones(2, 4)), "here")
     built = step_of_parts(parts, CPU, precision="bf16-pure", lr=0.1)
     assert built.step.forward(*built.arguments(0)).dtype == torch.float32
@@ -82,7 +82,7 @@ def test_bf16_parameters_take_bf16_inputs():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_network_of_another_type_takes_its_own_inputs(dtype):
+def test_a_network_of_another_type_gets_inputs_of_its_type(dtype):
     module, x = nn.Linear(4, 3).to(dtype), torch.ones(2, 4, dtype=dtype)
     built = step_of_parts(UserParts.of((module, x), "here"), CPU, lr=0.1)
     assert built.step.forward(*built.arguments(0)).dtype == torch.float32
@@ -97,11 +97,11 @@ def test_complex_parameters_stay_complex(precision):
     assert torch.equal(built.step.module.filter, torch.full((3,), 1j))
     loss = built.step.forward(*built.arguments(0))
     built.step.backward(loss)
-    built.step.update()  # AdamW in one kernel refuses complex parameters
+    built.step.update()  # fused AdamW refuses complex parameters
     assert built.step.module.weight.is_floating_point()
 
 
-def test_an_optimizer_s_function_gets_parameters_and_may_sort_them():
+def test_an_optimizer_function_gets_all_parameters_and_may_group_them():
     def decayed(parameters):
         matrices = [{"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1}]
         return torch.optim.AdamW([*matrices, {"params": [p for p in parameters if p.ndim < 2]}])
@@ -118,7 +118,7 @@ def test_an_optimizer_s_function_gets_parameters_and_may_sort_them():
         ("optimizer", torch.optim.SGD([torch.ones(1)]), "optimizer of type SGD; it must be a func"),
     ],
 )
-def test_what_must_be_a_function_is_named_by_its_type(name, value, said):
+def test_a_part_that_must_be_a_function_is_refused_with_its_type(name, value, said):
     with pytest.raises(ValueError, match=said) as error:
         UserParts.of({"module": nn.Linear(4, 3), "batch": torch.ones(2, 4), name: value}, "here")
     assert "\n" not in str(error.value)
@@ -154,21 +154,21 @@ def test_a_shape_that_does_not_fit_names_the_module():
         ("{file}:nothing", "has no function 'nothing'; it has Named, pair, tensor"),
         ("{file}:wrong", "returned Linear; it must return (module, batch)"),
         ("{file}:odd", "returned a dict with 'bach'"),
-        ("{file}:frozen", "Identity has no parameters that are trained"),
-        ("{file}:whole", "optimizer is 'sgd'; the user's model brings an optimizer itself"),
+        ("{file}:frozen", "Identity has no trainable parameters"),
+        ("{file}:whole", "optimizer is 'sgd'; the user's model brings its own optimizer"),
         ("{file}:ids", "the batch must be a pair (inputs, targets)"),
         ("{file}", "name it as FILE.py:factory"),
         ("missing.py:factory", "there is no file missing.py"),
     ],
 )
-def test_what_is_no_model_is_said(file, where, said):
+def test_unusable_models_are_refused(file, where, said):
     with pytest.raises(ValueError) as error:
         built = build_user_step(Spec(where.format(file=file)), CPU, lr=0.1)
         built.step.forward(*built.arguments(0))
     assert said in str(error.value)
 
 
-def test_a_file_that_does_not_import_is_said_with_its_line(tmp_path):
+def test_an_import_error_names_its_line(tmp_path):
     for text, said in (
         ("import json\nimport nothing_of_that_name", "line 2: ModuleNotFoundError"),
         ("import sys\nsys.exit(3)", "line 2: SystemExit: 3"),
@@ -178,7 +178,7 @@ def test_a_file_that_does_not_import_is_said_with_its_line(tmp_path):
             load_factory(UserModel.read(f"{tmp_path / 'broken.py'}:factory"))
 
 
-def test_an_edited_file_or_neighbour_is_another_version(tmp_path):
+def test_the_digest_covers_imported_neighbours(tmp_path):
     (tmp_path / "parts").mkdir()
     sources = {
         "mine.py": "import json, other\nfrom parts.block import Block",

@@ -1,4 +1,4 @@
-"""A user's own network in `train`: its batches, loss, held-out set and optimizer; going on."""
+"""A user's own network in `train`: its batches, loss, held-out set and optimizer, and resuming."""
 
 import dataclasses
 
@@ -41,8 +41,8 @@ def file(tmp_path):
 
 
 def spec_of(file, factory, **changes):
-    usual = {"steps": 24, "warmup": 4, "evaluate_every": 12, "checkpoint_every": 12}
-    return TrainSpec(model=UserModel.read(f"{file}:{factory}"), **{**usual, **changes})
+    defaults = {"steps": 24, "warmup": 4, "evaluate_every": 12, "checkpoint_every": 12}
+    return TrainSpec(model=UserModel.read(f"{file}:{factory}"), **{**defaults, **changes})
 
 
 class StoppedError(Exception):
@@ -57,7 +57,7 @@ def stopped_at(step):
     return report
 
 
-def test_a_users_network_learns_and_a_stopped_run_goes_on_bit_for_bit(file, tmp_path):
+def test_a_users_network_learns_and_a_stopped_run_resumes_bit_for_bit(file, tmp_path):
     spec = spec_of(file, "regression", learning_rate=0.05, accumulation=2)
     whole = run(spec, folder=tmp_path / "whole")
     assert whole.median("last_loss") < 0.5 * whole.median("first_loss")
@@ -69,17 +69,17 @@ def test_a_users_network_learns_and_a_stopped_run_goes_on_bit_for_bit(file, tmp_
     assert whole.spec["size"] == "regression"
     with pytest.raises(StoppedError):
         run(spec, folder=tmp_path / "cut", report=stopped_at(18))
-    assert run(spec, folder=tmp_path / "cut").series == whole.series  # dropout too
+    assert run(spec, folder=tmp_path / "cut").series == whole.series  # including dropout
 
 
-def test_an_edited_file_does_not_go_on(file, tmp_path):
+def test_an_edited_file_cannot_be_resumed(file, tmp_path):
     run(spec_of(file, "single", steps=10), folder=tmp_path)
     file.write_text(MODEL.replace("0.2", "0.3"))
     with pytest.raises(CheckpointError, match=r"is of another run: source \w+ there, \w+ here"):
         run(spec_of(file, "single", steps=10), folder=tmp_path)
 
 
-def test_an_optimizer_of_the_file_keeps_its_rate_as_the_highest_and_is_named(file, tmp_path):
+def test_the_files_optimizer_is_recorded_and_its_rate_is_the_peak_of_the_schedule(file, tmp_path):
     spec = spec_of(file, "named", steps=8)
     record = run(spec, folder=tmp_path)
     assert record.environment["optimizer"] == "user SGD"
@@ -96,17 +96,17 @@ def test_an_optimizer_of_the_file_keeps_its_rate_as_the_highest_and_is_named(fil
 
 
 @pytest.mark.parametrize(
-    ("factory", "changes", "said"),
+    ("factory", "changes", "message"),
     [
         ("named", {"learning_rate": 0.1}, "learning_rate is 0.1; the user's model brings an optim"),
-        ("named", {"optimizer": "sgd"}, "optimizer is 'sgd'; the user's model brings an optimizer"),
+        ("named", {"optimizer": "sgd"}, "optimizer is 'sgd'; the user's model brings its own"),
         ("single", {"corpus": "text"}, "corpus is 'text'; a user's model brings its own batches"),
         ("single", {"checkpointing": "blocks"}, "a user's model chooses its own"),
         ("tuple_held_out", {}, "returned held_out tuple; it must be a list of batches"),
         ("single", {"data_parallel": "zero1"}, "which has no effect on one rank: give --ranks"),
     ],
 )
-def test_what_cannot_be_is_said(file, factory, changes, said):
+def test_unsuitable_options_and_parts_are_refused(file, factory, changes, message):
     with pytest.raises(ValueError) as error:
         build_task(dataclasses.replace(spec_of(file, factory), **changes))
-    assert said in str(error.value)
+    assert message in str(error.value)

@@ -1,3 +1,3 @@
-"""What `import stepgauge as sg` offers: the functions that the command line calls, for modules and
-runs at hand.
+"""The Python interface, `import stepgauge as sg`: the functions behind the commands, for modules and
+runs in this process.
 """

@@ -1,9 +1,9 @@
-"""A module at hand measured in this process, by the functions that the commands run.
+"""Measures a module in this process, with the functions that the commands use.
 
-Everywhere `module` is an nn.Module with its `batch`, or a function that takes nothing and returns
-what a factory of --model returns: (module, batch), (module, batch, loss) or a dict. A module is
-copied first, so that its weights stay; a function is called on the device, and on tensors without
-memory where memory is predicted.
+In all functions, `module` is an nn.Module that is called with `batch`, or a function without
+arguments that returns what a factory of --model returns: (module, batch), (module, batch, loss) or a
+dict. A module is copied first, so that its weights do not change. A function is called on the
+device, or with fake tensors to predict memory.
 """
 
 import contextlib
@@ -56,17 +56,17 @@ def time_step(
 ) -> Result:
     """Times forward, backward, optimizer and the whole step, in ms.
 
-    batch      module(*tuple), module(**mapping) or module(tensor); with `loss` (inputs, targets)
-    loss       loss(output, targets); without it the output says the loss, as docs/api.md tells
+    batch      module(*tuple), module(**mapping) or module(tensor); with a loss (inputs, targets)
+    loss       loss(output, targets); without it the module's output is the loss (docs/api.md)
     optimizer  a name of --optimizer, or a function of the parameters
-    phases     "forward" alone, "backward" with its forward, or the whole "step"
-    steps      timed steps, at least, and for `seconds` at least, after `warmup` untimed ones
+    phases     "forward" without gradients, "backward" with its forward, or the whole "step"
+    steps      at least this many timed steps, for at least `seconds`, after `warmup` untimed steps
 
-    Raises ValueError for what is no model or no such option, and what torch raises.
+    Raises ValueError for an unsuitable model or an unknown option, and whatever torch raises.
     """
     counts = {"warmup": warmup, "steps": steps, "seconds": seconds, "phases": phases}
-    asked = {"precision": precision, "compile": compile, **counts}
-    with _asked(StepSpec, module, batch, loss, optimizer, device, asked) as spec:
+    fields = {"precision": precision, "compile": compile, **counts}
+    with _spec(StepSpec, module, batch, loss, optimizer, device, fields) as spec:
         return Result(stamped(bench_step.run(spec)))
 
 
@@ -82,19 +82,21 @@ def profile_step(
     active: int = 3,
     folder: str | Path | None = None,
 ) -> Result:
-    """Where the time of a step goes: kernels by kind, phase and part of the model, idle time.
+    """Profiles a step: kernels by kind, phase and part of the model, idle time.
 
-    The result's `folder` has the Chrome trace and the analysis; `active` steps are
-    recorded. Arguments and errors as time_step's.
+    active  recorded steps
+    folder  the run folder; the Chrome trace and the analysis are in the result's `folder`
+
+    Other arguments and errors are those of time_step.
     """
     run = Path(folder or tempfile.mkdtemp(prefix="stepgauge-profile-"))
-    asked = {"precision": precision, "compile": compile, "active": active}
-    with _asked(ProfileSpec, module, batch, loss, optimizer, device, asked) as spec:
+    fields = {"precision": precision, "compile": compile, "active": active}
+    with _spec(ProfileSpec, module, batch, loss, optimizer, device, fields) as spec:
         record = stamped(profile.run(spec, folder=run))
-    found = read_profile(record, run)
-    assert found is not None, "the analysis was just written"
-    shown = [table for table in profile_tables(found) if table.rows]
-    return Result(record, folder=folder_of(record, run), details=shown)
+    analysis = read_profile(record, run)
+    assert analysis is not None, "the analysis was just written"
+    tables = [table for table in profile_tables(analysis) if table.rows]
+    return Result(record, folder=folder_of(record, run), details=tables)
 
 
 def profile_memory(
@@ -106,13 +108,13 @@ def profile_memory(
     precision: str = "fp32",
     device: str = "auto",
 ) -> Result:
-    """Who holds memory when in a step, and `prediction` beside it. Arguments and errors as
-    time_step's.
+    """Measures what uses memory during a step, and predicts it: the result's `prediction`.
 
-    On CUDA take a fresh process: what an earlier step has left would be part of the figures.
+    Use a new process on CUDA, because memory left by an earlier step would be included. Arguments
+    and errors are those of time_step.
     """
-    asked = {"precision": precision}
-    with _asked(MemorySpec, module, batch, loss, optimizer, device, asked) as spec:
+    fields = {"precision": precision}
+    with _spec(MemorySpec, module, batch, loss, optimizer, device, fields) as spec:
         prediction = stamped(memory.predicted(spec))
         record = stamped(memory.measure(spec))
     return Result(record, prediction=prediction, details=memory_tables(record))
@@ -127,13 +129,13 @@ def predict_memory(
     precision: str = "fp32",
     on: str = "sm90",
 ) -> Result:
-    """The memory of a step, on tensors without memory, for a device that need not be there.
+    """Predicts the memory of a step on fake tensors, for a device that this machine need not have.
 
-    on  sm80 is an A100, sm90 an H100, cpu this machine. Other arguments as time_step's.
+    on  sm80 (A100), sm90 (H100) or cpu (this machine). Other arguments are those of time_step
 
-    Autograd learns at a process's first backward which devices there are, so that a GPU is pretended
-    in a process of its own. What cannot be sent there, such as a class of a notebook, is predicted
-    here; raises RuntimeError where this process had a backward before.
+    A GPU is simulated in a separate process, because autograd fixes the list of devices at a
+    process's first backward. A model that cannot be sent to another process, such as a class of a
+    notebook, is predicted in this process. That raises RuntimeError if a backward has run before.
     """
     if on not in PREDICTED_ON:
         raise ValueError(f"on is {on!r}; choose one of {', '.join(PREDICTED_ON)}")
@@ -148,8 +150,8 @@ def predict_memory(
             if "device_ready_queues_" not in str(error):
                 raise
             raise RuntimeError(
-                "this process had a backward before: call predict_memory first, or define the "
-                "model in a file that can be imported"
+                "a backward has already run in this process: call predict_memory first, or define "
+                "the model in a file that can be imported"
             ) from None
     return Result(record, details=memory_tables(record))
 
@@ -157,13 +159,15 @@ def predict_memory(
 def _predicted(
     module: Model, batch: Any, loss: Any, optimizer: Optimizer, precision: str, on: str
 ) -> Record:
-    asked = {"precision": precision, "predict": on}
-    with _asked(MemorySpec, module, batch, loss, optimizer, "cpu", asked) as spec:
+    fields = {"precision": precision, "predict": on}
+    with _spec(MemorySpec, module, batch, loss, optimizer, "cpu", fields) as spec:
         return stamped(memory.predicted(spec))
 
 
 def _can_be_sent(values: Any) -> bool:
-    """Whether another process can read the values: what __main__ defines it cannot."""
+    """Returns True if another process can unpickle the values, so they refer to nothing that
+    __main__ defines.
+    """
     try:
         return b"__main__" not in pickle.dumps(values)
     except (pickle.PicklingError, AttributeError, TypeError):
@@ -171,8 +175,8 @@ def _can_be_sent(values: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _asked(
-    declared: type,
+def _spec(
+    spec_type: type,
     module: Model,
     batch: Any,
     loss: Callable[..., Any] | None,
@@ -180,10 +184,10 @@ def _asked(
     device: str,
     fields: Mapping[str, Any],
 ) -> Iterator[Any]:
-    """The spec of the module; its model can be built while the block runs."""
-    own = None if isinstance(optimizer, str) else optimizer
+    """Yields the spec of a module, whose model can be built while the block runs."""
+    own_optimizer = None if isinstance(optimizer, str) else optimizer
     if isinstance(module, nn.Module):
-        factory = _factory_of(module, batch, loss, own)
+        factory = _factory_of(module, batch, loss, own_optimizer)
         name = type(module).__name__
     else:
         if isinstance(module, type) or not callable(module):
@@ -191,33 +195,30 @@ def _asked(
                 f"module is {module!r}; give an nn.Module, or a function that returns one with a "
                 "batch"
             )
-        if batch is not None or loss is not None or own is not None:
-            raise ValueError("a function brings its batch, loss and optimizer: leave them out")
+        if batch is not None or loss is not None or own_optimizer is not None:
+            raise ValueError(
+                "module is a function, which returns its batch, loss and optimizer: leave them out"
+            )
         factory, name = module, getattr(module, "__name__", "factory")
     with in_memory(factory, name) as model:
         chosen = {"optimizer": optimizer} if isinstance(optimizer, str) else {}
-        yield declared(model=model, device=str(resolve(device)), **chosen, **fields)
+        yield spec_type(model=model, device=str(resolve(device)), **chosen, **fields)
 
 
 def _factory_of(
     module: nn.Module, batch: Any, loss: Callable[..., Any] | None, optimizer: Any
 ) -> Callable[[], Any]:
-    """What builds a copy of the module: of a real one, or without memory of its sizes."""
+    """Returns a factory that copies the module; under fake tensors the copy has no values."""
 
     def factory() -> dict[str, Any]:
-        if _has_memory():
+        if type(torch.empty(0)) is Tensor:  # not a fake tensor
             parts = {"module": copy.deepcopy(module), "batch": batch}
         else:
-            empty = tree_map_only(Tensor, empty_like, _plain(batch))
-            parts = {"module": without_values(module), "batch": empty}
+            plain = dict(batch) if isinstance(batch, Mapping) else batch  # which tree_map can enter
+            parts = {
+                "module": without_values(module),
+                "batch": tree_map_only(Tensor, empty_like, plain),
+            }
         return {**parts, "loss": loss, "optimizer": optimizer}
 
     return factory
-
-
-def _has_memory() -> bool:
-    return type(torch.empty(0)) is Tensor
-
-
-def _plain(batch: Any) -> Any:
-    return dict(batch) if isinstance(batch, Mapping) else batch

@@ -1,5 +1,5 @@
-"""Steps predicted and layouts ranked on a machine that need not be there, as `stepgauge predict` and
-`stepgauge plan` do. Only a user's own network needs torch.
+"""Predicts steps and ranks layouts for another machine, as `stepgauge predict` and `stepgauge plan`
+do. Only a user's own network needs torch.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ from stepgauge.validate.predicted import predicted
 
 
 def predict(spec: Any, *, hardware: str | Path) -> Run:
-    """What a step takes, or each of several: a StepSpec, DataParallelSpec, LayoutSpec or PipelineSpec.
+    """Predicts one or several steps and returns a modelled record for each, in order.
 
-    hardware  a hardware file, or the name of one: "h100-sxm". Steps are predicted for its device,
-              whatever device the spec names
+    spec      a StepSpec, DataParallelSpec, LayoutSpec or PipelineSpec, or several of them
+    hardware  a hardware file, or the name of one, such as "h100-sxm". Steps are predicted for its
+              device, whatever device the spec names
 
-    The records are modelled ones of the specs, in their order. Raises ValueError for a file that
-    there is not, and for a step that is not modelled or whose operations were not calibrated; TypeError
-    for what is no such spec.
+    Raises ValueError for a missing file, and for a step that is not modelled or whose operations
+    were not calibrated; TypeError for other specs.
     """
     file = HardwareFile.read(file_named(str(hardware)))
     are_several = isinstance(spec, Iterable) and not isinstance(spec, str | Mapping)
@@ -38,12 +38,12 @@ def predict(spec: Any, *, hardware: str | Path) -> Run:
 
 
 def plan(spec: PlanSpec, *, hardware: str | Path, top: int = 10) -> Run:
-    """The best layouts of a training run, fastest first: modelled records of bench layout's kind.
+    """Returns the best layouts of a training run, fastest first, as modelled records of bench layout.
 
-    hardware  as in predict; calibrated, or of published peaks: "dgx-h100"
-    top       how many of them, at most
+    hardware  as in predict; the file may also have only published peaks, such as "dgx-h100"
+    top       the largest number of layouts
 
-    Raises ValueError where nothing fits, and as predict does.
+    Raises ValueError if no layout fits, and as predict does.
     """
     _require(spec, PlanSpec)
     if top < 1:
@@ -53,11 +53,12 @@ def plan(spec: PlanSpec, *, hardware: str | Path, top: int = 10) -> Run:
 
 
 def _require(spec: Any, *kinds: type) -> None:
+    """Raises TypeError unless the spec is of one of the kinds."""
     if not isinstance(spec, kinds):
         names = " or ".join(kind.__name__ for kind in kinds)
-        raise TypeError(f"{spec!r} is no {names}")
+        raise TypeError(f"{spec!r} is not a {names}")
 
 
 def _on(spec: Any, file: HardwareFile) -> Any:
-    """The spec on the device of the file."""
+    """Returns the spec with the file's kind of device."""
     return dataclasses.replace(spec, device=file.device_kind)

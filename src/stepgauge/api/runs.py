@@ -1,4 +1,4 @@
-"""Specs run, and runs opened and compared."""
+"""Measures specs, and opens and compares runs."""
 
 import contextlib
 import sys
@@ -17,12 +17,12 @@ from stepgauge.spec.store import RunStore
 
 
 def run(spec: Any, *, folder: str | Path | None = None, fresh: bool = False) -> Run:
-    """Measures a spec, or several, each in a process of its own, as the commands do.
+    """Measures one or several specs, each in a separate process, as the commands do.
 
-    folder  where records are kept; rows that it has are not measured again unless `fresh`
+    folder  where the records are saved; rows that it already has are measured again only if `fresh`
 
-    What fails or does not fit is a record that says so. Raises ValueError for a spec that cannot be
-    run, StoreError where the folder cannot be written.
+    A spec that fails or runs out of memory gives a record with that status. Raises ValueError for a
+    spec that cannot be run, and StoreError if the folder cannot be written.
     """
     from stepgauge.bench.jobs import checked_jobs
     from stepgauge.bench.sweep import sweep
@@ -36,7 +36,9 @@ def run(spec: Any, *, folder: str | Path | None = None, fresh: bool = False) -> 
 
 
 def open_run(folder: str | Path) -> Run:
-    """The records of a run's folder. Raises StoreError where there is none; warns of damage."""
+    """Returns the records in a run's folder. Warns of damaged lines; raises StoreError if there is no
+    run.
+    """
     contents = RunStore(Path(folder)).read()
     for problem in contents.problems:
         warnings.warn(problem, stacklevel=2)
@@ -49,11 +51,11 @@ def compare(
     *,
     ignoring: Sequence[str] = (),
 ) -> Comparison:
-    """The rows of two runs, or of their folders, side by side, second over first.
+    """Pairs the rows of two runs, or of their folders, and returns the ratios of second to first.
 
-    ignoring  fields of the spec that may differ within a pair
+    ignoring  fields of the spec that may differ between the two rows of a pair
 
-    Raises ValueError for an unknown field, or runs that share no row.
+    Raises ValueError for an unknown field, and for runs that share no row.
     """
     sides = [open_run(side) if isinstance(side, str | Path) else side for side in (first, second)]
     found = compare_records(*sides, ignoring=ignoring)
@@ -64,10 +66,11 @@ def compare(
 
 @contextlib.contextmanager
 def without_main() -> Iterator[None]:
-    """Processes that start while the block runs do not run the user's script again.
+    """Keeps processes that start within the block from running the user's script again.
 
-    multiprocessing would, to find what it defines; a script without `if __name__ == "__main__"`
-    then starts itself without end. What we send there is defined in modules.
+    multiprocessing would import it to find its definitions, and a script without an
+    `if __name__ == "__main__"` guard would start itself again and again. This package sends only
+    objects that are defined in modules.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")

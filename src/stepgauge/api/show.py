@@ -1,4 +1,4 @@
-"""Records and tables that show themselves in a notebook, at a prompt and in print."""
+"""Results that display themselves as tables in a notebook and at a Python prompt."""
 
 import dataclasses
 import difflib
@@ -17,7 +17,7 @@ from stepgauge.spec.record import Record
 
 
 class Shown:
-    """Tables as HTML in a notebook and as markdown at a prompt."""
+    """Displays its tables as HTML in a notebook and as markdown at a prompt."""
 
     def tables(self) -> list[Table]:
         raise NotImplementedError
@@ -35,11 +35,12 @@ class Shown:
 
 @dataclasses.dataclass(repr=False)
 class Result(Shown):
-    """One record: result["step_ms"] is the median of a metric, `result.record` has all of it.
+    """The result of one measurement. result["step_ms"] is a metric's median.
 
-    folder      where files lie beside it: a profile's trace and analysis
-    prediction  the modelled record of the same spec, of profile_memory
-    details     tables that say more than the record's row
+    record      everything that was measured
+    folder      a profile's folder, with its trace and analysis
+    prediction  profile_memory's modelled record of the same spec
+    details     tables with more than the record's row
     """
 
     record: Record
@@ -48,17 +49,17 @@ class Result(Shown):
     details: Sequence[Table] = ()
 
     def __getitem__(self, metric: str) -> float:
-        """The median. Raises KeyError for a metric that the record does not have."""
-        known = self.record.metrics
-        if metric not in known:
-            near = difflib.get_close_matches(metric, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
+        """Returns the metric's median. Raises KeyError if the record has no such metric."""
+        metrics = self.record.metrics
+        if metric not in metrics:
+            near = difflib.get_close_matches(metric, metrics, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(metrics)}"
             raise KeyError(f"no metric {metric!r}: {hint}")
-        return known[metric].median
+        return metrics[metric].median
 
     @cached_property
     def metrics(self) -> dict[str, float]:
-        """Medians by name; names carry their unit, as step_ms does."""
+        """The median of each metric by name. Names end with the unit, as in step_ms."""
         return {name: sample.median for name, sample in self.record.metrics.items()}
 
     def tables(self) -> list[Table]:
@@ -68,7 +69,7 @@ class Result(Shown):
 
 
 class Run(Shown, Sequence[Record]):
-    """The records of a run, the last of each thing asked."""
+    """The records of a run, the latest for each spec."""
 
     def __init__(self, records: Sequence[Record]):
         self._records = list(records)
@@ -86,7 +87,7 @@ class Run(Shown, Sequence[Record]):
         return len(self._records)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One dict a record: kind, the fields of its spec, medians by metric, status and note."""
+        """Returns a dict for each record: kind, spec fields, medians by metric, status and note."""
         return [
             {
                 "kind": record.kind,
@@ -102,7 +103,7 @@ class Run(Shown, Sequence[Record]):
         ]
 
     def to_pandas(self) -> Any:
-        """The rows as a pandas.DataFrame. Raises ImportError where pandas is not installed."""
+        """Returns the rows as a pandas.DataFrame. Raises ImportError if pandas is not installed."""
         import pandas
 
         return pandas.DataFrame(self.rows())
@@ -114,13 +115,13 @@ class Run(Shown, Sequence[Record]):
 
 @dataclasses.dataclass(repr=False)
 class Comparison(Shown):
-    """The ratios of two runs, and in sentences what only one of them has."""
+    """The ratios of two runs' rows, and sentences about rows that only one run has."""
 
     table: Table
     alone: Sequence[str]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The rows as dicts."""
+        """Iterates over the rows as dicts."""
         return iter(objects(self.table))
 
     def tables(self) -> list[Table]:

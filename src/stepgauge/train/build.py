@@ -1,6 +1,4 @@
-"""From names to a training step: the one place where model, precision, optimizer and compile mode
-come together.
-"""
+"""Builds a training step from a spec's names of model, precision, optimizer and compile mode."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -25,18 +23,18 @@ from stepgauge.train.data import masked_batch, random_batch
 from stepgauge.train.precision import Precision, precision_on
 from stepgauge.train.step import TrainingStep
 
-# Of each spec of a network: its module, and a batch (vocab_size, batch, length, seed) that the
-# module's loss takes.
+# Network spec -> its module, and a function (vocab_size, batch, length, seed) that makes a random
+# batch for it.
 NETWORKS: Mapping[type, tuple[Callable[..., Any], Callable[..., tuple[Tensor, ...]]]] = {
     ModelSpec: (TransformerLM, random_batch),
     BertSpec: (BertForMaskedLM, masked_batch),
 }
 
-WEIGHT_DECAY = 0.01  # of a matrix, where nothing else is asked for
+WEIGHT_DECAY = 0.01  # the default for matrices
 
 
 def batch_for(model: ModelSpec | BertSpec, batch: int, seed: int) -> tuple[Tensor, ...]:
-    """Random sequences as the network's loss takes them."""
+    """Returns a batch of random sequences with the inputs that the network needs for its loss."""
     _, make = NETWORKS[type(model)]
     return make(model.vocab_size, batch, model.context_length, seed)
 
@@ -49,12 +47,12 @@ def build_step(
     recompute: RecomputePlan | None = None,
     **optimizer_settings: Any,
 ) -> TrainingStep:
-    """The step that the spec names, on its device, weights drawn from its seed.
+    """Returns the spec's training step on its device, with weights drawn from its seed.
 
-    parallelise  spreads the model and its optimizer over ranks
-    recompute    what backward computes again, in place of the spec's checkpointing
+    parallelise  distributes the model and its optimizer over ranks
+    recompute    which blocks backward recomputes, instead of the spec's checkpointing
 
-    Raises ValueError for a precision that the device or the optimizer does not have.
+    Raises ValueError for a precision that the device or the optimizer does not support.
     """
     device = torch.device(spec.device)
     precision = precision_on(spec.precision, device)
@@ -77,7 +75,9 @@ def build_step(
 def blocks_runner(
     spec: WorkSpec | TrainSpec | DataParallelSpec | LayoutSpec, recompute: RecomputePlan | None
 ) -> Through:
-    """What runs a model's blocks and keeps for backward what the plan or the spec says."""
+    """Returns the function that runs a model's blocks, with checkpointing as the recompute plan or
+    else the spec says.
+    """
     by_block = spec.compile == "blocks"
     if recompute:
         return functools.partial(by_plan, plan=recompute, compiled_blocks=by_block)
@@ -87,7 +87,7 @@ def blocks_runner(
 def optimizer_of(
     name: str, precision: Precision, *, weight_decay: float = WEIGHT_DECAY, **settings: Any
 ) -> tuple[Groups, OptimizerClass]:
-    """How a module's parameters are grouped, and what makes the optimizer of the groups."""
+    """Returns a function that groups a module's parameters, and one that builds the optimizer."""
     masters = precision.master_weights
     return (
         functools.partial(decay_groups, weight_decay=weight_decay),
@@ -96,7 +96,9 @@ def optimizer_of(
 
 
 def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Trained matrices with weight decay, gains and biases without."""
+    """Returns two groups of the trainable parameters: matrices with weight decay, and gains and
+    biases without.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},

@@ -1,9 +1,8 @@
-"""Checkpoints in torch.distributed.checkpoint's format, whole or not there.
+"""Checkpoints in torch.distributed.checkpoint's format, which are either complete or ignored.
 
-A checkpoint is written to a folder of another name, its files' sizes and checksums are noted in a
-manifest, all of it is forced to disk, and only then the folder gets its name. Reading verifies the
-manifest, so that a folder that was cut short later (a full disk, a broken copy) is passed over as
-well.
+A checkpoint is written to a temporary folder. The sizes and checksums of its files are written to a
+manifest, everything is forced to disk, and only then the folder is renamed. Reading verifies the
+manifest, so that a folder that was damaged later (a full disk, an incomplete copy) is skipped, too.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"
-NAMED = 4  # fields in which two runs differ
+MOST_NAMED = 4  # fields that the message about another run's checkpoint names
 
 
 class CheckpointError(ValueError):
@@ -39,30 +38,30 @@ class Checkpoints:
     folder: Path
 
     def save(self, step: int, state: dict[str, Any], about: dict[str, Any], *, keep: int) -> Path:
-        """Writes the state as the checkpoint of that step, then removes all but the newest `keep`
-        up to it.
+        """Writes the state as the checkpoint of that step, then removes all checkpoints but the
+        newest `keep` up to it.
 
-        What is newer is damaged, or this step would not have been trained again: it goes too.
-        Raises CheckpointError if it cannot be written.
+        Checkpoints of later steps are removed as well: they must be damaged, because otherwise
+        training would have resumed from them. Raises CheckpointError if it cannot be written.
         """
         final, partial = self._paths(step)
-        with self._failing(final, partial):
+        with self._writing(final, partial):
             shutil.rmtree(partial, ignore_errors=True)
-            with warnings.catch_warnings(action="ignore"):  # of one process that saves alone
+            with warnings.catch_warnings(action="ignore"):  # torch warns of a single process
                 state_dict_saver.save(state, checkpoint_id=partial, no_dist=True)
             self._complete(step, about)
-        self._remove_older(final, keep)
+        self._remove_others(final, keep)
         return final
 
     def save_shares(
         self, step: int, share: dict[str, Any], about: dict[str, Any], *, keep: int
     ) -> None:
-        """The same of a state of which each rank has its share, which it writes itself, to a folder
-        that all ranks see. All ranks must call it.
+        """Saves like `save`, but each rank writes its own share of the state, to a folder that all
+        ranks see. All ranks must call it.
         """
         final, partial = self._paths(step)
         is_first = dist.get_rank() == 0
-        with self._failing(final, partial):
+        with self._writing(final, partial):
             if is_first:
                 shutil.rmtree(partial, ignore_errors=True)
             dist.barrier()
@@ -71,14 +70,16 @@ class Checkpoints:
             if is_first:
                 self._complete(step, about)
         if is_first:
-            self._remove_older(final, keep)
+            self._remove_others(final, keep)
 
     def _paths(self, step: int) -> tuple[Path, Path]:
+        """Returns the checkpoint's folder, and the one in which it is written."""
         final = self.folder / f"step-{step:09d}"
         return final, final.with_suffix(PARTIAL)
 
     @contextlib.contextmanager
-    def _failing(self, final: Path, partial: Path) -> Iterator[None]:
+    def _writing(self, final: Path, partial: Path) -> Iterator[None]:
+        """Removes the partial folder and raises CheckpointError if writing fails."""
         try:
             yield
         except (OSError, RuntimeError, CheckpointException) as error:
@@ -88,7 +89,7 @@ class Checkpoints:
             ) from None
 
     def _complete(self, step: int, about: dict[str, Any]) -> None:
-        """Notes what was written, forces it to disk and gives the folder its name."""
+        """Writes the manifest, forces everything to disk and renames the folder."""
         final, partial = self._paths(step)
         files = {path.name: _fingerprint(path) for path in sorted(partial.iterdir())}
         (partial / MANIFEST).write_text(
@@ -100,37 +101,40 @@ class Checkpoints:
         partial.rename(final)
         _force_to_disk(self.folder)
 
-    def _remove_older(self, final: Path, keep: int) -> None:
-        older = [folder for folder in self._folders() if folder.name <= final.name]
-        for folder in {*self._folders(), *self.folder.glob(f"*{PARTIAL}")} - set(older[:keep]):
+    def _remove_others(self, final: Path, keep: int) -> None:
+        """Removes all folders but the newest `keep` checkpoints up to `final`."""
+        kept = [folder for folder in self._folders() if folder.name <= final.name][:keep]
+        for folder in {*self._folders(), *self.folder.glob(f"*{PARTIAL}")} - set(kept):
             shutil.rmtree(folder)
 
     def newest(self) -> Iterator[tuple[int, Path, dict[str, Any]]]:
-        """(step, folder, about) of whole checkpoints, newest first; warns of each that is damaged."""
+        """Yields (step, folder, about) of complete checkpoints, newest first, and warns of damaged
+        ones.
+        """
         for folder in self._folders():
             try:
                 manifest = json.loads((folder / MANIFEST).read_text())
-                whole = all(
+                is_complete = all(
                     _fingerprint(folder / name) == mark for name, mark in manifest["files"].items()
                 )
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
-                whole = False
-            if whole:
+                is_complete = False
+            if is_complete:
                 yield manifest["step"], folder, manifest["about"]
             else:
-                warnings.warn(f"checkpoint {folder} is not whole and is passed over", stacklevel=2)
+                warnings.warn(f"checkpoint {folder} is incomplete and is skipped", stacklevel=2)
 
     def last_step(self) -> int:
-        """Of the newest checkpoint, by its folder's name; 0 where there is none."""
+        """Returns the step of the newest checkpoint by its folder's name; 0 if there is none."""
         return max((int(p.name.removeprefix("step-")) for p in self._folders()), default=0)
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """The state of a checkpoint, its tensors on the host."""
+        """Returns the state of a checkpoint, with tensors in host memory."""
         return _read(FileSystemReader(folder))
 
     def open(self, folder: Path) -> dict[str, Any]:
-        """The same, but that model and optimizer state are read name by name, when they are asked
-        for: a rank that needs some of it reads no more, and holds one value at a time.
+        """Returns the state of a checkpoint, with model and optimizer state read lazily, one value at
+        a time: a rank reads only the values that it needs.
         """
         reader = _Reader(folder)
         state = _read(reader, {"optimizer.param_groups", "scaler"})
@@ -139,29 +143,29 @@ class Checkpoints:
         return state
 
     def _folders(self) -> list[Path]:
-        """Newest first."""
+        """Returns the checkpoints' folders, newest first."""
         return sorted((p for p in self.folder.glob("step-*") if p.suffix != PARTIAL), reverse=True)
 
 
 class _Reader(FileSystemReader):
-    """Reads the list of what is stored once, not again for each name."""
+    """A reader that caches the checkpoint's metadata."""
 
-    stored: Metadata | None = None
+    cached: Metadata | None = None
 
     def read_metadata(self, *arguments: Any, **settings: Any) -> Metadata:
-        if self.stored is None:
-            self.stored = super().read_metadata(*arguments, **settings)
-        return self.stored
+        if self.cached is None:
+            self.cached = super().read_metadata(*arguments, **settings)
+        return self.cached
 
 
 class StoredValues(Mapping[str, Any]):
-    """What stands under a path in a checkpoint, by name; each access reads it."""
+    """The values under a path of a checkpoint, by name. Each access reads from disk."""
 
     def __init__(self, reader: FileSystemReader, path: tuple[str, ...]):
         self._reader, self._path = reader, path
         stored = reader.read_metadata().planner_data.values()
-        found = (each[len(path)] for each in stored if each[: len(path)] == path)
-        self._names = list(dict.fromkeys(found))
+        names = (each[len(path)] for each in stored if each[: len(path)] == path)
+        self._names = list(dict.fromkeys(names))
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._names:
@@ -182,7 +186,7 @@ class StoredValues(Mapping[str, Any]):
 
 
 def _read(reader: FileSystemReader, keys: set[str] | None = None) -> Any:
-    """A checkpoint, or what stands under some dotted paths of it."""
+    """Returns the checkpoint's state, or only the values under some dotted paths."""
     state: dict[str, Any] = {}
     with warnings.catch_warnings(action="ignore"):
         state_dict_loader._load_state_dict(
@@ -192,30 +196,31 @@ def _read(reader: FileSystemReader, keys: set[str] | None = None) -> Any:
 
 
 def require_same(about: dict[str, Any], wanted: dict[str, Any], folder: Path) -> None:
-    """Raises CheckpointError that names the fields in which a checkpoint differs from the run that
-    wants it.
+    """Raises CheckpointError, naming the fields, if a checkpoint is not of the run that would resume
+    from it.
     """
     names = sorted({name for name in (*about, *wanted) if about.get(name) != wanted.get(name)})
     if names:
         changes = ", ".join(
-            f"{name} {about.get(name)} there, {wanted.get(name)} here" for name in names[:NAMED]
+            f"{name} {about.get(name)} there, {wanted.get(name)} here"
+            for name in names[:MOST_NAMED]
         )
-        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         raise CheckpointError(
-            f"checkpoint {folder} is of another run: {changes}{more}, which change its loss curve; ask for "
-            f"the same, or choose another --out"
+            f"checkpoint {folder} is of another run: {changes}{more}, which change the loss curve; "
+            f"use the same values, or choose another --out"
         )
 
 
 def _first_line(error: BaseException) -> str:
-    """What torch's collected failures say in one line."""
+    """Returns the first line of an error, or of the first failure that torch collected."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _fingerprint(path: Path) -> list[int]:
-    """Size and CRC-32 of a file: enough against cuts and bit rot, not against malice."""
+    """Returns a file's size and CRC-32, which reveal truncation and bit rot but not tampering."""
     size = checksum = 0
     with path.open("rb") as file:
         while chunk := file.read(1 << 24):

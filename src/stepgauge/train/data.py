@@ -1,5 +1,5 @@
-"""Text in, batches out. A batch is a pure function of the corpus, the seed and the step: resuming
-needs no state.
+"""Makes batches of text. A batch is a pure function of the corpus, the seed and the step, so that
+resuming a run needs no state of the data.
 
 Legend: B batch, T sequence.
 """
@@ -28,7 +28,7 @@ class CorpusError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """The bytes of a corpus and what identifies them."""
+    """The bytes of a corpus, with its name and its hash."""
 
     name: str
     data: bytes
@@ -39,17 +39,17 @@ class Text:
 
     @property
     def train_length(self) -> int:
-        """Bytes of the training part, ended at a line so that no character is cut."""
+        """Bytes of the training part, which ends with a line so that no character is split."""
         wanted = int(len(self.data) * (1 - HELD_OUT_FRACTION))
         return self.data.rfind(b"\n", 0, wanted) + 1 or wanted
 
 
 @functools.cache
 def read_text(corpus: str) -> Text:
-    """The text of a file, of all text files of a folder in the order of their paths, or of the
-    default corpus.
+    """Returns the text of a file, of all text files in a folder sorted by path, or of the default
+    corpus, which is Python's standard library.
 
-    Raises CorpusError where it is missing, empty or not text.
+    Raises CorpusError if it is missing, empty or not text.
     """
     if corpus == DEFAULT_CORPUS:
         root = Path(sysconfig.get_path("stdlib"))
@@ -101,12 +101,12 @@ class Corpus:
 
     @classmethod
     def of(cls, text: Text) -> "Corpus":
-        """Its bytes as tokens."""
+        """Returns the corpus of a text, with its bytes as tokens."""
         tokens = torch.frombuffer(bytearray(text.data), dtype=torch.uint8)
         return cls(text, tokens[: text.train_length], tokens[text.train_length :])
 
     def require(self, *, length: int) -> None:
-        """Raises CorpusError unless both parts hold at least one sequence of that length and its
+        """Raises CorpusError unless both parts have at least one sequence of that length with its
         targets.
         """
         for name, part in (("training", self.train), ("held-out", self.held_out)):
@@ -117,13 +117,17 @@ class Corpus:
                 )
 
     def batch(self, step: int, *, batch: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
-        """tokens_BT and targets_BT of a step: windows at random places of the training part."""
+        """Returns tokens_BT and targets_BT of a step: windows at random positions of the training
+        part.
+        """
         generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
         starts = torch.randint(self.train.numel() - length, (batch,), generator=generator)
         return windows(self.train, starts, length)
 
     def held_out_windows(self, count: int, length: int) -> tuple[Tensor, Tensor]:
-        """At most `count` windows, evenly spread, that do not overlap: always the same ones."""
+        """Returns tokens_BT and targets_BT of at most `count` windows of the held-out part, always
+        the same ones: evenly spaced and without overlap.
+        """
         fit = (self.held_out.numel() - 1) // length
         chosen = min(count, fit)
         starts = torch.arange(chosen) * (fit // chosen) * length
@@ -131,14 +135,14 @@ class Corpus:
 
 
 def windows(tokens: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """tokens_BT from each start, and targets_BT one position on."""
+    """Returns tokens_BT from each start, and targets_BT, which are the tokens one position later."""
     index = starts[:, None] + torch.arange(length + 1)
     window = tokens[index].long()
     return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
 def random_batch(vocab_size: int, batch: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
-    """tokens_BT and targets_BT of independent uniform tokens."""
+    """Returns tokens_BT and targets_BT of independent uniform tokens."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocab_size, (batch, length + 1), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -147,20 +151,20 @@ def random_batch(vocab_size: int, batch: int, length: int, seed: int) -> tuple[T
 def masked_batch(
     vocab_size: int, batch: int, length: int, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """tokens_BT, targets_BT and types_BT of pairs of independent uniform texts, masked as BERT's
-    (Devlin et al. 2019).
+    """Returns tokens_BT, targets_BT and types_BT of pairs of independent uniform texts, masked as for
+    BERT (Devlin et al. 2019).
 
-    15 % of the tokens have a target; of these 80 % read [MASK], 10 % another token, 10 %
-    themselves.
+    15 % of the tokens have a target. Of these, 80 % are replaced by [MASK], 10 % by another token,
+    and 10 % are unchanged.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocab_size, (batch, length), generator=generator)
-    fate = torch.rand((batch, length), generator=generator)
-    # a row without targets has no loss
-    fate[:, 0] = torch.where((fate < MASKED_SHARE).any(1), fate[:, 0], 0.0)
-    targets = tokens.where(fate < MASKED_SHARE, NOT_MASKED)
+    draw = torch.rand((batch, length), generator=generator)  # decides each token's treatment
+    # A row without any target would have no loss.
+    draw[:, 0] = torch.where((draw < MASKED_SHARE).any(1), draw[:, 0], 0.0)
+    targets = tokens.where(draw < MASKED_SHARE, NOT_MASKED)
     others = torch.randint(vocab_size, (batch, length), generator=generator)
-    tokens = torch.where(fate < 0.9 * MASKED_SHARE, others, tokens)
-    tokens = tokens.masked_fill(fate < 0.8 * MASKED_SHARE, min(MASK_TOKEN, vocab_size - 1))
+    tokens = torch.where(draw < 0.9 * MASKED_SHARE, others, tokens)
+    tokens = tokens.masked_fill(draw < 0.8 * MASKED_SHARE, min(MASK_TOKEN, vocab_size - 1))
     types = (torch.arange(length) >= length // 2).long().expand(batch, -1).contiguous()
     return tokens, targets, types

@@ -1,5 +1,5 @@
-"""Which part of a network an error comes from: a line of the user's file that calls a container of
-torch's modules does not tell.
+"""Adds to an error the part of the network that raised it. The line of the user's file may only call
+a container such as nn.Sequential.
 """
 
 import contextlib
@@ -13,8 +13,8 @@ from torch import nn
 
 @contextlib.contextmanager
 def named_module(network: Callable[..., Any]) -> Iterator[None]:
-    """What is raised within the block begins with the part of the network that raised it, where it
-    is not the whole: "in module 2.linear (Linear): ...". Its type stays.
+    """Prefixes the message of an exception with the submodule that raised it, such as "in module
+    2.linear (Linear): ...", and keeps the exception's type.
     """
     try:
         yield
@@ -28,12 +28,13 @@ def named_module(network: Callable[..., Any]) -> Iterator[None]:
 
 
 def _innermost(error: Exception, network: Callable[..., Any]) -> str:
+    """Returns the name and class of the innermost submodule in the traceback, or ""."""
     if not isinstance(network, nn.Module):
         return ""
     names = {id(part): name for name, part in network.named_modules()}
-    found = ""
+    innermost = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        running = frame.f_locals.get("self")
-        if name := names.get(id(running), ""):
-            found = f"{name.removeprefix('_orig_mod.')} ({type(running).__name__})"
-    return found
+        module = frame.f_locals.get("self")
+        if name := names.get(id(module), ""):
+            innermost = f"{name.removeprefix('_orig_mod.')} ({type(module).__name__})"
+    return innermost

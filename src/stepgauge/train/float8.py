@@ -1,5 +1,5 @@
-"""float8 by torchao, where it is installed: linear layers whose products are float8, forward and
-backward, scaled by the largest value of each tensor. Weights stay as they are.
+"""float8 linear layers of torchao, if it is installed: forward and backward products are float8,
+scaled by the largest value of each tensor. The weights keep their type.
 """
 
 import importlib.util
@@ -10,12 +10,12 @@ from torch import nn
 from stepgauge.models.fused_linear import FusedLinear
 
 PACKAGE = "torchao"
-LEAST_CAPABILITY = (8, 9)  # of torch._scaled_mm
-WHOLE = 16  # rows and columns come in as many
+LEAST_CAPABILITY = (8, 9)  # which torch._scaled_mm needs
+MULTIPLE = 16  # torch._scaled_mm needs widths that are multiples of 16
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why float8 cannot run on the device, or None."""
+    """Returns why float8 cannot run on the device, or None."""
     if importlib.util.find_spec(PACKAGE) is None:
         return f"float8 needs the package {PACKAGE}, which is not installed"
     if device.type != "cuda" or not torch.cuda.is_available():
@@ -26,23 +26,23 @@ def why_not(device: torch.device) -> str | None:
     return None
 
 
-def takes(part: nn.Module, name: str) -> bool:
-    """Whether the module is a linear layer that float8 fits: not the output matrix, whose errors are
-    the loss's.
+def is_convertible(part: nn.Module, name: str) -> bool:
+    """Returns True for a linear layer of suitable widths that is not the output layer, whose rounding
+    errors would go directly into the loss.
     """
     if not isinstance(part, nn.Linear) or name.rpartition(".")[2] == "head":
         return False
-    return part.in_features % WHOLE == 0 == part.out_features % WHOLE
+    return part.in_features % MULTIPLE == 0 == part.out_features % MULTIPLE
 
 
 def convert(model: nn.Module) -> None:
-    """Lets those layers compute in float8. Their weights stay the same parameters."""
+    """Converts the model's linear layers to float8 in place. Their weights stay the same objects."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     sections = {
         name: part.sections for name, part in model.named_modules() if isinstance(part, FusedLinear)
     }
-    config = Float8LinearConfig(pad_inner_dim=True)  # any number of tokens
-    convert_to_float8_training(model, module_filter_fn=takes, config=config)
-    for name, widths in sections.items():  # which torchao's class does not carry
+    config = Float8LinearConfig(pad_inner_dim=True)  # allows any number of tokens
+    convert_to_float8_training(model, module_filter_fn=is_convertible, config=config)
+    for name, widths in sections.items():  # torchao's class drops this attribute
         setattr(model.get_submodule(name), "sections", widths)  # noqa: B010 - no field of nn.Module

@@ -1,4 +1,4 @@
-"""A training step under a layout: our networks, by what their specs say, spread over ranks."""
+"""Builds a preset's training step under a layout, distributed over ranks."""
 
 import contextlib
 import dataclasses
@@ -68,14 +68,15 @@ def build_layout_step(
     recompute: RecomputePlan | None = None,
     **optimizer_settings: Any,
 ) -> TrainingStep:
-    """This rank's part of the step. All ranks must call it.
+    """Returns this rank's part of the step. All ranks must call it.
 
-    stages     the blocks of each, as `stages_of` gives them, which is asked where they are not given
-    recompute  of a data axis, what backward computes again in place of the spec's checkpointing
+    stages     the blocks of each pipeline stage; by default those of `stages_of`
+    recompute  with a data axis only: what backward recomputes, instead of the spec's checkpointing
 
-    Raises ValueError for a precision that cannot be had, and where ranks have different layouts.
+    Raises ValueError for a precision that the device does not support, and if the ranks have
+    different layouts.
     """
-    if layout.context == layout.tensor == layout.pipeline == 1:  # any wrapper, torch's too
+    if layout.context == layout.tensor == layout.pipeline == 1:  # any wrapper, including torch's
         if layout.ranks > 1:
             require_one_layout(layout)
         return build_step(
@@ -106,7 +107,7 @@ def _by_torch(
     precision: Precision,
     **optimizer_settings: Any,
 ) -> Parallel:
-    """The network under torch's own tensor parallel, and its optimizer."""
+    """Returns the network under torch's own tensor parallelism, with its optimizer."""
     model = spec.network
     module = _build(spec, layout, device, model, range(model.num_layers))
     parallelize_by_torch(module, table_of(model), mesh_of(layout, device.type)["tensor"])
@@ -124,7 +125,7 @@ def _spread(
     stages: Sequence[range] | None,
     **optimizer_settings: Any,
 ) -> Parallel:
-    """This rank's part of the network, and its optimizer."""
+    """Returns this rank's part of the network, with its optimizer."""
     if layout.torch_tensor:
         return _by_torch(spec, layout, device, precision, **optimizer_settings)
     groups, optimizer = optimizer_of(spec.optimizer, precision, **optimizer_settings)
@@ -140,7 +141,10 @@ def _spread(
 
 
 def on_data_axis(spec: Spec, layout: Layout) -> Parallelise:
-    """The wrapper of a layout that has a data axis alone."""
+    """Returns the wrapper of a layout that has only a data axis.
+
+    The ranks of a preset weigh their losses by how many targets they have.
+    """
     wrap = functools.partial(
         parallelise, layout.wrapper, settings=wrapper_settings(spec, layout.wrapper)
     )
@@ -158,7 +162,7 @@ def on_data_axis(spec: Spec, layout: Layout) -> Parallelise:
 
 
 def wrapper_settings(spec: Spec | DataParallelSpec, wrapper: str) -> Settings:
-    """What the spec says of its wrapper."""
+    """Returns the wrapper's settings from the spec."""
     sharded = WRAPPERS[wrapper].shards("weights")
     return Settings(
         bucket_mb=spec.bucket_mb,
@@ -168,8 +172,9 @@ def wrapper_settings(spec: Spec | DataParallelSpec, wrapper: str) -> Settings:
 
 
 def stages_of(spec: Spec, layout: Layout, device: torch.device) -> list[range]:
-    """The blocks of each stage of a layout, the same on all ranks, which must all call it where
-    they are cut by time: that is measured here.
+    """Returns the blocks of each pipeline stage, the same on all ranks.
+
+    If the spec balances stages by time, the parts are timed here, and all ranks must call it.
     """
     model, precision = spec.network, PRECISIONS[spec.precision]
     if layout.pipeline == 1:
@@ -193,14 +198,14 @@ def stages_of(spec: Spec, layout: Layout, device: torch.device) -> list[range]:
 def _build(
     spec: Spec, layout: Layout, device: torch.device, model: Preset, blocks: range
 ) -> nn.Module:
-    """A stage, weights drawn from the spec's seed."""
+    """Returns a stage, with weights drawn from the spec's seed."""
     return build_parts(spec, layout, device, model, parts_of(blocks, model.num_layers))
 
 
 def build_parts(
     spec: Spec | WorkSpec, layout: Layout, device: torch.device, model: Preset, parts: range
 ) -> nn.Module:
-    """Parts of the network, as spec.plan.stages numbers them."""
+    """Returns parts of the network, as spec.plan.stages numbers them."""
     make, _ = NETWORKS[type(model)]
     part = make(model, device=device, parts=parts, seed=spec.seed)
     part.through_blocks = blocks_runner(spec, None)
@@ -213,7 +218,7 @@ def build_parts(
 def network_of(
     spec: Spec, layout: Layout, device: torch.device, stages: Sequence[range]
 ) -> Network:
-    """The network of a spec in the stages of a layout."""
+    """Returns a spec's network, cut into stages, in the form that `spread` distributes."""
     model, precision = spec.network, PRECISIONS[spec.precision]
     schedule = schedule_of(layout) if layout.pipeline > 1 else None
 
@@ -235,14 +240,16 @@ def network_of(
 
 
 def partial_loss_of(model: Preset) -> PartialLoss | None:
-    """Of ranks that have some of the vocabulary each."""
+    """Returns the kernels of a loss whose vocabulary is split over ranks; None for torch's loss."""
     return FUSED_LOSS if isinstance(model, ModelSpec) and model.loss == "fused" else None
 
 
 def stage_batch(
     model: Preset, parts: range, batch: Sequence[Any], hidden: Callable[[], Tensor]
 ) -> Sequence[Any]:
-    """What a stage of these parts is called with of a batch; `hidden` gives what others send it."""
+    """Returns the arguments of a stage with these parts for a batch. `hidden` makes the activations
+    that it would receive from the stage before.
+    """
     last = num_parts(model.num_layers) - 1
     if 0 in parts and last in parts:
         return batch
@@ -251,9 +258,10 @@ def stage_batch(
 
 
 def cut_sequences(module: nn.Module, group: dist.ProcessGroup, *, layout: Layout) -> SplitSequences:
-    """The Transformer, or a stage of it, called with whole sequences, computes this rank's tokens,
-    and the mean loss of these. Its attention exchanges heads or sends keys around the group. Between
-    stages there are this rank's tokens only, of a tensor axis a piece of them.
+    """Makes the Transformer, or a stage of it, compute only this rank's tokens of whole sequences,
+    and their mean loss. Attention exchanges heads or passes keys around the group.
+
+    Between stages only this rank's tokens are sent; with a tensor axis, its part of them.
     """
     heads, ring = HeadExchange(group), RingAttention(group, FUSED_ATTENTION)
     context: SplitSequences = heads if layout.ulysses else ring
@@ -263,25 +271,29 @@ def cut_sequences(module: nn.Module, group: dist.ProcessGroup, *, layout: Layout
         elif isinstance(part, Attention):
             part.attend = functools.partial(ring.attend, is_causal=part.is_causal)
 
-    def pieces(
+    def select_tokens(
         _: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any]
     ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        """A stage without the embedding takes its rank's tokens from the stage before."""
+        """Selects this rank's tokens and targets. The input of a stage without the embedding is
+        already this rank's.
+        """
         first, *targets = inputs
-        is_cut = module.embedding is None
-        length = first.shape[1] * layout.context * layout.tensor if is_cut else first.shape[1]
+        has_embedding = module.embedding is not None
+        length = (
+            first.shape[1] if has_embedding else first.shape[1] * layout.context * layout.tensor
+        )
         positions_T = context.positions(length, first.device)
-        own = [target.index_select(1, positions_T) for target in targets]
-        if not is_cut:
+        own_targets = [target.index_select(1, positions_T) for target in targets]
+        if has_embedding:
             first = first.index_select(1, positions_T)
-        return (first, *own), {**named, "positions_T": positions_T}
+        return (first, *own_targets), {**named, "positions_T": positions_T}
 
-    module.register_forward_pre_hook(pieces, with_kwargs=True)
+    module.register_forward_pre_hook(select_tokens, with_kwargs=True)
     return context
 
 
 def _tied(model: ModelSpec | BertSpec, stages: int) -> list[Tie]:
-    """The output matrix and the embedding, where they are one weight in two stages."""
+    """Returns the embedding and the output matrix if they are one weight in two stages."""
     if stages == 1 or (isinstance(model, ModelSpec) and not model.tied_head):
         return []
     embedding = "tokens.weight" if isinstance(model, BertSpec) else "embedding.weight"
@@ -289,18 +301,20 @@ def _tied(model: ModelSpec | BertSpec, stages: int) -> list[Tie]:
 
 
 def _cut(model: Preset) -> Callable[[Sequence[Any]], tuple[Sequence[Any], Sequence[Any]]]:
-    """A batch as what goes into the first stage, BERT's types too, and targets for the last."""
+    """Returns a function that splits a batch into the inputs of the first stage, which for BERT
+    include the types, and the targets of the last stage.
+    """
     if isinstance(model, BertSpec):
         return lambda batch: ((batch[0], batch[2]), batch[1:2])
     return lambda batch: (batch[:1], batch[1:])
 
 
 def _types_last(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    """The arguments of a BERT, which takes types after targets."""
+    """Returns the arguments in BERT's order: tokens, targets, types."""
     tokens, types = inputs
     return tokens, None, types
 
 
 def num_counted(targets_BT: Tensor) -> Tensor:
-    """Of each sequence."""
+    """Returns how many targets each sequence has."""
     return (targets_BT != NOT_MASKED).sum(1)

@@ -1,4 +1,4 @@
-"""Trains, and goes on where a killed run stopped."""
+"""The training loop, which resumes where a killed run stopped."""
 
 import dataclasses
 import json
@@ -20,17 +20,17 @@ from stepgauge.train.rank_share import SINGLE_PROCESS, RankShare
 from stepgauge.train.task import Task
 
 CURVE_FILE = "curve.jsonl"
-# What a run may change when it goes on: the curve does not depend on it.
+# Fields that may change when a run is resumed, because the loss curve does not depend on them.
 FREE_FIELDS = (
     "model", "size", "corpus", "device", "keep", "checkpoint_every", "compile", "checkpointing",
     "checkpoint_blocks", "memory_gib", "data_parallel", "ranks", "layout", "balance", "bucket_mb",
 )  # fmt: skip
-DRAIN_EVERY = 10  # steps between readings of the loss from the device: each is a wait
+DRAIN_EVERY = 10  # steps; reading the loss waits for the device
 
 
 @dataclasses.dataclass(frozen=True)
 class LossPoint:
-    """One step of the loss curve. `held_out` is the held-out loss, where it was evaluated."""
+    """One step of the loss curve. `held_out` is the held-out loss if it was evaluated."""
 
     step: int
     loss: float
@@ -42,15 +42,14 @@ class DivergedError(Exception):
 
 
 def checkpoints_in(folder: Path) -> Checkpoints:
-    """Those of the training run in the folder."""
+    """Returns the checkpoints of the training run in the folder."""
     return Checkpoints(folder / "checkpoints")
 
 
 class Trainer:
-    """A training run in a folder: its task, its curve on disk, its checkpoints.
+    """A training run in a folder: its task, its loss curve on disk and its checkpoints.
 
-    Of several ranks each has a Trainer, in a process group; they see one folder, and rank 0 alone
-    writes to it.
+    Each of several ranks has a Trainer. All see the same folder, and only rank 0 writes the curve.
     """
 
     def __init__(
@@ -59,24 +58,26 @@ class Trainer:
         self.spec, self.task, self.step, self.place = spec, task, task.step, place
         self.checkpoints = checkpoints_in(folder)
         self.curve_path = folder / CURVE_FILE
-        # what the schedule's fraction is of; an optimizer may have no learning rate
-        self.highest_rates = [group.get("lr") for group in self.step.optimizer.param_groups]
+        # The peak learning rates of the schedule; None for an optimizer without a learning rate.
+        self.peak_rates = [group.get("lr") for group in self.step.optimizer.param_groups]
 
     def run(
         self,
         report: Callable[[LossPoint], None],
         resumed: Callable[[int], None] = lambda step: None,
     ) -> tuple[list[LossPoint], int]:
-        """Trains to the last step from the newest whole checkpoint; the whole curve, and steps done
-        in this call.
+        """Trains from the newest complete checkpoint to the last step. Returns the whole curve, and
+        the number of steps done in this call.
 
-        `resumed` is told the step of the checkpoint, `report` each step done here, when it is on
-        disk. Raises CheckpointError, DivergedError.
+        resumed  called with the step of the checkpoint
+        report   called with each new step's point when it is on disk
+
+        Raises CheckpointError and DivergedError.
         """
         self.curve_path.parent.mkdir(parents=True, exist_ok=True)
         start = self._resume()
-        self.place.wait()  # all have read the curve before one cuts it
-        curve = self._keep_curve_until(start) if self.place.writes else self._curve_until(start)
+        self.place.wait()  # all ranks must have read the curve before rank 0 truncates it
+        curve = self._truncate_curve(start) if self.place.writes else self._curve_until(start)
         if start:
             resumed(start)
         pending: list[tuple[int, Tensor]] = []
@@ -101,13 +102,13 @@ class Trainer:
         return curve, self.spec.steps - start
 
     def _train_step(self, number: int) -> Tensor:
-        """One optimizer step over this rank's share of `accumulation` micro-batches; its mean loss,
-        on the device.
+        """Makes one optimizer step over this rank's share of `accumulation` micro-batches. Returns
+        their mean loss, on the device.
         """
         groups = self.step.optimizer.param_groups
-        for group, highest in zip(groups, self.highest_rates, strict=True):
-            if highest is not None:
-                group["lr"] = self.spec.learning_rate_at(number, highest=highest)
+        for group, peak in zip(groups, self.peak_rates, strict=True):
+            if peak is not None:
+                group["lr"] = self.spec.learning_rate_at(number, highest=peak)
         micro_batches = self.task.micro_batches(number)
         loss = self.step.accumulate(micro_batches, count=self.spec.accumulation)
         self.step.update()
@@ -117,6 +118,9 @@ class Trainer:
         return self.task.evaluate() if self.task.evaluate else None
 
     def _drain(self, pending: list[tuple[int, Tensor]], held_out: float | None) -> list[LossPoint]:
+        """Reads the pending losses from the device and returns their points, the last of them with
+        the held-out loss. Raises DivergedError for a loss that is not finite.
+        """
         losses = self.place.mean(torch.stack([loss for _, loss in pending])).tolist()
         points = [LossPoint(step, loss) for (step, _), loss in zip(pending, losses, strict=True)]
         pending.clear()
@@ -133,15 +137,17 @@ class Trainer:
         return points
 
     def _about(self) -> dict[str, Any]:
-        """What decides the curve: a checkpoint goes on only under the same."""
+        """Returns the fields that determine the loss curve; a checkpoint can be resumed only with
+        the same values.
+        """
         spec = dataclasses.asdict(self.spec)
         for free in FREE_FIELDS:
             del spec[free]
-        return {**spec, **self.task.decides}
+        return {**spec, **self.task.curve_fields}
 
     def _save(self, step: int) -> None:
         parallel = self.step.parallel
-        assert parallel.state is not None, "whatever can be trained with has a state"
+        assert parallel.state is not None, "every wrapper that can be trained with has a state"
         about, keep, scaler = self._about(), self.spec.keep, self.step.scaler.state_dict()
         if parallel.shares is not None:
             share = {**parallel.shares(), "scaler": scaler}
@@ -153,66 +159,66 @@ class Trainer:
         self.place.wait()
 
     def _resume(self) -> int:
-        """Loads the newest whole checkpoint and returns its step, 0 where there is none.
+        """Loads the newest complete checkpoint and returns its step, or 0 if there is none.
 
-        One whose steps are not all in the curve file is passed over, for the curve would have a
-        hole.
+        A checkpoint whose steps are not all in the curve file is skipped, because the curve would
+        have a gap.
         """
-        known = len(read_curve(self.curve_path))
+        curve_end = len(read_curve(self.curve_path))
         for step, folder, about in self.checkpoints.newest():
             self._require_same_run(step, about, folder)
-            if step <= known:
+            if step <= curve_end:
                 self._load(folder)
                 return step
             warnings.warn(
-                f"checkpoint {folder} is passed over: its curve ends at step {known}",
+                f"checkpoint {folder} is skipped, because the loss curve ends at step {curve_end}",
                 stacklevel=2,
             )
         return 0
 
     def _load(self, folder: Path) -> None:
-        """Takes the state of a checkpoint."""
+        """Restores the state of a checkpoint."""
         parallel = self.step.parallel
         read = self.checkpoints.open if parallel.loads_by_name else self.checkpoints.load
         state = read(folder)
-        state["optimizer"].setdefault("state", {})  # empty parts are not stored
-        assert parallel.load is not None, "whatever can be trained with takes a state"
+        state["optimizer"].setdefault("state", {})  # empty mappings are not stored
+        assert parallel.load is not None, "every wrapper that can be trained with loads a state"
         parallel.load(state)
         self.step.scaler.load_state_dict(state.get("scaler", {}))
 
     def _require_same_run(self, done: int, about: Mapping[str, Any], folder: Path) -> None:
-        """Raises CheckpointError where the checkpoint is of another run than is asked for."""
+        """Raises CheckpointError if the checkpoint belongs to another run than this one."""
         wanted = self._about()
-        # what was not yet asked for then was as its default is
+        # Fields that did not exist when the checkpoint was written had their default's meaning.
         before = ModelSpec().architecture() | completed(self.spec.kind, about)
         before = {name: before[name] for name in before.keys() & (about.keys() | wanted.keys())}
         require_same({**before, "steps": self.spec.steps}, wanted, folder)
         self._require_same_rates(done, before["steps"], folder)
 
     def _require_same_rates(self, done: int, steps: int, folder: Path) -> None:
-        """Raises CheckpointError where a run of so many steps, of which `done` are done, cannot go
-        on to the steps that are asked for now.
+        """Raises CheckpointError if a run that was planned for `steps` steps, of which `done` are
+        done, cannot be resumed with the number of steps requested now.
         """
         if steps == self.spec.steps:
             return
         if self.spec.steps < done:
             raise CheckpointError(
-                f"checkpoint {folder} has {done} steps, --steps asks for {self.spec.steps}; ask for "
-                f"more, or choose another --out"
+                f"checkpoint {folder} is at step {done}, but --steps is {self.spec.steps}; increase "
+                f"--steps, or choose another --out"
             )
         if self.spec.rates_depend_on_steps(done):
             raise CheckpointError(
-                f"checkpoint {folder} is of a run of {steps} steps, over which its learning rate "
-                f"falls: {self.spec.steps} would have another loss curve; ask for as many, or choose "
-                f"another --out (a run with --final-learning-rate 1 may be made longer)"
+                f"checkpoint {folder} is of a run of {steps} steps, over which the learning rate "
+                f"decays, so {self.spec.steps} steps have another loss curve; use --steps {steps}, "
+                f"or choose another --out (a run with --final-learning-rate 1 can be extended)"
             )
 
     def _curve_until(self, step: int) -> list[LossPoint]:
         return [point for point in read_curve(self.curve_path) if point.step <= step]
 
-    def _keep_curve_until(self, step: int) -> list[LossPoint]:
-        """Drops from the file what comes after the checkpoint (it is computed again), and returns
-        the rest.
+    def _truncate_curve(self, step: int) -> list[LossPoint]:
+        """Removes the points after the step from the file, since these steps are trained again, and
+        returns the others.
         """
         points = self._curve_until(step)
         partial = self.curve_path.with_suffix(".partial")
@@ -225,21 +231,19 @@ class Trainer:
 
 
 def _line(point: LossPoint) -> str:
-    """Of a curve file."""
+    """Returns the point's line in a curve file."""
     return json.dumps(dataclasses.asdict(point)) + "\n"
 
 
 def read_curve(path: Path) -> list[LossPoint]:
-    """The points of a curve file, step 1, 2, ..., as far as they are whole."""
+    """Returns the points of a curve file, step 1, 2, ..., up to the first missing or damaged one."""
     if not path.exists():
         return []
     points: list[LossPoint] = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             fields = json.loads(line)
-            if (
-                "bits_per_byte" in fields
-            ):  # as it was called before there were losses of other units
+            if "bits_per_byte" in fields:  # the field's name in older files
                 fields["held_out"] = fields.pop("bits_per_byte")
             point = LossPoint(**fields)
         except (ValueError, TypeError):

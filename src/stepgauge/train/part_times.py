@@ -1,4 +1,4 @@
-"""What the parts of a network take on this machine: by it the stages of a pipeline are cut."""
+"""Times the parts of a network on this machine, so that a pipeline can be cut into equal stages."""
 
 import contextlib
 import dataclasses
@@ -28,25 +28,28 @@ def part_times(
     device: torch.device,
     context: Context,
 ) -> PartTimes:
-    """Of the embeddings, the halves of a block and the head, from a network of one block. Whole
-    layers: of a tensor axis each rank has as large a part of them all. The same on all ranks, which
-    must all call it.
+    """Returns the times of the embeddings, of each half of a block and of the head, averaged over all
+    ranks, which must all call it. They are measured in a network with one block.
 
-    build    a stage of a network, by its parts; the last one takes targets after its input
-    inputs   what the first stage takes of a micro-batch
-    context  around every forward, such as autocast
+    Layers are timed whole even with a tensor axis, because it divides all of them alike.
+
+    build    builds a stage of a network from its parts; the last one takes targets after its input
+    inputs   of the first stage for a micro-batch
+    context  entered around every forward, such as autocast
     """
-    short, found, end = dataclasses.replace(model, num_layers=1), [], num_parts(1)
+    one_block, times, end = dataclasses.replace(model, num_layers=1), [], num_parts(1)
     parts = [range(part, part + 1) for part in range(end)]
-    if getattr(model, "block", "") == "parallel":  # its block has no halves: each is half of it
+    if (
+        getattr(model, "block", "") == "parallel"
+    ):  # cannot be run by halves: each gets half its time
         parts[1:3] = [range(1, 3)]
     for part in parts:
-        stage = build(short, part)
+        stage = build(one_block, part)
         inputs = (*inputs, targets) if part.stop == end else inputs
         output, ms = forward_and_backward(stage, inputs, device=device, context=context)
         inputs = (output.detach().requires_grad_(),)
-        found += [ms / len(part)] * len(part)
-    return mean_over_ranks(PartTimes(*found))
+        times += [ms / len(part)] * len(part)
+    return mean_over_ranks(PartTimes(*times))
 
 
 def forward_and_backward(
@@ -56,8 +59,8 @@ def forward_and_backward(
     device: torch.device,
     context: Context,
 ) -> tuple[Tensor, float]:
-    """What the module gives, and the median ms of a few runs, whose gradients add up as in the step
-    of a pipeline.
+    """Returns the module's output, and the median ms of forward and backward over a few runs.
+    Gradients accumulate over the runs, as in a pipeline's step.
     """
     times = []
     for _ in range(WARMUP + REPEATS):
@@ -72,9 +75,9 @@ def forward_and_backward(
 
 
 def mean_over_ranks(times: PartTimes) -> PartTimes:
-    """The mean over all ranks, the same on each."""
-    given = gathered_objects(times)
-    return PartTimes(*map(statistics.fmean, zip(*given, strict=True)))
+    """Returns the mean over all ranks, the same on each."""
+    times_of_ranks = gathered_objects(times)
+    return PartTimes(*map(statistics.fmean, zip(*times_of_ranks, strict=True)))
 
 
 def _synchronize(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Which share of a training run a process has: all of it, or a rank's."""
+"""The share of a training run that one rank has."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from stepgauge.spec.layout import Layout
 
 @dataclasses.dataclass(frozen=True)
 class RankShare:
-    """A rank of `ranks` in the default process group; alone by default.
+    """A rank of `ranks` in the default process group; by default a single process.
 
-    data_rank, data_ranks  its place among those that train on other rows of a batch
-    losses                 ranks that have a loss; on the others it is zero
+    data_rank, data_ranks  its position on the data axis, whose ranks get different rows of a batch
+    losses                 how many ranks have a loss; it is zero on the others
     """
 
     rank: int = 0
@@ -26,7 +26,7 @@ class RankShare:
 
     @classmethod
     def of(cls, layout: Layout, rank: int) -> Self:
-        """Of a pipeline the last stage alone has the loss."""
+        """Returns a rank's share under a layout. In a pipeline only the last stage has a loss."""
         return cls(
             rank,
             layout.ranks,
@@ -37,22 +37,22 @@ class RankShare:
 
     @property
     def writes(self) -> bool:
-        """Whether this process owns the run's folder."""
+        """True on the rank that writes to the run's folder."""
         return self.rank == 0
 
     def shares(self, batches: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's rows of each batch, which the number of data ranks divides."""
+        """Returns this rank's rows of each batch. The number of data ranks must divide them."""
         return [batch.chunk(self.data_ranks)[self.data_rank] for batch in batches]
 
     def mean(self, values: Tensor) -> Tensor:
-        """The mean over the ranks that have a loss."""
+        """Returns the mean of a loss over the ranks that have one."""
         if self.ranks > 1:
             values = values / self.losses
             dist.all_reduce(values)
         return values
 
     def wait(self) -> None:
-        """Until all ranks are here."""
+        """Waits until all ranks have called it."""
         if self.ranks > 1:
             dist.barrier()
 

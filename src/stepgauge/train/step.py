@@ -1,4 +1,4 @@
-"""One training step, in its three phases. What `bench step` times is what `train` trains with."""
+"""One training step in its three phases. `bench step` times the same step that `train` uses."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
@@ -13,11 +13,12 @@ from stepgauge.train.precision import Precision
 
 
 class TrainingStep:
-    """forward, backward and update of a module that gives its loss: `module(*batch)` -> scalar.
+    """Forward, backward and update of a module that returns its loss: `module(*batch)` -> scalar.
 
-    `forward` may be called several times before `update`, each with its share of the loss:
-    gradients add up. `parallel` says what other ranks have to do with it. `brings_optimizer`: the
-    optimizer is of a user's own file.
+    Gradients accumulate, so `forward` and `backward` may be called several times before `update`.
+
+    parallel          how the step is distributed over ranks
+    brings_optimizer  True if the optimizer comes from a user's file
     """
 
     def __init__(
@@ -44,16 +45,16 @@ class TrainingStep:
 
     @property
     def optimizer_name(self) -> str:
-        """The class that steps, and whether the user's file brought it."""
+        """The optimizer's class, after "user" if the user's file brought it."""
         return f"{'user ' if self.brings_optimizer else ''}{type(self.optimizer).__name__}"
 
     def phases(self, batch: Sequence[Any], *, until: str = "step") -> dict[str, Callable[[], None]]:
-        """The phases of a step by name, in order; each leaves behind only what the next one needs.
-        Backward ends when `.grad` has what all ranks' gradients come to.
+        """Returns the phases of a step by name, in the order in which they are called. Backward ends
+        when `.grad` has the gradient reduced over all ranks.
 
-        until  "forward": it alone, without gradients; "backward": with its forward, from gradients
-               that are None; "step": with the optimizer. Where a schedule mixes them, forward and
-               backward are one phase
+        until  "forward": only forward, without gradients; "backward": forward and backward, from
+               gradients that are None; "step": also the optimizer. If a pipeline schedule mixes
+               forward and backward, they are one phase
         """
         loss: list[Tensor] = []
 
@@ -85,8 +86,9 @@ class TrainingStep:
         return phases
 
     def gradients(self, batch: Sequence[Any], *, batches: int = 1) -> Tensor:
-        """Forward and backward of one of the `batches` whose gradients add up; its loss, divided by
-        their number, or zero where another rank has it.
+        """Runs forward and backward of one of `batches` micro-batches whose gradients accumulate.
+
+        Returns its loss divided by `batches`, or zero if another rank has the loss.
         """
         if self.parallel.forward_backward is not None:
             return self.parallel.forward_backward(batch, batches)
@@ -95,7 +97,7 @@ class TrainingStep:
         return loss.detach()
 
     def accumulate(self, batches: Iterable[Sequence[Any]], *, count: int) -> Tensor:
-        """Forward and backward of so many batches whose gradients add up; their mean loss."""
+        """Runs forward and backward of `count` micro-batches and returns their mean loss."""
         total = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches, start=1):
             with contextlib.nullcontext() if number == count else self.parallel.no_sync():
@@ -104,23 +106,24 @@ class TrainingStep:
 
     @torch.no_grad()
     def evaluate(self, batch: Sequence[Any]) -> Tensor:
-        """The loss of a batch without gradients, or zero where another rank has it."""
+        """Returns the loss of a batch, without gradients; zero if another rank has the loss."""
         if self.parallel.evaluate is not None:
             return self.parallel.evaluate(batch)
         return self.forward(*batch)
 
     def forward(self, *batch: Any) -> Tensor:
-        """The loss of the batch: of ours tokens_BT and targets_BT."""
+        """Returns the loss of a batch; for the Transformer presets (tokens_BT, targets_BT)."""
         weight = None if self.parallel.weight is None else self.parallel.weight(batch)
         with self.precision.autocasting(self.device):
             loss = self.compute_loss(*batch)
         return loss if weight is None else weighted(loss, weight)
 
     def backward(self, loss: Tensor) -> None:
+        """Runs backward from the loss, scaled if the precision needs it."""
         self.scaler.scale(loss).backward()
 
     def update(self) -> None:
-        """Clips, steps the optimizer and frees the gradients."""
+        """Clips the gradients, steps the optimizer and frees the gradients."""
         if self.max_gradient_norm is not None:
             self.scaler.unscale_(self.optimizer)
             self.parallel.clip_gradients(self.max_gradient_norm)

@@ -1,4 +1,4 @@
-"""What a run trains: a step, its batches, and how the held-out loss comes about."""
+"""A training task: the step, its batches, and how the held-out loss is computed."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,18 +11,20 @@ from stepgauge.train.step import TrainingStep
 class Task:
     """One rank's share of a training run.
 
-    micro_batches  of step 0, 1, ...: each the arguments of step.forward; a pure function of the
-                   number, so that a run that goes on sees the batches that it would have seen
-    evaluate       the held-out loss, in `held_out_unit`; None where nothing is held out
-    decides        what the curve depends on beside the spec: a checkpoint goes on under the same
-    environment    what the record says of it
-    tokens         of a step on all ranks; None where they are not known
+    micro_batches  step number 0, 1, ... -> the step's micro-batches, each the arguments of
+                   step.forward. A pure function of the number, so that a resumed run sees the same
+                   batches as one that was not interrupted
+    evaluate       computes the held-out loss in `held_out_unit`; None if nothing is held out
+    curve_fields   values that determine the loss curve in addition to the spec; a checkpoint can be
+                   resumed only with the same values
+    environment    entries of the record's environment
+    tokens         per step on all ranks; None if unknown
     """
 
     step: TrainingStep
     micro_batches: Callable[[int], Iterable[Sequence[Any]]]
     evaluate: Callable[[], float] | None
-    decides: Mapping[str, Any]
+    curve_fields: Mapping[str, Any]
     environment: Mapping[str, Any]
     loss_unit: str = ""
     held_out_unit: str = ""

@@ -1,4 +1,4 @@
-"""A language model on a corpus as the task of a training run."""
+"""The training task of a language model on a corpus."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -21,9 +21,11 @@ def text_task(
     place: RankShare = SINGLE_PROCESS,
     build: Callable[..., TrainingStep] = build_step,
 ) -> Task:
-    """The spec's model, its vocabulary the bytes, on the spec's corpus. Raises CorpusError.
+    """Returns the task of training the spec's model on its corpus. Tokens are bytes.
 
-    build  makes the step of the spec, with the optimizer's settings
+    build  builds the spec's step, given the optimizer's settings
+
+    Raises CorpusError for a corpus that cannot be trained on.
     """
     corpus = Corpus.of(read_text(spec.corpus))
     length = spec.network.context_length
@@ -36,12 +38,11 @@ def text_task(
         betas=(spec.beta1, spec.beta2),
         weight_decay=spec.weight_decay,
     )
-
     return Task(
         step=step,
         micro_batches=lambda number: micro_batches(number, corpus, spec, place, step.device),
         evaluate=lambda: bits_per_byte(step, corpus, spec, place),
-        decides={**model.architecture(), "corpus_sha256": corpus.text.sha256},
+        curve_fields={**model.architecture(), "corpus_sha256": corpus.text.sha256},
         environment={
             "corpus_sha256": corpus.text.sha256,
             "corpus_bytes": len(corpus.text.data),
@@ -57,7 +58,7 @@ def text_task(
 def micro_batches(
     number: int, corpus: Corpus, spec: TrainSpec, place: RankShare, device: torch.device
 ) -> Iterator[list[Tensor]]:
-    """This rank's rows of each micro-batch of a step, on the device."""
+    """Yields this rank's rows of each micro-batch of a step, on the device."""
     rows, length = spec.batch * spec.accumulation, spec.network.context_length
     batch = corpus.batch(number, batch=rows, length=length, seed=spec.seed)
     shares = (place.shares(part.split(spec.batch)) for part in batch)
@@ -69,7 +70,7 @@ def micro_batches(
 def bits_per_byte(
     step: TrainingStep, corpus: Corpus, spec: TrainSpec, place: RankShare = SINGLE_PROCESS
 ) -> float:
-    """Held-out loss: nats a token, which is a byte, over ln 2."""
+    """Returns the held-out loss: nats per token, which is a byte, divided by ln 2."""
     tokens, targets = corpus.held_out_windows(spec.evaluate_windows, spec.network.context_length)
     total = torch.zeros((), dtype=torch.float64)
     for micro in zip(tokens.split(spec.batch), targets.split(spec.batch), strict=True):

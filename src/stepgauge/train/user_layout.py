@@ -1,4 +1,6 @@
-"""A user's network under a layout: its layers cut by its table, and its nn.Sequential into stages."""
+"""Builds a user's training step under a layout: tensor parallelism cuts layers by a table of rules,
+and a pipeline cuts an nn.Sequential into stages.
+"""
 
 import collections
 import dataclasses
@@ -45,23 +47,23 @@ Loss = Callable[..., Any] | None
 def build_user_layout_step(
     spec: LayoutSpec, *, layout: Layout, device: torch.device, lr: float
 ) -> UserStep:
-    """The step of a user's model. All ranks must call it.
+    """Returns this rank's part of a user's step. All ranks must call it.
 
-    Raises what build_user_step does, ValueError for a network that the layout cannot cut, and where
+    Raises what build_user_step does, and ValueError for a network that the layout cannot cut, or if
     the ranks have different layouts.
     """
     return build_user_step(spec, device, spread=over_layout(spec, layout, device), lr=lr)
 
 
 def over_layout(spec: LayoutSpec | TrainSpec, layout: Layout, device: torch.device) -> SpreadParts:
-    """How the layout spreads a user's network, of what its factory gave."""
+    """Returns a function that distributes a user's network, given the parts of its factory."""
 
-    def of_parts(parts: UserParts) -> Parallelise:
+    def parallelise_parts(parts: UserParts) -> Parallelise:
         if layout.data == layout.ranks:
             return on_data_axis(spec, layout)
         return functools.partial(_spread, spec, layout, device, UserCut.of(parts, layout, device))
 
-    return of_parts
+    return parallelise_parts
 
 
 def _spread(
@@ -73,6 +75,7 @@ def _spread(
     groups: Groups,
     optimizer: OptimizerClass,
 ) -> Parallel:
+    """Returns this rank's part of the network, with its optimizer."""
     stages = cut.stages_of(module)
     tables = [cut.table_of(stage) for stage in stages]
     built = dict(enumerate(stages))
@@ -94,7 +97,7 @@ def _spread(
         device=device,
         recording=isinstance(spec, LayoutSpec),
     )
-    built.clear()  # the stages of other ranks
+    built.clear()  # frees the stages of other ranks
     return parallel
 
 
@@ -102,10 +105,10 @@ def _spread(
 class UserCut:
     """How a layout cuts a user's network.
 
-    table   rules of its layers
-    stages  modules of its nn.Sequential by stage; none without a pipeline
-    loss    of the last stage
-    like    targets as the loss takes them
+    table   rules that cut the layers
+    stages  indices of the nn.Sequential's modules, by stage; empty without a pipeline
+    loss    the loss function of the last stage
+    like    a structure like that of the targets, with None for each tensor
     """
 
     table: Table
@@ -115,7 +118,7 @@ class UserCut:
 
     @classmethod
     def of(cls, parts: UserParts, layout: Layout, device: torch.device) -> "UserCut":
-        """Raises ValueError for a network or a batch that cannot be cut so."""
+        """Returns the cut. Raises ValueError for a network or a batch that cannot be cut this way."""
         table = table_of_user(parts) if layout.tensor > 1 else {}
         if layout.pipeline == 1:
             return cls(table, (), parts.loss, None)
@@ -124,8 +127,9 @@ class UserCut:
         for tensor in (*inputs, *targets):
             if tensor.ndim == 0 or len(tensor) % layout.microbatches:
                 raise ValueError(
-                    f"the batch has a tensor of shape {tuple(tensor.shape)}, whose first dim "
-                    f"m{layout.microbatches} of {str(layout)!r} does not divide"
+                    f"the batch has a tensor of shape {tuple(tensor.shape)}, whose first dimension "
+                    f"cannot be divided into the {layout.microbatches} micro-batches of "
+                    f"{str(layout)!r}"
                 )
         micro_batch = [tensor.chunk(layout.microbatches)[0].to(device) for tensor in inputs]
         stages = cut_sequential(moved(parts.module, device), schedule_of(layout), micro_batch)
@@ -133,15 +137,15 @@ class UserCut:
         return cls(table, stages, parts.loss, like)
 
     def stages_of(self, module: nn.Module) -> list[nn.Module]:
-        """The whole, without a pipeline."""
+        """Returns the modules of all stages; without a pipeline the whole module."""
         if not self.stages:
             return [module]
         children = [*module.named_children()]
         runs = [collections.OrderedDict(children[n] for n in run) for run in self.stages]
-        return [*map(Run, runs[:-1]), LastRun(runs[-1], self.loss, self.like)]
+        return [*map(Stage, runs[:-1]), LastStage(runs[-1], self.loss, self.like)]
 
     def table_of(self, stage: nn.Module) -> Table:
-        """The rules of the layers that the stage has."""
+        """Returns the rules that apply to layers of the stage."""
         names = [name for name, _ in stage.named_modules()]
         return {
             pattern: rule
@@ -149,14 +153,16 @@ class UserCut:
             if any(is_named(name, pattern) for name in names)
         }
 
-    def batch(self, batch: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
-        (given,) = batch
-        return tensors_of(given, has_loss=self.loss is not None)
+    def batch(self, arguments: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the tensors of the inputs and of the targets."""
+        (batch,) = arguments
+        return tensors_of(batch, has_loss=self.loss is not None)
 
 
 def table_of_user(parts: UserParts) -> Table:
-    """The factory's, or that of a network of the transformers library. Raises ValueError for one
-    that has neither, and for a name of no module.
+    """Returns the factory's table, or that of a network of the transformers library.
+
+    Raises ValueError for a network without either, and for a rule whose name matches no module.
     """
     try:
         table = table_by_config(parts.module) if parts.table is None else parts.table
@@ -166,47 +172,49 @@ def table_of_user(parts: UserParts) -> Table:
     return table
 
 
-class Run(nn.Sequential):
-    """Some modules of a user's nn.Sequential, by the names that they have there: a stage that is
-    called with the tensors of the one before it.
+class Stage(nn.Sequential):
+    """Some modules of a user's nn.Sequential, with the names that they have there. It is called with
+    the tensors that the stage before returned.
     """
 
-    def forward(self, *given: Tensor) -> Any:
-        return super().forward(given if len(given) > 1 else given[0])
+    def forward(self, *tensors: Tensor) -> Any:
+        return super().forward(tensors if len(tensors) > 1 else tensors[0])
 
 
-class LastRun(Run):
-    """The last ones, called with the targets too: gives the loss.
+class LastStage(Stage):
+    """The last stage, which is also called with the targets and returns the loss.
 
-    like  targets as the loss takes them; without a loss the output says it
+    like  a structure like that of the targets; without a loss function the output is the loss
     """
 
     def __init__(self, modules: collections.OrderedDict[str, nn.Module], loss: Loss, like: Any):
         super().__init__(modules)
         self.like = like
-        # what a network trains is in its stages, not in a loss that is a module
+        # A partial, so that a loss that is a module does not become a submodule of the stage.
         self.loss = None if loss is None else functools.partial(loss)
 
-    def forward(self, *given: Tensor) -> Tensor:
+    def forward(self, *tensors: Tensor) -> Tensor:
         if self.loss is None:
-            return scalar_loss(super().forward(*given))
-        first = len(given) - len(leaves_of(self.like))
-        inputs, targets = given[:first], with_leaves(self.like, given[first:])
+            return scalar_loss(super().forward(*tensors))
+        first = len(tensors) - len(leaves_of(self.like))
+        inputs, targets = tensors[:first], with_leaves(self.like, tensors[first:])
         return scalar_loss(self.loss(super().forward(*inputs), targets))
 
 
 def cut_sequential(module: nn.Module, schedule: Schedule, inputs: Sequence[Tensor]) -> list[range]:
-    """The modules of each stage of an nn.Sequential, such that the ranks have about equal FLOPs of
-    such inputs. Raises ValueError for another network, or one of fewer modules.
+    """Returns the indices of the modules in each stage, such that the ranks have about equal FLOPs
+    for these inputs. Raises ValueError for a network that is no nn.Sequential or has too few modules.
     """
     if type(module).forward is not nn.Sequential.forward:
         raise ValueError(
             f"the factory's module is a {type(module).__name__}; a pipeline cuts an nn.Sequential, "
-            f"each module of which takes what the one before gives"
+            f"in which each module is called with the output of the one before"
         )
     modules = [*module.children()]
     if len(modules) < len(module):  # type: ignore[arg-type]
-        raise ValueError("a module stands twice in the nn.Sequential; a pipeline runs each once")
+        raise ValueError(
+            "the nn.Sequential contains a module twice; a pipeline can run each module only once"
+        )
     if schedule.num_stages > len(modules):
         raise ValueError(
             f"{schedule.name} on {schedule.num_ranks} ranks has {schedule.num_stages} stages; the "
@@ -216,11 +224,11 @@ def cut_sequential(module: nn.Module, schedule: Schedule, inputs: Sequence[Tenso
 
 
 def flops_of(modules: Sequence[nn.Module], inputs: Sequence[Tensor]) -> list[float]:
-    """Of each in forward, one after the other; 1 of one that torch counts none of."""
-    found, given = [], tuple(inputs)
+    """Returns each module's forward FLOPs when they run one after the other; at least 1."""
+    flops, tensors = [], tuple(inputs)
     for number, module in enumerate(modules, start=1):
-        with torch.no_grad(), trial(module, given), FlopCounterMode(display=False) as counter:
-            output = module(given if len(given) > 1 else given[0])
-        found.append(max(1.0, float(counter.get_total_flops())))
-        given = as_tuple(output) if number < len(modules) else ()
-    return found
+        with torch.no_grad(), trial(module, tensors), FlopCounterMode(display=False) as counter:
+            output = module(tensors if len(tensors) > 1 else tensors[0])
+        flops.append(max(1.0, float(counter.get_total_flops())))
+        tensors = as_tuple(output) if number < len(modules) else ()
+    return flops

@@ -1,18 +1,18 @@
-"""A user's network as a training step that every measurement takes.
+"""Builds a training step from a user's network, for all measurements.
 
-The factory takes no arguments and returns (module, batch), (module, batch, loss), or a mapping with
-`module` and
+The user's factory takes no arguments and returns (module, batch), (module, batch, loss), or a
+mapping with `module` and
 
-    batch      what the module is called with: module(*tuple), module(**mapping) or module(tensor)
-    batches    in place of it a function of 0, 1, ... that gives a batch for each step and rank
-    held_out   a list of batches whose mean loss `train` follows
-    loss       loss(output, targets) of a batch (inputs, targets); of a mapping, loss(output, batch)
+    batch      the module's arguments: module(*tuple), module(**mapping) or module(tensor)
+    batches    instead of `batch`, a function of 0, 1, ... that returns a batch for each step and rank
+    held_out   a list of batches whose mean loss `train` reports
+    loss       loss(output, targets) for a batch (inputs, targets); loss(output, batch) for a mapping
     optimizer  optimizer(parameters), a class of torch.optim or a partial of one
-    table      names and rules by which tensor parallel cuts the module (spec/plan/tensor.py); without
-               it that of a transformers config
+    table      names and rules by which tensor parallelism cuts the module (spec/plan/tensor.py); by
+               default that of a transformers config
 
-Without `loss` the module's output says it: a scalar, its `.loss` or ["loss"], or the mean of its
-first floating-point tensor.
+Without `loss` the loss is taken from the module's output: a scalar, its `.loss` or ["loss"], or the
+mean of its first floating-point tensor.
 """
 
 import contextlib
@@ -38,8 +38,8 @@ from stepgauge.train.precision import Precision, precision_on
 from stepgauge.train.step import TrainingStep
 
 PARTS = ("module", "batch", "loss", "batches", "held_out", "optimizer", "table")
-FUNCTIONS = {
-    "batches": " of 0, 1, ... that gives the batch of that number",
+FUNCTIONS = {  # the parts that must be functions, with the end of the message about others
+    "batches": " of 0, 1, ... that returns the batch of that number",
     "loss": "",
     "optimizer": " of the parameters, such as torch.optim.SGD",
 }
@@ -47,7 +47,7 @@ FUNCTIONS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UserParts:
-    """What the factory gives."""
+    """The parts that a user's factory returned."""
 
     module: nn.Module
     batches: Callable[[int], Any]
@@ -58,7 +58,9 @@ class UserParts:
 
     @classmethod
     def of(cls, made: Any, where: str) -> "UserParts":
-        """Raises ValueError for something else than the parts."""
+        """Reads what the factory at `where` returned. Raises ValueError for anything else than the
+        parts.
+        """
         if isinstance(made, tuple) and 2 <= len(made) <= 3:
             made = dict(zip(PARTS, made, strict=False))
         if not isinstance(made, Mapping):
@@ -93,21 +95,23 @@ class UserParts:
             )
         if (table := given.get("table")) is not None and not _is_table(table):
             raise ValueError(
-                f"{where} returned a table that is no dict of names and rules; "
-                "docs/tensor-parallel.md shows one"
+                f"{where} returned a table that is not a dict of names and rules; see "
+                "docs/tensor-parallel.md"
             )
         return cls(**given)
 
 
-def _is_table(given: Any) -> bool:
-    return isinstance(given, Mapping) and all(
-        isinstance(name, str) and isinstance(rule, Rule) for name, rule in given.items()
+def _is_table(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(name, str) and isinstance(rule, Rule) for name, rule in value.items()
     )
 
 
 class UserStep(NamedTuple):
-    """The step, what makes its arguments of a batch, and how many parameters the whole network
-    has.
+    """A user's training step with its batches.
+
+    arguments_of    turns a batch into the arguments of step.forward, on the device
+    num_parameters  of the whole network
     """
 
     step: TrainingStep
@@ -116,29 +120,29 @@ class UserStep(NamedTuple):
     num_parameters: int
 
     def arguments(self, number: int) -> tuple[Any]:
-        """Of the batch of that number."""
+        """Returns the arguments of step.forward for the batch of that number."""
         return self.arguments_of(self.batches(number))
 
 
-# Functions that were given in Python and stand in no file, while in_memory's block runs.
-_GIVEN: dict[UserModel, Callable[[], Any]] = {}
+# Factories passed in Python instead of in a file, while in_memory's block runs.
+_IN_MEMORY: dict[UserModel, Callable[[], Any]] = {}
 
 
 @contextlib.contextmanager
 def in_memory(factory: Callable[[], Any], name: str) -> Iterator[UserModel]:
-    """A model that `factory` builds in this process while the block runs."""
+    """Yields a model that `factory` builds, usable in this process while the block runs."""
     model = UserModel(file="", factory=name, content="")
-    _GIVEN[model] = factory
+    _IN_MEMORY[model] = factory
     try:
         yield model
     finally:
-        del _GIVEN[model]
+        del _IN_MEMORY[model]
 
 
 def load_factory(model: UserModel) -> Callable[[], Any]:
-    """The function that builds the network. Raises ValueError if the file has no such function."""
-    if model in _GIVEN:
-        return _GIVEN[model]
+    """Returns the model's factory. Raises ValueError if the file has no such function."""
+    if model in _IN_MEMORY:
+        return _IN_MEMORY[model]
     module = load_file(Path(model.file))
     factory = getattr(module, model.factory, None)
     if not callable(factory):
@@ -148,7 +152,7 @@ def load_factory(model: UserModel) -> Callable[[], Any]:
 
 
 def problem_of(model: UserModel) -> str | None:
-    """Why the file cannot serve, or None."""
+    """Returns why the model's file cannot be used, or None."""
     try:
         load_factory(model)
     except ValueError as error:
@@ -157,9 +161,8 @@ def problem_of(model: UserModel) -> str | None:
 
 
 def build_parts(spec: Any, device: torch.device) -> UserParts:
-    """What the factory of the spec's UserModel gives, its tensors on the device.
-
-    Raises ValueError for something else.
+    """Calls the factory of the spec's UserModel with the device as torch's default, and returns its
+    parts. Raises ValueError if it returns anything else.
     """
     factory = load_factory(spec.model)
     torch.manual_seed(spec.seed)
@@ -167,22 +170,22 @@ def build_parts(spec: Any, device: torch.device) -> UserParts:
         return UserParts.of(factory(), f"{spec.model.file}:{spec.model.factory}".lstrip(":"))
 
 
-# How a user's network is spread, by what its factory gave.
+# Returns the function that distributes a user's network, given its factory's parts.
 SpreadParts = Callable[[UserParts], Parallelise]
 
 
 def alone(parts: UserParts) -> Parallelise:
-    """One process with the whole network."""
+    """Leaves the whole network in one process."""
     return single_process
 
 
 def build_user_step(
     spec: Any, device: torch.device, *, spread: SpreadParts = alone, lr: float
 ) -> UserStep:
-    """The step of a spec whose model is a UserModel.
+    """Returns the training step of a spec whose model is a UserModel.
 
-    Raises ValueError for a factory that gives something else, and for a precision that the device
-    does not have.
+    Raises ValueError if its factory returns anything else than the parts, and for a precision that
+    the device does not support.
     """
     parts = build_parts(spec, device)
     return step_of_parts(
@@ -197,23 +200,24 @@ def build_user_step(
 
 
 def moved(module: nn.Module, device: torch.device) -> nn.Module:
-    """The module on the device. Of one on the meta device a prediction needs no values; where there
-    are any, it raises ValueError.
+    """Returns the module on the device. A module on the meta device is accepted only while memory is
+    predicted on fake tensors; otherwise it has no values, and ValueError is raised.
     """
     held = (*module.parameters(), *module.buffers())
     if not any(tensor.device.type == "meta" for tensor in held):
         return module.to(device)
     if type(torch.empty(0)) is Tensor:
         raise ValueError(
-            f"{type(module).__name__} is on the meta device and has no values; a step needs some "
-            "(its memory is predicted without)"
+            f"{type(module).__name__} is on the meta device and has no values, which a step needs "
+            "(only memory can be predicted without)"
         )
     return without_values(module, device)
 
 
 def without_values(module: nn.Module, device: torch.device | None = None) -> nn.Module:
-    """A copy whose tensors have the sizes of the module's and lie on the device, or on the default
-    one: for where tensors have no memory. A generator stays: nothing is drawn from it there.
+    """Returns a copy of the module with empty tensors of the same sizes, on the device or torch's
+    default device. For use with fake tensors. Generators are shared with the copy, because nothing
+    is drawn from them.
     """
     held = (leaf for part in module.modules() for leaf in tree_leaves(vars(part)))
     memo = {id(x): empty_like(x, device) for x in held if isinstance(x, Tensor | torch.Generator)}
@@ -221,7 +225,9 @@ def without_values(module: nn.Module, device: torch.device | None = None) -> nn.
 
 
 def empty_like(value: Any, device: torch.device | None = None) -> Any:
-    """A tensor of that size, a parameter of a parameter; what is no tensor as it is."""
+    """Returns an empty tensor of the same size and type, or a parameter for a parameter; returns a
+    value that is no tensor unchanged.
+    """
     if not isinstance(value, Tensor):
         return value
     empty = torch.empty(value.shape, dtype=value.dtype, device=device)
@@ -240,19 +246,19 @@ def step_of_parts(
     groups: Groups | None = None,
     **settings: Any,
 ) -> UserStep:
-    """The step of a module with its batches; `groups` and `settings` are those of an optimizer of
-    ours. Raises ValueError as build_user_step does.
+    """Returns the training step of a factory's parts. `groups` and `settings` apply to the named
+    `optimizer`, not to one that the parts bring. Raises ValueError as build_user_step does.
     """
     chosen = precision_on(precision, device)
     own_types = {parameter.dtype for parameter in parts.module.parameters()}
     module = chosen.of(moved(parts.module, device))
     if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise ValueError(f"{type(module).__name__} has no parameters that are trained")
+        raise ValueError(f"{type(module).__name__} has no trainable parameters")
     parameters = sum(parameter.numel() for parameter in module.parameters())
     make = _optimizer_class(parts, optimizer, chosen, **settings)
     grouped = trained_group if parts.optimizer or groups is None else groups
     parallel = parallelise(compiled(module, compile), grouped, make)  # type: ignore[arg-type]
-    loss = parts.loss  # of a pipeline a rank keeps its stages alone, and not all parts
+    loss = parts.loss  # not parts in the lambda below, which would keep all of a pipeline's stages
     step = TrainingStep(
         parallel.module,
         parallel.optimizer,
@@ -270,14 +276,14 @@ def step_of_parts(
 def _optimizer_class(
     parts: UserParts, optimizer: str, precision: Precision, **settings: Any
 ) -> Any:
-    """What makes an optimizer of parameters: the user's model's own, or ours of that name. Raises
-    ValueError for what cannot stand beside the former.
+    """Returns the function that builds the optimizer: the one that the user's model brings, or the
+    named one. Raises ValueError if the model brings one and another is requested.
     """
     if parts.optimizer is None:
         masters = precision.master_weights
         return functools.partial(build_optimizer, optimizer, master_weights=masters, **settings)
     if optimizer != "adamw":
-        raise ValueError(f"optimizer is {optimizer!r}; the user's model brings an optimizer itself")
+        raise ValueError(f"optimizer is {optimizer!r}; the user's model brings its own optimizer")
     if precision.master_weights:
         raise ValueError(
             "the user's model brings an optimizer; bf16-master needs --optimizer fused"
@@ -286,40 +292,45 @@ def _optimizer_class(
 
 
 def trained_group(module: nn.Module) -> list[dict[str, Any]]:
+    """Returns the trainable parameters as one group."""
     return [{"params": [p for p in module.parameters() if p.requires_grad]}]
 
 
 def _of_parameters(make: Callable[..., Any], groups: Iterable[Any]) -> torch.optim.Optimizer:
-    """The user's optimizer, of parameters: a function that sorts them into groups takes no groups."""
+    """Builds the user's optimizer from a plain list of parameters, because the user's function may
+    sort them into groups itself.
+    """
     grouped = [group["params"] if isinstance(group, dict) else [group] for group in groups]
     made = make([parameter for group in grouped for parameter in group])
     if not hasattr(made, "step"):
-        raise ValueError(f"the optimizer's function returned {type(made).__name__}, no optimizer")
+        raise ValueError(
+            f"the optimizer function returned {type(made).__name__}; it must return an optimizer"
+        )
     return made
 
 
 def _on_device(
     batch: Any, device: torch.device, dtype: torch.dtype, own_types: set[torch.dtype]
 ) -> Any:
-    """The batch's tensors on the device. Floating-point ones get the parameters' type where that is
-    not fp32, and where they have a type that the network's had before.
+    """Returns the batch with its tensors on the device. Floating-point tensors are converted to
+    `dtype` if it is not fp32, or if they had one of the network's original types (`own_types`).
     """
     batch = dict(batch) if isinstance(batch, Mapping) else batch
 
-    def moved(tensor: Tensor) -> Tensor:
+    def convert(tensor: Tensor) -> Tensor:
         follows = dtype != torch.float32 or tensor.dtype in own_types
         return tensor.to(device, dtype if follows and tensor.is_floating_point() else None)
 
-    return tree_map_only(Tensor, moved, batch)
+    return tree_map_only(Tensor, convert, batch)
 
 
 def in_type(batch: Any, dtype: torch.dtype) -> Any:
-    """The batch with its floating-point tensors in a type."""
+    """Returns the batch with its floating-point tensors converted to a type."""
     return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
 
 
 def loss_of(module: Callable[..., Any], batch: Any, loss: Callable[..., Any] | None) -> Tensor:
-    """The loss of a batch, as the module's output says it or by the user's function."""
+    """Returns the loss of a batch, from the user's loss function or else the module's output."""
     if loss is None:
         return scalar_loss(_called(module, batch))
     if isinstance(batch, Mapping):
@@ -329,7 +340,7 @@ def loss_of(module: Callable[..., Any], batch: Any, loss: Callable[..., Any] | N
 
 
 def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
-    """Of a batch for a network with a loss. Raises ValueError for another."""
+    """Splits a batch for a network with a loss function. Raises ValueError if it is no pair."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise ValueError("with a loss function the batch must be a pair (inputs, targets)")
     inputs, targets = batch
@@ -337,6 +348,7 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
 
 
 def _called(module: Callable[..., Any], inputs: Any) -> Any:
+    """Calls the module; an error names the submodule that raised it."""
     with named_module(module):
         if isinstance(inputs, Mapping):
             return module(**inputs)
@@ -344,35 +356,35 @@ def _called(module: Callable[..., Any], inputs: Any) -> Any:
 
 
 def tensors_of(batch: Any, *, has_loss: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Inputs of the network and targets of its loss. Raises ValueError for a batch of more than
-    tensors.
+    """Returns the tensors of the inputs and of the targets. Raises ValueError for a batch with other
+    values than tensors.
     """
     inputs, targets = inputs_and_targets(batch) if has_loss else (batch, ())
-    found = leaves_of(inputs), leaves_of(targets)
-    if others := [leaf for leaves in found for leaf in leaves if not isinstance(leaf, Tensor)]:
+    tensors = leaves_of(inputs), leaves_of(targets)
+    if others := [leaf for leaves in tensors for leaf in leaves if not isinstance(leaf, Tensor)]:
         raise ValueError(
-            f"the batch has {type(others[0]).__name__}; a pipeline splits a batch of tensors alone"
+            f"the batch contains {type(others[0]).__name__}; a pipeline can only split tensors"
         )
-    return found
+    return tensors
 
 
 def leaves_of(batch: Any) -> list[Any]:
-    """What its tuples, lists and mappings hold."""
+    """Returns the values in a batch's tuples, lists and mappings."""
     return tree_leaves(batch)
 
 
 def with_leaves(batch: Any, leaves: Sequence[Any]) -> Any:
-    """Other leaves in the same tuples, lists and mappings."""
+    """Returns the batch's structure with other values."""
     return tree_unflatten(leaves, tree_structure(batch))
 
 
 def scalar_loss(output: Any) -> Tensor:
-    """The loss in what a module returned: itself, its loss, or the mean of its first
-    floating-point tensor.
+    """Returns the loss in a module's output: a scalar, its `loss`, or the mean of its first
+    floating-point tensor. Raises ValueError for an output without one.
     """
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(found, Tensor):
-        output = found
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        output = loss
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     floating = [tensor for tensor in tensors if tensor.is_floating_point()]
     if not floating:

@@ -1,4 +1,4 @@
-"""A user's own network and batches as the task of a training run."""
+"""The training task of a user's own network and batches."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,10 +16,11 @@ from stepgauge.train.user_model import SpreadParts, UserStep, alone, build_parts
 def user_task(
     spec: TrainSpec, *, place: RankShare = SINGLE_PROCESS, spread: SpreadParts = alone
 ) -> Task:
-    """The spec's UserModel. Its `batches` is asked for every micro-batch of every data rank by a
-    number of its own; a single batch is trained on again and again.
+    """Returns the task of training the spec's UserModel. Its function `batches` is called with a
+    different number for each micro-batch of each data rank; a single `batch` is used in every step.
 
-    Raises ValueError as build_parts does, and for options of an optimizer that the file brings.
+    Raises ValueError as build_parts does, and for optimizer options if the user's file brings an
+    optimizer.
     """
     model, device = spec.model, torch.device(spec.device)
     assert isinstance(model, UserModel)
@@ -38,13 +39,12 @@ def user_task(
         lr=spec.learning_rate,
         betas=(spec.beta1, spec.beta2),
     )
-
     held_out = parts.held_out
     return Task(
         step=built.step,
         micro_batches=lambda number: micro_batches(number, built, spec, place),
         evaluate=(lambda: mean_held_out(built, held_out, place)) if held_out else None,
-        decides={"factory": model.factory, "source": model.content, "ranks": place.data_ranks},
+        curve_fields={"factory": model.factory, "source": model.content, "ranks": place.data_ranks},
         environment={
             "num_parameters": built.num_parameters,
             "optimizer": built.step.optimizer_name,
@@ -55,26 +55,27 @@ def user_task(
 def micro_batches(
     number: int, built: UserStep, spec: TrainSpec, place: RankShare
 ) -> Iterator[tuple[Any]]:
-    """This rank's micro-batches of a step."""
+    """Yields this rank's micro-batches of a step."""
     for micro in range(number * spec.accumulation, (number + 1) * spec.accumulation):
-        of_rank = micro * place.data_ranks + place.data_rank
-        # dropout of a run that goes on is that of one that was not stopped
-        torch.manual_seed((spec.seed * 1_000_003 + of_rank) % 2**63)
-        yield built.arguments(of_rank)
+        batch_number = micro * place.data_ranks + place.data_rank
+        # So that a resumed run draws the same dropout masks as one that was not interrupted.
+        torch.manual_seed((spec.seed * 1_000_003 + batch_number) % 2**63)
+        yield built.arguments(batch_number)
 
 
 def _require_no_settings(spec: TrainSpec) -> None:
+    """Raises ValueError if the spec changes a setting of the optimizer."""
     for name in OPTIMIZER_FIELDS:
         if getattr(spec, name) != getattr(TrainSpec, name):
             raise ValueError(
-                f"{name} is {getattr(spec, name)!r}; the user's model brings an optimizer, which "
-                "has its own"
+                f"{name} is {getattr(spec, name)!r}; the user's model brings an optimizer with its "
+                "own settings"
             )
 
 
 @torch.no_grad()
 def mean_held_out(built: UserStep, batches: list[Any], place: RankShare) -> float:
-    """The mean loss of the batches, the module in eval mode meanwhile."""
+    """Returns the mean loss of the batches, computed in eval mode."""
     training = [module for module in built.step.module.modules() if module.training]
     for module in training:
         module.training = False
