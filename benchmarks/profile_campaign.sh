@@ -55,12 +55,12 @@ from stepgauge.cli.console import print_table
 from stepgauge.report.names import labels
 from stepgauge.report.profile import sentences, tables
 from stepgauge.report.profile_page import read
-from stepgauge.report.run_page import run_page, write
+from stepgauge.report.run_page import run_page
 from stepgauge.spec.store import RunStore
 
 run, out = map(Path, sys.argv[1:])
 found = [(record, read(record, run)) for record in RunStore(run).read().latest()]
-write(run_page([record for record, _ in found], run), out / "profile-report.html")
+run_page([record for record, _ in found], run).write(out / "profile-report.html")
 for name, (record, analysis) in zip(labels([record for record, _ in found]), found, strict=True):
     print(f"==== {name}" + ("" if analysis else f": {record.status}, {record.note}"))
     for table in tables(analysis) if analysis else []:

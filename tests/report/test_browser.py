@@ -7,7 +7,7 @@ import pytest
 
 from stepgauge.report import figure
 from stepgauge.report.findings import Finding
-from stepgauge.report.page import Flame, Page, Plot, Section, Text, page
+from stepgauge.report.page import Flame, Page, Plot, Section, Text
 from stepgauge.report.table import Table
 
 CHROMIUM = (
@@ -48,9 +48,7 @@ def path(tmp_path_factory):
         facts={"Device": "Test"},
         findings=[finding],
     )
-    path = tmp_path_factory.mktemp("report") / "report.html"
-    path.write_text(shown.html(), encoding="utf-8")
-    return path
+    return shown.write(tmp_path_factory.mktemp("report") / "report.html")
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +65,12 @@ def browser():
         )
         yield browser
         browser.close()
+
+
+def page_of(folder, block):
+    """Writes a page with one block and returns its path."""
+    page = Page(title="A page", sections=[Section("Row", "Where?", [block])], facts={})
+    return page.write(folder / "report.html")
 
 
 def opened(browser, path, scheme="light"):
@@ -164,11 +168,7 @@ def test_long_names_wrap_so_that_figures_stay_visible(browser, tmp_path):
     columns = ["kernel", "kind", *(f"figure {number}" for number in range(9))]
     rows = [["void_kernel_without_a_space_in_its_name_" * 3, "elementwise", *["1,234"] * 9]]
     table = Table(columns, rows, numeric=frozenset(columns[2:]))
-    path = tmp_path / "report.html"
-    path.write_text(
-        page("A study", [Section("Row", "Where?", [table])], facts={}), encoding="utf-8"
-    )
-    tab = opened(browser, path)
+    tab = opened(browser, page_of(tmp_path, table))
     assert tab.evaluate(
         "(box => box.scrollWidth <= box.clientWidth)(document.querySelector('.scroll'))"
     )
@@ -189,10 +189,7 @@ def flame_path(tmp_path_factory):
         0.0,
         [["forward", 0.0, [block(0), block(1), ["head", 2000.0, []]]], ["optimizer", 2000.0, []]],
     ]
-    text = page("A profile", [Section("Row", "Where?", [Flame(tree, 2, "By nesting.")])], facts={})
-    path = tmp_path_factory.mktemp("flame") / "report.html"
-    path.write_text(text, encoding="utf-8")
-    return path
+    return page_of(tmp_path_factory.mktemp("flame"), Flame(tree, 2, "By nesting."))
 
 
 def boxes(tab):
@@ -239,11 +236,7 @@ def test_the_width_of_a_box_is_its_time(browser, tmp_path):
         for number in range(200)
     ]
     flame = Flame(["", 0.0, [["forward", 0.0, blocks]]], 1, "By nesting.")
-    path = tmp_path / "report.html"
-    path.write_text(
-        page("A profile", [Section("Row", "Where?", [flame])], facts={}), encoding="utf-8"
-    )
-    tab = opened(browser, path)
+    tab = opened(browser, page_of(tmp_path, flame))
     whole, _, *parts = tab.evaluate(
         "[...document.querySelectorAll('.flame .rows div')].map(box => box.getBoundingClientRect().width)"
     )

@@ -10,7 +10,7 @@ import pytest
 from stepgauge.report.memory import SAME_COUNT, memory_blocks
 from stepgauge.report.names import labels
 from stepgauge.report.page import Text
-from stepgauge.report.run_page import warnings, write
+from stepgauge.report.run_page import warnings
 from stepgauge.report.table import objects
 from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.disturbance import CRITERION
@@ -139,7 +139,7 @@ def study_run(folder, machine, failing=()):
 @pytest.mark.parametrize("machine", [CPU, H100], ids=lambda machine: machine.name)
 def test_the_report_has_a_section_for_each_experiment(machine, tmp_path):
     store = study_run(tmp_path, machine, failing=(1,))
-    path = write(page_of(tmp_path, store.read().latest()), tmp_path / "report.html")
+    path = page_of(tmp_path, store.read().latest()).write(tmp_path / "report.html")
     text = path.read_text()
     for experiment in EXPERIMENTS:
         assert experiment.title in text

@@ -139,14 +139,14 @@ def write_page(run: Path) -> None:
 
 def _write_page(run: Path, records: Sequence[Record], path: Path) -> Path:
     """Writes the page of a study or of any other run, without torch, and returns its path."""
-    from stepgauge.report.run_page import run_page, write
+    from stepgauge.report.run_page import run_page
 
     if not (run / MACHINE_FILE).exists():
-        return write(run_page(records, run), path)
+        return run_page(records, run).write(path)
 
     from stepgauge.study.pages import page_of
 
-    return write(page_of(run, records), path)
+    return page_of(run, records).write(path)
 
 
 def read(run: Path) -> list[Record]:

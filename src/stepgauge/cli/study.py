@@ -35,7 +35,6 @@ def study(
         if name not in EXPERIMENTS:
             raise ValueError(f"--only is {name!r}; choose from {', '.join(EXPERIMENTS)}")
 
-    from stepgauge.report.run_page import write
     from stepgauge.study import notes, pages, run
 
     machine = run.this_machine(device)
@@ -54,5 +53,5 @@ def study(
         info(f"measuring {len(again)} rows that advice may be based on again, in several rounds")
         run_jobs(again, out, fresh=False, turns=turns.DEFAULT_TURNS)
     page = pages.page_of(out, store.read().latest())
-    print(f"report: {write(page, out / 'report.html')}")
+    print(f"report: {page.write(out / 'report.html')}")
     require_success(records)

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from stepgauge.report.numbers import truncated
+
 # Template arguments that are left out first: numbers and plain types.
 _PLAIN = re.compile(
     r"-?\d\w*|true|false|(unsigned |signed )?(char|short|int|long|float|double|bool)( int| long)?|"
@@ -28,12 +30,14 @@ def short_name(name: str, longest: int = LONGEST_NAME) -> str:
     """Returns a C++ name, shortened if it is too long: plain template arguments are left out first,
     then the innermost ones. Templates stay closed.
     """
-    pieces = _parsed(iter(name)) if len(name) > longest else []
-    for deepest in range(6, 0, -1) if pieces else ():
+    if len(name) <= longest:
+        return name
+    pieces = _parsed(iter(name))
+    for deepest in range(6, 0, -1):
         short = _written(pieces, deepest)
         if len(short) <= longest:
             return short
-    return name if len(name) <= longest else f"{name[: longest - 1]}…"
+    return truncated(name, longest)
 
 
 def _parsed(characters: Iterator[str], end: str = "") -> _Pieces:

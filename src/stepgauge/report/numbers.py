@@ -11,18 +11,12 @@ class Doubtful(float):
     """A figure from a disturbed measurement. Tables and plots mark it with †."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Heading:
-    text: str
-    scale: float = 1.0
-
-
 # Units of a Sample that are shown as another unit, with the factor to multiply by.
-_UNITS: Mapping[str, Heading] = {
-    "us": Heading("µs"),
-    "bytes": Heading("GiB", 2.0**-30),
-    "fraction of dense peak": Heading("%", 100.0),
-    "signed fraction": Heading("%", 100.0),
+_UNITS: Mapping[str, tuple[str, float]] = {
+    "us": ("µs", 1.0),
+    "bytes": ("GiB", 2.0**-30),
+    "fraction of dense peak": ("%", 100.0),
+    "signed fraction": ("%", 100.0),
 }
 _NAMES = {
     "algbw_gb_per_s": "algbw GB/s",
@@ -46,12 +40,12 @@ def heading(metric: str, unit: str) -> str:
     for rate in _RATES:
         name = name.removesuffix(rate)
     name = name.replace("_", " ")
-    return f"{name} {_UNITS[unit].text if unit in _UNITS else unit}".strip()
+    return f"{name} {_UNITS[unit][0] if unit in _UNITS else unit}".strip()
 
 
 def scaled(value: float | None, unit: str) -> float | None:
     """Returns the value in the unit of its heading: bytes in GiB, fractions in %."""
-    return value if value is None or unit not in _UNITS else value * _UNITS[unit].scale
+    return value if value is None or unit not in _UNITS else value * _UNITS[unit][1]
 
 
 def number(value: float | None, unit: str = "") -> str:

@@ -7,11 +7,13 @@ import html
 import importlib.resources
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from stepgauge.report.findings import Finding
 from stepgauge.report.numbers import number
 from stepgauge.report.table import FORMATS, Table
+from stepgauge.spec.store import StoreError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,10 +108,13 @@ class Page:
             left_out=_left_out(left_out),
         )
 
-
-def page(title: str, sections: Sequence[Section], *, facts: Mapping[str, str]) -> str:
-    """Returns the HTML document of a page without findings."""
-    return Page(title=title, sections=sections, facts=facts).html()
+    def write(self, path: Path) -> Path:
+        """Writes the HTML document and returns its path. Raises StoreError if that fails."""
+        try:
+            path.write_text(self.html(), encoding="utf-8")
+        except OSError as error:
+            raise StoreError(f"cannot write {path}: {error.strerror}") from None
+        return path
 
 
 def _resource(name: str) -> str:

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from stepgauge.report.page import Section, page
+from stepgauge.report.page import Page, Section
 from stepgauge.report.profile import answer, blocks, collectives_table
 from stepgauge.report.profile_ranks import overlap_table, ranks_table, sentences, shared_table
 from stepgauge.report.table import Table
@@ -92,25 +92,18 @@ def write_trace_report(
     """Writes one page for all traces; with `across`, a section on all ranks comes first."""
     devices = dict.fromkeys(analysis.device for analysis in by_name.values() if analysis.device)
     facts = {"Device": ", ".join(devices) or "not in the trace"}
-    if not across:
+    if across:
+        analyses = list(by_name.values())
+        ranks = rank_numbers(analyses)
+        facts |= {f"Rank {rank}": name for rank, name in zip(ranks, by_name, strict=True)}
+        question = "Which rank makes the others wait, and in which operation?"
+        summary = " ".join(sentences(across, analyses))
+        sections = [
+            Section("All ranks", question, ranks_tables(analyses, across), summary),
+            *(section(f"Rank {rank}", each) for rank, each in zip(ranks, analyses, strict=True)),
+        ]
+    else:
         sections = [section(name, analysis) for name, analysis in by_name.items()]
-        return write_page("stepgauge profile trace", sections, facts, folder)
-    analyses = list(by_name.values())
-    ranks = rank_numbers(analyses)
-    facts |= {f"Rank {rank}": name for rank, name in zip(ranks, by_name, strict=True)}
-    question = "Which rank makes the others wait, and in which operation?"
-    summary = " ".join(sentences(across, analyses))
-    sections = [
-        Section("All ranks", question, ranks_tables(analyses, across), summary),
-        *(section(f"Rank {rank}", each) for rank, each in zip(ranks, analyses, strict=True)),
-    ]
-    return write_page("stepgauge profile trace", sections, facts, folder)
-
-
-def write_page(
-    title: str, sections: Sequence[Section], facts: Mapping[str, str], folder: Path
-) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "report.html"
-    path.write_text(page(title, sections, facts=facts), encoding="utf-8")
-    return path
+    page = Page(title="stepgauge profile trace", sections=sections, facts=facts)
+    return page.write(folder / "report.html")

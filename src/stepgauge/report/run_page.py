@@ -31,7 +31,6 @@ from stepgauge.spec.fallbacks import fallbacks
 from stepgauge.spec.kernel import KERNELS
 from stepgauge.spec.predictions import pair_steps
 from stepgauge.spec.record import Record
-from stepgauge.spec.store import StoreError
 
 MAX_NAMED = 4  # disturbed rows that a section names; the others are counted
 
@@ -131,12 +130,3 @@ _BLOCKS: Mapping[str, Callable[[Sequence[Record]], Sequence[Block]]] = {
     "dtypes": lambda records: [dtype_table(each) for each in records if "dtypes" in each.tables],
     **dict.fromkeys(KERNELS, lambda records: [*kernel_bars(records), kernel_table(records)]),
 }
-
-
-def write(page: Page, path: Path) -> Path:
-    """Writes the page and returns its path. Raises StoreError if it cannot be written."""
-    try:
-        path.write_text(page.html(), encoding="utf-8")
-    except OSError as error:
-        raise StoreError(f"cannot write {path}: {error.strerror}") from None
-    return path

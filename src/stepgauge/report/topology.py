@@ -8,7 +8,7 @@ from typing import Any
 
 from stepgauge.report.figure import FAINT, GRID, INK, SERIES, canvas
 from stepgauge.report.numbers import whole
-from stepgauge.report.page import Block, Plot, Section, Text, page
+from stepgauge.report.page import Block, Page, Plot, Section, Text
 from stepgauge.report.table import Table
 from stepgauge.spec.topology import Topology
 from stepgauge.spec.units import GIB
@@ -153,13 +153,9 @@ def topology_blocks(topology: Topology) -> list[Block]:
 
 def topology_page(topology: Topology) -> str:
     """Returns the HTML document."""
-    section = Section(
-        "Topology",
-        "How are GPUs, NUMA nodes and network interfaces connected?",
-        topology_blocks(topology),
-    )
-    return page(
-        "stepgauge topo",
-        [section],
+    question = "How are GPUs, NUMA nodes and network interfaces connected?"
+    return Page(
+        title="stepgauge topo",
+        sections=[Section("Topology", question, topology_blocks(topology))],
         facts={"Host": topology.host, "CPU": f"{topology.cpu}, {topology.cores} cores"},
-    )
+    ).html()

@@ -64,7 +64,7 @@ _KEY = ("name", "kind", "rule", "phase", "range")
 
 
 class _Tally:
-    """Running sums over the pieces of work, so that they need not all be in memory."""
+    """Running sums over the pieces of work."""
 
     def __init__(self) -> None:
         self.steps: set[int] = set()
@@ -75,7 +75,6 @@ class _Tally:
         self._operations: dict[tuple[str, Shapes], list[float]] = {}
         self._costs: dict[tuple[str, Shapes], flops.Cost] = {}
         self._kinds: dict[tuple[str, Shapes], str] = {}
-        self._ranges: dict[str, str] = {}
 
     def add(self, moment: Moment) -> None:
         work, gap, busy, reason, new = moment
@@ -91,10 +90,7 @@ class _Tally:
             entry[1] += gap
 
     def _add_cell(self, work: Work, gap: float, busy: float, new: bool) -> None:
-        part = self._ranges.get(work.range)
-        if part is None:
-            part = self._ranges[work.range] = repeated(work.range)
-        key = (work.name, work.kind, work.rule, work.phase, part)
+        key = (work.name, work.kind, work.rule, work.phase, repeated(work.range))
         sums = self.cells.get(key)
         if sums is None:
             sums = self.cells[key] = dict.fromkeys(

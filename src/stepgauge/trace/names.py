@@ -31,6 +31,7 @@ def readable(name: str) -> str:
     return name.rstrip()
 
 
+@functools.cache
 def repeated(range: str) -> str:
     """Returns the range with * for the numbers of repeated modules: "blocks.*.norm", "Linear_*"."""
     return _REPEATED.sub("*", range)
