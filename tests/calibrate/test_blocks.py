@@ -1,4 +1,4 @@
-"""Few blocks of a network, timed whole."""
+"""Networks of few blocks, timed as a whole."""
 
 from stepgauge.calibrate import blocks as calibrated
 from stepgauge.calibrate.blocks import run, with_blocks
@@ -12,15 +12,15 @@ from stepgauge.spec.step import TRAINING_PHASES, StepSpec
 MODEL = ModelSpec(d_model=32, d_ff=64, num_heads=2, vocab_size=64, context_length=16, num_layers=9)
 
 
-def test_blocks_are_timed_and_stand_in_the_file_under_the_steps_name(tmp_path, monkeypatch):
+def test_timed_blocks_are_stored_in_the_file_under_the_name_of_the_step(tmp_path, monkeypatch):
     for name, few in (("WARMUP", 1), ("STEPS", 1)):
         monkeypatch.setattr(calibrated, name, few)
-    asked = StepSpec(model=MODEL, batch=2, checkpointing="blocks")
-    (blocks,) = blocks_of(asked)
+    step = StepSpec(model=MODEL, batch=2, checkpointing="blocks")
+    (blocks,) = blocks_of(step)
     record = Record.from_json(run(blocks).to_json())
     with_blocks(HardwareFile(name="here"), [record]).write(tmp_path / "here.json")
     file = HardwareFile.read(tmp_path / "here.json")
-    table = file.operations[operation_of(asked, Layout())]
+    table = file.operations[operation_of(step, Layout())]
     assert {row[0] for row in table.rows} == set(LAYERS) and all(row[-1] > 0 for row in table.rows)
     timed = TimedBlocks(table)
     for phase in TRAINING_PHASES:

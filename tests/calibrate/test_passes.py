@@ -1,4 +1,4 @@
-"""Elementwise work as the network does it, and the predictions that look it up."""
+"""The elementwise work that is calibrated is that of the network, and predictions look it up."""
 
 import dataclasses
 from pathlib import Path
@@ -36,8 +36,8 @@ def test_both_directions_run_on_the_operands_of_their_grid(name):
     assert passes.run(name, True, *parts)  # as often as it is timed
 
 
-def test_heads_are_those_of_the_network():
-    """What attention is called with, from the same product."""
+def test_heads_get_the_inputs_of_the_networks_attention():
+    """Queries, keys and values equal those that attention is called with, for the same product."""
     spec = ModelSpec(d_model=128, d_ff=256, num_layers=1, num_heads=2, context_length=M,
                      vocab_size=16)  # fmt: skip
     model, seen = TransformerLM(spec, device=HERE), []
@@ -52,8 +52,8 @@ def test_heads_are_those_of_the_network():
         assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
 
 
-def test_the_compiled_gate_is_that_of_a_compiled_network(monkeypatch):
-    """It runs as an operator of its own, and an eager network's gate does not."""
+def test_the_compiled_gate_is_the_operator_of_a_compiled_network(monkeypatch):
+    """A compiled network runs the gate as a custom operator; an eager one does not."""
     called = []
     plain = swiglu._plain
     monkeypatch.setattr(swiglu, "_plain", lambda x: called.append(x) or plain(x))
@@ -62,13 +62,13 @@ def test_the_compiled_gate_is_that_of_a_compiled_network(monkeypatch):
     network = GatedFeedForward(ModelSpec(d_model=16, d_ff=N, num_layers=1, num_heads=2), HERE)
     network.gate_up, network.down = torch.nn.Identity(), torch.nn.Identity()
     for is_compiling, ours in ((False, gate.call), (True, gate.compiled)):
-        monkeypatch.setattr(torch.compiler, "is_compiling", lambda told=is_compiling: told)
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda value=is_compiling: value)
         assert torch.equal(*ours(x), network(x))
         assert len(called) == (2 if is_compiling else 0)
 
 
-class Ran(TorchDispatchMode):
-    """What makes new values, with the places of what it reads."""
+class Recorder(TorchDispatchMode):
+    """Records operators that return new storages, with the strides of their inputs."""
 
     def __init__(self):
         super().__init__()
@@ -89,19 +89,19 @@ def test_heads_run_the_kernels_of_the_network():
                      vocab_size=16)  # fmt: skip
     model = TransformerLM(spec, device=HERE)
     x_BTD = torch.randn(4, 8, 192, requires_grad=True)
-    with Ran() as network:
+    with Recorder() as network:
         y_BTD = model.blocks[0].attention(x_BTD, (model.cos_TR, model.sin_TR))
         y_BTD.backward(torch.ones_like(y_BTD))
     parts = passes.operands("heads", torch.float32, 32, 2 * 192, HERE)
-    with Ran() as ours:
+    with Recorder() as ours:
         passes.run("heads", False, *parts)
         passes.run("heads", True, *parts)
     names = ("mul", "roll", "addcmul", "cat", "add", "clone")
-    both = [[call for call in ran.calls if call[0] in names] for ran in (ours, network)]
+    both = [[call for call in recorder.calls if call[0] in names] for recorder in (ours, network)]
     assert both[0] == both[1]
 
 
-def test_they_are_timed_on_gpus_alone():
+def test_passes_are_timed_on_gpus_only():
     ours = {"heads backward bf16", "gate forward fp32", "residual mixed", "strided copy bf16"}
     assert ours <= set(operations(GPU))
     assert not [name for name in operations(CPU) if name.startswith(("heads", "gate", "residual"))]
@@ -110,7 +110,7 @@ def test_they_are_timed_on_gpus_alone():
     assert compiled <= set(operations(GPU))
 
 
-def test_a_compiled_prediction_takes_the_times_of_compiled_passes():
+def test_a_compiled_prediction_uses_the_times_of_compiled_passes():
     spec = StepSpec(model=ModelSpec.preset("2.7b"), size="2.7b", precision="bf16", compile="on",
                     device="cuda")  # fmt: skip
     named = [f"compiled {name} {direction}" for name in ("heads", "gate", "norm")
@@ -125,7 +125,7 @@ def test_a_compiled_prediction_takes_the_times_of_compiled_passes():
     assert us["feed_forward.gate"] == pytest.approx(1000 * tokens * 10240 / 4096**2)
 
 
-def test_a_prediction_takes_their_times_where_a_file_has_them():
+def test_an_eager_prediction_uses_the_times_of_passes_if_the_file_has_them():
     spec = StepSpec(model=ModelSpec.preset("2.7b"), size="2.7b", batch=4, precision="bf16",
                     device="cuda")  # fmt: skip
     plain = predict(spec, CalibratedMachine(H100))

@@ -1,4 +1,4 @@
-"""A calibration's rows, and the hardware file that they become."""
+"""Calibration records, and the hardware file that they become."""
 
 import dataclasses
 import json
@@ -32,7 +32,11 @@ HERE = torch.device("cpu")
 def few_shapes(monkeypatch):
     """Grids of a few shapes: ranks run them in processes of their own, which have all."""
     small = dataclasses.replace(
-        CPU, few_tokens=(64,), few_widths=(64, 256), parameters=(2**14, 2**16), bytes=(2**14, 2**16)
+        CPU,
+        coarse_tokens=(64,),
+        coarse_widths=(64, 256),
+        parameters=(2**14, 2**16),
+        bytes=(2**14, 2**16),
     )
     monkeypatch.setattr("stepgauge.calibrate.run.grid_of", lambda _: small)
     return small
@@ -42,7 +46,7 @@ def spec(operation, **fields):
     return CalibrationSpec(operation=operation, milliseconds=0.0, **fields)
 
 
-def test_every_shape_has_a_time_and_the_file_gives_it_back(tmp_path, few_shapes):
+def test_every_shape_is_timed_and_can_be_looked_up_in_the_file(tmp_path, few_shapes):
     asked = ["traffic", "layernorm backward fp32", "optimizer adamw fp32"]
     records = [run(spec(name)) for name in asked]
     for name, record in zip(asked, records, strict=True):
@@ -58,7 +62,7 @@ def test_every_shape_has_a_time_and_the_file_gives_it_back(tmp_path, few_shapes)
     assert CalibratedMachine(read).time("layernorm backward fp32", *sizes).us == us
 
 
-def test_a_row_of_today_takes_the_place_of_an_older_one():
+def test_a_new_record_replaces_an_older_one_of_the_same_operation():
     record = run(spec("traffic"))
     head, *rows = record.tables["times"]
     slower = [[row[0], 2 * row[1], *row[2:]] for row in rows]
@@ -68,7 +72,7 @@ def test_a_row_of_today_takes_the_place_of_an_older_one():
     assert twice.operations["traffic"].rows[0][-1] == 2 * once.operations["traffic"].rows[0][-1]
 
 
-def test_ranks_give_operations_side_by_side_and_what_they_and_collectives_cost(tmp_path):
+def test_ranks_measure_operations_links_and_contention(tmp_path):
     """Links, contention and an operation by the same two processes."""
     links = [job for job in jobs(HERE, [2], ["links all_reduce"]) if job.spec.size_bytes <= 2**18]
     short = [dataclasses.replace(job, spec=dataclasses.replace(job.spec, seconds=0.01))
@@ -88,7 +92,7 @@ def test_ranks_give_operations_side_by_side_and_what_they_and_collectives_cost(t
     assert alone > 0 and together > 0
 
 
-def test_what_cannot_be_calibrated_is_told():
+def test_unknown_operations_are_refused():
     with pytest.raises(ValueError, match="operation is 'walk'; choose one of"):
         job(spec("walk"))
     with pytest.raises(ValueError, match="only is 'walk'; there are matmul nt fp32, "):
@@ -102,11 +106,14 @@ def test_what_cannot_be_calibrated_is_told():
 def test_shapes_stay_within_the_grids_limits(grid):
     for dtype in grid.widths:
         shapes = grid.products(dtype)
-        assert all(max(n, k) <= grid.most_uneven * min(n, k) for _, n, k in shapes)
-        assert len(shapes) > 20 and max(m * n * k for m, n, k in shapes) <= grid.largest[dtype]
+        assert all(max(n, k) <= grid.max_aspect_ratio * min(n, k) for _, n, k in shapes)
+        assert (
+            len(shapes) > 20
+            and max(m * n * k for m, n, k in shapes) <= grid.max_multiply_adds[dtype]
+        )
     for name in grid.attentions:
         shapes = grid.attention_shapes(name, "bf16")
-        assert max(h * t for h, t, _ in shapes) <= grid.most_positions
+        assert max(h * t for h, t, _ in shapes) <= grid.max_positions
 
 
 def test_the_file_of_a_device_is_found_by_its_name(tmp_path, monkeypatch):
@@ -124,20 +131,20 @@ def test_the_file_of_a_device_is_found_by_its_name(tmp_path, monkeypatch):
     assert "file box is for 2 threads, but this process has 4" in predictions.why_no_hardware("cpu")
 
 
-def test_a_file_of_another_machine_is_not_gone_on_with():
+def test_the_file_of_another_machine_is_refused():
     file = HardwareFile(name="box", device="AMD EPYC", threads=2)
     require_same_machine(file, "AMD EPYC", 2)
     require_same_machine(HardwareFile(name="new"), "AMD EPYC", 2)
-    with pytest.raises(ValueError, match="is of AMD EPYC; this is NVIDIA H100"):
+    with pytest.raises(ValueError, match="is of AMD EPYC, and this is NVIDIA H100"):
         require_same_machine(file, "NVIDIA H100", 0)
-    with pytest.raises(ValueError, match="of 2 threads; here are 1"):
+    with pytest.raises(ValueError, match="is for 2 threads, and this process has 1"):
         require_same_machine(file, "AMD EPYC", 1)
 
 
 @pytest.fixture
 def cores(monkeypatch):
-    """cores(1.0, 0.0): of a machine of as many cores as threads, what others have while each record
-    is measured.
+    """cores(1.0, 0.0): other work takes one core during the first measurement, and none during the
+    second, on a machine with as many cores as threads.
     """
     threads = torch.get_num_threads()
 
@@ -156,7 +163,7 @@ def cores(monkeypatch):
     return give
 
 
-def test_an_operation_that_others_disturbed_is_timed_again(cores):
+def test_a_disturbed_measurement_is_repeated(cores):
     left = cores(1.0, 0.0, 1.0)
     record = Retries().run(lambda: run(spec("traffic")))
     assert len(left) == 2 and not is_disturbed(record)  # the second was quiet
@@ -164,7 +171,7 @@ def test_an_operation_that_others_disturbed_is_timed_again(cores):
     assert not table_of(record).disturbed
 
 
-def test_what_stays_disturbed_is_said_by_the_row_the_file_and_each_prediction(cores, tmp_path):
+def test_the_row_the_file_and_each_prediction_say_that_a_measurement_was_disturbed(cores, tmp_path):
     left = cores(*[1.0] * MOST_TRIES)
     record = Retries().run(lambda: run(spec("traffic")))
     assert not left and remark(record) == (
@@ -185,8 +192,8 @@ def test_what_stays_disturbed_is_said_by_the_row_the_file_and_each_prediction(co
 
 
 @pytest.mark.parametrize("name", sorted({*GPU.attentions} - {"sdpa-cudnn"}))  # it needs a GPU
-def test_attention_is_timed_with_the_mask_that_tables_are_read_for(name):
-    """flash_attention is full where nothing is said: its table held twice the work of a causal one."""
+def test_attention_is_timed_with_the_mask_in_its_name(name):
+    """flash_attention has no mask by default, so its table once had twice the work of a causal one."""
     heads, length, width = 2, 64, 16
     operation = operations(GPU)[f"attention {name} forward bf16"]
     torch.manual_seed(0)
@@ -199,7 +206,7 @@ def test_attention_is_timed_with_the_mask_that_tables_are_read_for(name):
     assert torch.allclose(o, expected, atol=2e-2)
 
 
-def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(stepgauge, tmp_path):
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(stepgauge, tmp_path):
     (tmp_path / "file").touch()
     status, _, err = stepgauge(
         "calibrate", tmp_path / "file" / "mine.json", "--only", "traffic", "--device", "cpu",

@@ -1,4 +1,4 @@
-"""How calls are timed; on a GPU also that they are captured, and what a failed capture leaves."""
+"""Timing of calls; on a GPU also their capture, and the state after a failed capture."""
 
 import math
 
@@ -26,7 +26,7 @@ def test_a_cpu_is_timed_without_a_stream_or_a_graph():
 
 
 class Event:
-    """Reads a clock that calls move on."""
+    """A torch.Event of a simulated clock."""
 
     clock = 0.0
 
@@ -40,7 +40,7 @@ class Event:
         return (later.at - self.at) / 1e3
 
 
-def test_turns_time_the_operation_and_not_what_runs_between(monkeypatch):
+def test_turns_time_the_operation_without_the_other_work(monkeypatch):
     monkeypatch.setattr(timing.torch, "Event", Event)
     ran = []
 
@@ -58,12 +58,12 @@ def test_turns_time_the_operation_and_not_what_runs_between(monkeypatch):
     assert ran == ["pass", "pass", "product", "product", "product"] * 2
 
 
-def test_a_gpu_works_for_a_while_before_the_clock_runs():
+def test_a_gpu_is_warmed_up_before_it_is_timed():
     calls, gpu = [], torch.device("cuda")
-    timing.heat(lambda: calls.append(1), 2e3, timing.heat_of(20, gpu))
+    timing.warm_up(lambda: calls.append(1), 2e3, timing.warm_up_ms_for(20, gpu))
     assert len(calls) == 50, "100 ms of calls of 2 ms"
-    assert timing.heat_of(1000, gpu) == 3.0, "of many shapes each is warm from the one before"
-    assert timing.heat_of(20, torch.device("cpu")) == 0.0, "it holds its clock"
+    assert timing.warm_up_ms_for(1000, gpu) == 3.0, "many shapes keep it warm for each other"
+    assert timing.warm_up_ms_for(20, torch.device("cpu")) == 0.0, "it holds its clock"
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_gpu_works_for_a_while_before_the_clock_runs():
         ("matmul nt bf16", []),
     ],
 )
-def test_launches_in_cpp_are_built_for_a_kernel_of_ours(operation, ours):
+def test_compiled_launches_are_built_for_our_kernels_only(operation, ours):
     spec = {"operation": operation, "device": "cuda"}
     assert requested_kernels(Record(kind=CalibrationSpec.kind, spec=spec)) == ours
 
@@ -83,8 +83,8 @@ def test_launches_in_cpp_are_built_for_a_kernel_of_ours(operation, ours):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("name", NAMES)
-def test_each_operation_is_captured_and_its_device_time_told(name):
-    """The smallest shape of each: what the host needs for it is longer than it takes."""
+def test_each_operation_is_captured_and_timed(name):
+    """Uses the smallest shapes, whose launches take longer than the device."""
     operation, device = operations(GPU)[name], torch.device("cuda")
     sizes = min(operation.grid, key=math.prod)
     timing = time_of(lambda: operation.make(*sizes, device), device, 1.0)
@@ -93,14 +93,14 @@ def test_each_operation_is_captured_and_its_device_time_told(name):
 
 @pytest.mark.gpu
 @needs_gpu
-def test_after_a_capture_that_failed_all_goes_on_as_before():
+def test_a_failed_capture_leaves_no_trace():
     device = torch.device("cuda")
 
     def waits():
         x = torch.ones(64, device=device)
         return lambda: (x + 1).sum().item()
 
-    for _ in range(2):  # the second begins with what the first left
+    for _ in range(2):  # the second starts in the state that the first left
         timing = time_of(waits, device, 0.1)
         assert timing.us > 0 and timing.at_host_pace
         torch.cuda.empty_cache()

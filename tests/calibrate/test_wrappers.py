@@ -1,4 +1,4 @@
-"""What wrappers take of the host, on one rank of a CPU: which networks, and where it goes."""
+"""Host times of wrappers, measured on one CPU rank."""
 
 import pytest
 import torch
@@ -19,13 +19,13 @@ from stepgauge.spec.layout import Layout
 from stepgauge.spec.record import Record
 
 HERE = torch.device("cpu")
-PARAMETERS = {2: 2 * 6 + 3, 10: 10 * 6 + 3}  # of networks of so many layers
+PARAMETERS = {2: 2 * 6 + 3, 10: 10 * 6 + 3}  # of networks with 2 and 10 layers
 
 
 @pytest.fixture
 def one_rank():
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # which wait for no turn of the scheduler
+    torch.set_num_threads(1)  # so that threads do not wait for each other
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -42,7 +42,7 @@ def one_rank_of_a_gpu():
     dist.destroy_process_group()
 
 
-def asked(wrapper, **fields):
+def calibration(wrapper, **fields):
     return CalibrationSpec(operation=f"host wrapper {wrapper}", milliseconds=0.0, **fields)
 
 
@@ -53,19 +53,21 @@ def asked(wrapper, **fields):
         ("zero3", {(15, 3), (63, 11)}),
     ],
 )
-def test_two_sizes_are_timed_in_few_messages_and_in_many(one_rank, wrapper, messages):
-    table = wrappers.measure(asked(wrapper), HERE)
+def test_two_networks_are_timed_and_the_larger_one_in_few_and_many_messages(
+    one_rank, wrapper, messages
+):
+    table = wrappers.measure(calibration(wrapper), HERE)
     assert table.axes == ("parameters", "messages", "phase")
     assert {row[:2] for row in table.rows} == messages
     assert {row[2] for row in table.rows} == set(WRAPPER_PHASES.values())
 
 
-def test_of_ranks_it_joins_what_a_single_process_takes_of_the_host():
-    """though other operations of ranks are of a CPU that they share."""
+def test_host_times_of_wrappers_are_stored_with_those_of_a_single_process():
+    """Other operations of several ranks have their own tables, because the ranks share a CPU."""
     rows = [[15, 1, n, 10.0] for n in range(4)] + [[63, 1, n, 58.0] for n in range(4)]
     record = Record(
         kind=CalibrationSpec.kind,
-        spec=vars(asked("flat", ranks=2)),
+        spec=vars(calibration("flat", ranks=2)),
         tables={"times": [["parameters", "messages", "phase", "us"], *rows]},
         environment={"device": "a GPU", "cpu": "a CPU"},
     )
@@ -73,24 +75,24 @@ def test_of_ranks_it_joins_what_a_single_process_takes_of_the_host():
     assert file.operations["host wrapper flat"] == table_of(record) and not file.by_ranks
 
 
-def test_it_takes_ranks_and_a_wrapper_that_is_predicted():
+def test_only_calibrated_wrappers_over_several_ranks_are_accepted():
     for wrapper in CALIBRATED_WRAPPERS:
-        assert job(asked(wrapper, ranks=2)).spec.operation == f"host wrapper {wrapper}"
+        assert job(calibration(wrapper, ranks=2)).spec.operation == f"host wrapper {wrapper}"
     with pytest.raises(ValueError, match="operation is 'host wrapper flat'"):
-        job(asked("flat"))
+        job(calibration("flat"))
     with pytest.raises(ValueError, match="operation is 'host wrapper torch-ddp'"):
-        job(asked("torch-ddp", ranks=2))
+        job(calibration("torch-ddp", ranks=2))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_on_a_gpu_each_wrapper_is_timed_over_nccl(one_rank_of_a_gpu):
+def test_each_wrapper_is_timed_over_nccl_on_a_gpu(one_rank_of_a_gpu):
     for wrapper in CALIBRATED_WRAPPERS:
-        table = wrappers.measure(asked(wrapper), torch.device("cuda", 0))
+        table = wrappers.measure(calibration(wrapper), torch.device("cuda", 0))
         assert len(table.rows) in (2 * len(WRAPPER_PHASES), 3 * len(WRAPPER_PHASES))
 
 
-def test_ranks_that_launch_otherwise_are_calibrated_under_the_names_that_predictions_ask_for(
+def test_layouts_with_other_launches_are_calibrated_under_the_names_that_predictions_use(
     monkeypatch,
 ):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -1,4 +1,6 @@
-"""Bad inputs of every option of every command: one sentence, status 2, nothing measured."""
+"""Every bad input of every option of every command gives one sentence and status 2, before anything
+is measured.
+"""
 
 import itertools
 import json
@@ -15,7 +17,7 @@ from stepgauge import cli
 from stepgauge.cli import console
 
 WANTED = 300
-# Arguments that a command does not go without.
+# Required arguments of commands.
 POSITIONAL = {
     ("bench", "op"): ("examples/softmax.py:softmax",),
     ("predict",): ("--hardware=dgx-h100",),
@@ -24,7 +26,7 @@ POSITIONAL = {
 
 
 def commands(app, path=()):
-    """The path and the fields of each command whose options a spec declares."""
+    """Yields the path and the fields of each command whose options come from a spec."""
     for name in app:
         if name.startswith("-"):
             continue
@@ -35,7 +37,7 @@ def commands(app, path=()):
 
 
 def bad_values(field):
-    """Texts that the field cannot take, by its declared type and limits."""
+    """Returns texts that are invalid for the field's declared type and limits."""
     kind, limits = field.type, field.metadata
     if field.name == "device":
         return ["toaster", "cuda:x"]
@@ -72,7 +74,7 @@ def cases():
 
 
 def test_every_bad_input_is_one_sentence_that_names_the_option_and_status_2(stepgauge):
-    """In turns over the commands, so that each has its part in what is tried."""
+    """Tries WANTED cases, taken from all commands in turn."""
     everything = [list(group) for _, group in itertools.groupby(cases(), key=lambda c: c[0][:2])]
     turns = [case for turn in itertools.zip_longest(*everything) for case in turn if case]
     assert len(turns) > WANTED
@@ -88,7 +90,7 @@ def test_every_bad_input_is_one_sentence_that_names_the_option_and_status_2(step
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "said"),
+    ("arguments", "status", "message"),
     [
         (("topo", "--report", "{folder}"), 1, "cannot use {folder}: Is a directory"),
         (("comm", "explain", "scatter", "--ranks", "9"), 2, "--ranks is 9"),
@@ -126,7 +128,7 @@ def test_every_bad_input_is_one_sentence_that_names_the_option_and_status_2(step
             "bench layout has no --seconds, because all ranks",
         ),
         (("bench", "step", "--seconds"), 2, "--seconds needs a value"),
-        (("calibrate", "--only", "links", "--device", "cpu"), 2, "it needs --ranks 2"),
+        (("calibrate", "--only", "links", "--device", "cpu"), 2, "needs several ranks: add --ranks 2"),
         (
             ("calibrate", "--only", "cast", "dance", "--device", "cpu"),
             2,
@@ -142,7 +144,7 @@ def test_every_bad_input_is_one_sentence_that_names_the_option_and_status_2(step
         (("completion", "cmd"), 2, 'Choose from: "bash"'),
     ],
 )
-def test_what_ended_badly_before(stepgauge, tmp_path, arguments, status, said):
+def test_mistakes_that_were_once_tracebacks_or_unclear(stepgauge, tmp_path, arguments, status, message):
     (tmp_path / "bad.toml").write_text("[bench.step]\nbatch = [4, -2]\n")
     (tmp_path / "cut.toml").write_text("[bench.step")
     (tmp_path / "rows.toml").write_text("[[rows]]\nbatch = 4\n")
@@ -150,10 +152,10 @@ def test_what_ended_badly_before(stepgauge, tmp_path, arguments, status, said):
     given = [text.replace("{folder}", str(tmp_path)) for text in arguments]
     found, out, err = stepgauge(*given)
     assert found == status and "Traceback" not in err + out
-    assert said.replace("{folder}", str(tmp_path)) in err
+    assert message.replace("{folder}", str(tmp_path)) in err
 
 
-def test_a_file_that_is_no_trace_is_one_line(stepgauge, tmp_path):
+def test_a_file_that_is_not_a_trace_is_one_sentence(stepgauge, tmp_path):
     (tmp_path / "my.json").write_text("# mine")
     status, out, err = stepgauge("profile", "trace", tmp_path / "my.json")
     assert (status, out) == (2, "")
@@ -164,17 +166,17 @@ def test_a_file_that_is_no_trace_is_one_line(stepgauge, tmp_path):
 
 
 @pytest.mark.parametrize("command", [("bench", "step"), ("train",), ("profile", "memory")])
-def test_a_file_in_the_place_of_the_runs_folder_is_told_before_anything_is_loaded(
+def test_a_file_instead_of_the_run_folder_is_refused_before_torch_is_imported(
     stepgauge, tmp_path, monkeypatch, command
 ):
     (tmp_path / "my.py").write_text("")
-    monkeypatch.setitem(sys.modules, "stepgauge.measure.devices", None)  # which asks torch
+    monkeypatch.setitem(sys.modules, "stepgauge.measure.devices", None)  # which imports torch
     for out in ("my.py", "my.py/run"):
         status, _, err = stepgauge(*command, "--size", "nano", "--out", tmp_path / out)
         assert status == 1 and f"{tmp_path}/my.py is a file, not a folder" in err
 
 
-def test_a_configuration_file_gives_options_and_the_command_line_counts_more(stepgauge, tmp_path):
+def test_options_of_a_configuration_file_are_overridden_by_the_command_line(stepgauge, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('[model]\nsize = ["nano", "tiny"]\nbatch = 2\n')
     status, out, _ = stepgauge("model", "--config", path, "--size", "mini", "--format", "csv")
@@ -186,7 +188,7 @@ def test_a_configuration_file_gives_options_and_the_command_line_counts_more(ste
     assert status == 2 and not out and "'batch', which is not a command" in err
 
 
-def test_a_wrong_value_loads_neither_torch_nor_matplotlib():
+def test_a_wrong_value_imports_neither_torch_nor_matplotlib():
     wrong = [
         ["bench", "step", "--batch", "0"],
         ["bench", "step", "--checkpoint-blocks", "99"],
@@ -223,8 +225,8 @@ def test_a_wrong_value_loads_neither_torch_nor_matplotlib():
     assert done.stdout == f"{[2] * len(wrong)} False False 2 False\n", done.stderr
 
 
-def test_a_wrong_value_loads_its_own_command_alone_and_a_group_s_help_all_of_them():
-    """Half of the time until the sentence went into the other commands of bench."""
+def test_a_command_imports_no_other_command_but_a_groups_help_imports_all():
+    """Importing the other commands of bench would double the time until the message."""
     code = (
         "import sys; from stepgauge import cli\n"
         "cli.run(['bench', 'step', '--batch', '0'])\n"
@@ -239,8 +241,8 @@ def test_a_wrong_value_loads_its_own_command_alone_and_a_group_s_help_all_of_the
     )
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
-def test_an_output_that_is_full_and_one_that_has_no_dashes():
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_and_an_ascii_output_are_handled():
     code = "from stepgauge import cli; cli.main(['model', '--size', 'nano'])"
     with open("/dev/full", "w") as full:
         done = subprocess.run(
@@ -276,8 +278,8 @@ ALL_COMMANDS = [
 ]
 
 
-def test_where_text_is_ascii_files_are_utf_8_and_commands_end_well(tmp_path):
-    """A machine with LC_ALL=C, whose Python takes it at its word."""
+def test_files_are_utf_8_and_commands_work_in_an_ascii_locale(tmp_path):
+    """With LC_ALL=C, and without Python's UTF-8 mode and locale coercion."""
     root = Path(__file__).parents[2]
     shutil.copy(root / "hardware/h100-sxm.json", tmp_path / "gpu.json")
     sizes = {"vocab_size": 500, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
@@ -317,7 +319,7 @@ if __name__ == "__main__":
 
 
 def test_a_full_disk_in_train_and_profile_is_one_sentence(tmp_path):
-    """Files end at 100 kB: a checkpoint and a trace are longer."""
+    """Limits files to 100 kB, less than a checkpoint or a trace."""
     (tmp_path / "run.py").write_text(FULL_DISK)
     done = subprocess.run(
         [sys.executable, tmp_path / "run.py", tmp_path], capture_output=True, text=True, timeout=200
@@ -327,6 +329,6 @@ def test_a_full_disk_in_train_and_profile_is_one_sentence(tmp_path):
     assert "the trace could not be written to" in done.stderr
 
 
-def test_names_with_colons_are_no_emoji(capsys):
+def test_names_with_colons_are_not_replaced_by_emoji(capsys):
     console.info("device cuda:0 :smile: [bold]")
     assert "device cuda:0 :smile: [bold]" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import torch
 from tests.cpu_machine import made_up
 
 from stepgauge.calibrate import host, run, step_shapes
-from stepgauge.calibrate.step_shapes import host_job, shape_jobs, usual_host
+from stepgauge.calibrate.step_shapes import host_job, shape_jobs, median_probe
 from stepgauge.cli import validate as command
 from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.rates.machine import CalibratedMachine
@@ -148,8 +148,8 @@ def test_the_host_time_is_the_median_over_probes_of_the_same_launches():
         return Record.of(spec, metrics={}, environment={}, tables={"times": times})
 
     probes = [probe(100.0), probe(10.0, ranks=2), probe(900.0, turn=1), probe(110.0, turn=2)]
-    assert usual_host(probes).tables["times"][1:] == [[2, 0, 110.0, 1980.0], [10, 0, 550.0, 2]]
-    assert usual_host(probes[:2]).tables == probes[1].tables
+    assert median_probe(probes).tables["times"][1:] == [[2, 0, 110.0, 1980.0], [10, 0, 550.0, 2]]
+    assert median_probe(probes[:2]).tables == probes[1].tables
     wide, narrow = (
         host_job(DataParallelSpec(model=model, wrapper=wrapper, ranks=2, device="cuda"), 1).spec
         for model, wrapper in ((LARGE, "zero3"), (MODEL, "zero3"))

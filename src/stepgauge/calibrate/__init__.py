@@ -1,5 +1,7 @@
-"""Microbenchmarks that turn a machine into a hardware file: what cost predicts from.
+"""Measures a machine and writes the hardware file from which cost predicts.
 
-operations  what is timed, and over which shapes
-run         one record an operation, and the file
+`grids` has the shapes, `operations` and `passes` the calls that are timed, and `timing` the clock. `host`
+and `wrappers` time the host, `contention` overlapping work, and `blocks` whole blocks. `run` makes one
+record per operation. `machine` lists all jobs and writes the file; `step_shapes` lists those for certain
+steps only.
 """

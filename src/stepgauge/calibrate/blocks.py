@@ -1,6 +1,4 @@
-"""Few blocks of a network, timed whole: a BlocksSpec run on its ranks, and the table that its record
-becomes.
-"""
+"""Times networks of few blocks as a whole: runs a BlocksSpec on its ranks, and makes its table."""
 
 import dataclasses
 import statistics
@@ -36,8 +34,9 @@ from stepgauge.train.layout import build_layout_step
 from stepgauge.train.step import TrainingStep
 
 WARMUP, STEPS = 4, 12
-COPIES, COPIED_BYTES = 60, 2**29  # 30 ms on an H200; a step of five blocks is launched in 10 to 25
-NOTHING_MS = 1e-6  # on a CPU, which launches nothing
+# Copies that take 30 ms on an H200. The host launches a step of five blocks in 10 to 25 ms.
+COPIES, COPIED_BYTES = 60, 2**29
+NOTHING_MS = 1e-6  # time of launches on a CPU, which has none
 Times = Mapping[tuple[int, str, str], float]  # milliseconds by layers, phase and clock
 
 
@@ -57,7 +56,7 @@ def measure(spec: BlocksSpec) -> Times:
 
 
 def record(spec: BlocksSpec, ranks: Sequence[Times]) -> Record:
-    """Of each time the slowest rank's."""
+    """Returns the record with each time of the slowest rank."""
     rows = tuple(
         (
             layers,
@@ -85,8 +84,10 @@ ON_RANKS = OnRanks(measure, record, shared=True)
 
 
 def _times(spec: BlocksSpec, device: torch.device) -> Times:
-    """Medians. The device is timed behind other work, for whose length the host is ahead:
-    few blocks behind nothing would wait for the host, where many do not.
+    """Returns the medians.
+
+    The device is timed after other work, during which the host gets ahead. Without it, few blocks would
+    wait for the host, although many blocks do not.
     """
     lead = {} if device.type == "cpu" else {"lead": _busy(device)}
     found = {}
@@ -106,7 +107,7 @@ def _times(spec: BlocksSpec, device: torch.device) -> Times:
 
 
 def _busy(device: torch.device) -> Callable[[], None]:
-    """Copies for longer than the host takes to launch a step of few blocks."""
+    """Returns a call of copies that take longer than the host needs to launch a step of few blocks."""
     source, target = (torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device) for _ in "ab")
 
     def call() -> None:
@@ -117,17 +118,18 @@ def _busy(device: torch.device) -> Callable[[], None]:
 
 
 def _build(spec: BlocksSpec, layers: int, device: torch.device) -> tuple[TrainingStep, Phases]:
-    """A step with so many blocks: of ranks that share them this rank's part, else each rank's own."""
+    """Builds a step with this many blocks: this rank's part of them, or all if ranks do not share them."""
     model = dataclasses.replace(spec.network, num_layers=layers)
     if spec.cut == "none":
-        alone = dataclasses.replace(spec, model=model, device=str(device))
-        step = build_step(alone, lr=LEARNING_RATE)
+        step = build_step(
+            dataclasses.replace(spec, model=model, device=str(device)), lr=LEARNING_RATE
+        )
     else:
-        how = {name: getattr(spec, name) for name in WORK_FIELDS}
-        asked = LayoutSpec(model=model, layout=spec.cut, device=spec.device,
-                           batch=spec.batch * Layout.parse(spec.cut).data, **how)  # fmt: skip
+        settings = {name: getattr(spec, name) for name in WORK_FIELDS}
+        layout_spec = LayoutSpec(model=model, layout=spec.cut, device=spec.device,
+                                 batch=spec.batch * Layout.parse(spec.cut).data, **settings)  # fmt: skip
         step = build_layout_step(
-            asked, layout=asked.parsed_layout, device=device, recording=False,
+            layout_spec, layout=layout_spec.parsed_layout, device=device, recording=False,
             stages=[range(layers)], lr=LEARNING_RATE,
         )  # fmt: skip
     batch = batch_for(model, spec.batch, spec.seed)
@@ -135,11 +137,11 @@ def _build(spec: BlocksSpec, layers: int, device: torch.device) -> tuple[Trainin
 
 
 def with_blocks(hardware: HardwareFile, records: Sequence[Record]) -> HardwareFile:
-    """The file with the tables of the records that are of blocks and went well."""
-    found = dict(hardware.operations)
+    """Returns the file with the tables of all successful block records."""
+    tables = dict(hardware.operations)
     for record in records:
         if record.kind == BlocksSpec.kind and record.status == "ok":
             _, *rows = record.tables["times"]
             spec = {**record.spec, "model": ModelSpec(**record.spec["model"])}
-            found[BlocksSpec(**spec).operation] = OperationTable(AXES, tuple(map(tuple, rows)))
-    return dataclasses.replace(hardware, operations=found)
+            tables[BlocksSpec(**spec).operation] = OperationTable(AXES, tuple(map(tuple, rows)))
+    return dataclasses.replace(hardware, operations=tables)

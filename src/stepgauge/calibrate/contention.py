@@ -1,9 +1,9 @@
-"""What kernels and collectives cost each other: each is timed alone, and beside the other.
+"""Measures how much kernels and collectives slow each other down: each is timed alone, and while the
+other runs all the time.
 
-On GPUs collectives run on a stream of their own, as a wrapper's do, and kernels take turns with
-other work, as in a step: a GPU at its power limit that gives cores to a collective raises the clock
-of those that are left. On a CPU collectives run in a thread, beside products on the thread that
-computes. The one that is timed runs beside the other all the time.
+On GPUs, collectives run on their own stream, as in a wrapper. Kernels alternate with other work as in a
+step, because a GPU at its power limit that gives multiprocessors to a collective raises the clock of the
+others. On a CPU, collectives run in another thread.
 """
 
 import concurrent.futures
@@ -29,7 +29,7 @@ from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.record import Record, Sample
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
-# A call of each class that is neither short nor long: operation and sizes.
+# Operation and sizes of a typical call of each class.
 KERNELS: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {
     "cuda": {
         "matmul": ("matmul nt bf16", (4096, 4096, 4096)),
@@ -44,15 +44,15 @@ KERNELS: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {
         "traffic": ("traffic", (2**22,)),
     },
 }
-# What kernels of a class take turns with.
+# The other work that kernels of a class alternate with.
 OTHERS = {"matmul": PASSES, "short-matmul": PASSES, "attention": PASSES, "traffic": PRODUCTS}
-LONGER = 3  # times as long runs what the other is timed beside
-ROUNDS = 3  # alone and beside in turn: other work on the machine then meets both
+LONGER = 3  # the work that is not timed is queued for this many times as long
+ROUNDS = 3  # alternately alone and overlapped, so that other work on the machine disturbs both
 
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Microseconds of one kernel and of one collective: alone, and beside the other."""
+    """Microseconds of one kernel and of one collective: alone, and `beside` the other."""
 
     kernel: float
     collective: float
@@ -65,7 +65,7 @@ def job(spec: ContentionSpec) -> Job:
 
 
 def measure(spec: ContentionSpec) -> list[Times]:
-    """Of each round. Runs on every rank."""
+    """Returns the times of each round. Runs on every rank."""
     device = this_world().device(spec.device)
     name, sizes = KERNELS[device.type][spec.kernels]
     kernel = operations(grid_of(device.type))[name].make(*sizes, device)
@@ -94,7 +94,7 @@ def measure(spec: ContentionSpec) -> list[Times]:
 
 
 def _count(call: Call, device: torch.device, milliseconds: float) -> int:
-    """How many calls last so long: the least of all ranks', which then call as often."""
+    """Returns how many calls take this long; the smallest number over ranks, to be used by all."""
     loop(call, device, 2)
     count = max(2, math.ceil(milliseconds * 1e3 / loop(call, device, 2)))
     return min(gathered_objects(count))
@@ -103,7 +103,7 @@ def _count(call: Call, device: torch.device, milliseconds: float) -> int:
 def _rounds_on_gpu(
     turn: Turn, collective: Call, device: torch.device, counts: Sequence[int]
 ) -> list[Times]:
-    """Each alone, then while more of the other is queued than can end meanwhile."""
+    """Times each alone, and then while enough of the other is queued that it does not end before."""
     rounds, (turns, sends) = [], counts
     sending = torch.cuda.Stream(device)
     for _ in range(ROUNDS):
@@ -125,7 +125,7 @@ def _rounds_on_gpu(
 
 
 def _queued(call: Call, count: int) -> torch.cuda.Event:
-    """The call on this stream, and so many more; the event is after the first."""
+    """Queues the call and `count` more on this stream. Returns an event after the first one."""
     call()
     running = torch.cuda.Event()
     running.record()
@@ -137,7 +137,7 @@ def _queued(call: Call, count: int) -> torch.cuda.Event:
 def _beside_on_cpu(
     kernel: Call, collective: Call, device: torch.device, counts: Sequence[int]
 ) -> tuple[float, float]:
-    """The same where a thread sends as long as this one computes."""
+    """Times kernel and collective while another thread runs the collective."""
     dist.barrier()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         start, done = time.perf_counter(), 0
@@ -150,7 +150,7 @@ def _beside_on_cpu(
 
 
 def record(spec: ContentionSpec, ranks: list[list[Times]]) -> Record:
-    """Slowdowns over rounds and ranks, with the times that they are ratios of."""
+    """Returns the record of the slowdowns over all rounds and ranks, and of their times."""
     device, rounds = torch.device(spec.device), [times for own in ranks for times in own]
     kernel = [times.kernel_beside / times.kernel for times in rounds]
     collective = [times.collective_beside / times.collective for times in rounds]
@@ -170,7 +170,7 @@ RUN = OnRanks(measure, record, shared=True)
 
 
 def row_of(record: Record) -> Contention:
-    """The record as a row of a hardware file. What came out below 1 is what times repeat to."""
+    """Returns the record as a row of a hardware file. Slowdowns below 1 are noise and become 1."""
     kernel, collective = (
         max(1.0, record.metrics[name].median) for name in ("kernel_slowdown", "collective_slowdown")
     )

@@ -1,4 +1,4 @@
-"""What the host takes to launch a step: steps of a network so narrow that its GPU always waits."""
+"""Times the host's launches of a step, with networks so narrow that the GPU always waits."""
 
 import dataclasses
 import statistics
@@ -25,21 +25,24 @@ from stepgauge.train.step import TrainingStep
 AXES = ("layers", "phase")
 LAYERS = (2, 10)
 MODES = {"eager": "off", "compiled": "on", "blocks": "blocks"}
-MODES_AND_TYPES = ("host eager bf16", "host eager fp32", "host compiled bf16", "host blocks bf16")
-LENGTH, WORDS = 16, 256
+MODES_AND_DTYPES = ("host eager bf16", "host eager fp32", "host compiled bf16", "host blocks bf16")
+LENGTH, VOCABULARY = 16, 256
 WARMUP, STEPS, ROUNDS = 5, 12, 3
 
 
 def names() -> list[str]:
-    """Eager, each cast is a launch; compiled, it is part of another. Checkpointing that asks what is
-    kept costs the host more than the launches.
+    """Returns the host operations of a single process.
+
+    Eager networks are timed in two precisions, because each cast is a launch; compiled, it is part of
+    another one. Selective checkpointing has its own, because it takes the host longer than the launches.
     """
-    return [*MODES_AND_TYPES, f"host eager bf16{launched_under(Layout(), 'selective')}"]
+    return [*MODES_AND_DTYPES, f"host eager bf16{launched_under(Layout(), 'selective')}"]
 
 
 def names_on(ranks: int) -> list[str]:
-    """Of ranks that launch otherwise than one process does, and whose wrapper has no table of its
-    own (calibrate/wrappers.py).
+    """Returns the host operations of layouts whose ranks launch other work than a single process.
+
+    Wrappers with their own table (calibrate/wrappers.py) are left out.
     """
     layouts = (
         Layout(tensor=ranks),
@@ -53,30 +56,31 @@ def names_on(ranks: int) -> list[str]:
 
 
 def is_host(name: str) -> bool:
-    """Whether the operation is a mode of the host, alone or under what launched_under says."""
-    return any(name == known or name.startswith(f"{known} ") for known in MODES_AND_TYPES)
+    """Returns True for a host operation, with or without a suffix from launched_under."""
+    return any(name == known or name.startswith(f"{known} ") for known in MODES_AND_DTYPES)
 
 
 def narrow_network(layers: int, heads: int = 1) -> ModelSpec:
     return ModelSpec(
         d_model=64 * heads, d_ff=128 * heads, num_layers=layers, num_heads=heads,
-        context_length=LENGTH, vocab_size=WORDS,
+        context_length=LENGTH, vocab_size=VOCABULARY,
     )  # fmt: skip
 
 
 def measure(spec: CalibrationSpec, device: torch.device) -> OperationTable:
-    """Median microseconds that the host takes for each phase, for networks of LAYERS blocks; where
-    ranks do it together, all of them must call it. The networks take turns: a core's pace moves
-    from second to second.
+    """Returns the median time of the host for each phase, for networks of LAYERS blocks.
+
+    All ranks must call it together. The networks take turns, because a core's speed changes from second
+    to second.
     """
     built = {layers: _build(spec, layers, device) for layers in LAYERS}
     times: dict[tuple[int, str], list[float]] = {}
     for number in range(ROUNDS):
         for layers, (step, phases) in built.items():
             warmup = 1 if number else WARMUP
-            found = host_times(step, phases, device, warmup=warmup, steps=STEPS)
+            phase_times = host_times(step, phases, device, warmup=warmup, steps=STEPS)
             for phase in TRAINING_PHASES:
-                times.setdefault((layers, phase), []).extend(found[phase])
+                times.setdefault((layers, phase), []).extend(phase_times[phase])
     torch.compiler.reset()
     rows = [
         (layers, number, 1e3 * statistics.median(times[layers, phase]))
@@ -89,54 +93,59 @@ def measure(spec: CalibrationSpec, device: torch.device) -> OperationTable:
 def host_times(
     step: TrainingStep, phases: Phases, device: torch.device, *, warmup: int, steps: int
 ) -> Mapping[str, list[float]]:
-    """Milliseconds until each phase's call returns. Launches of few layers fit into the device's
-    queue, so that it returns when the host is through.
+    """Returns the milliseconds until each phase's call returns.
+
+    The launches of few layers fit into the device's queue, so the call returns when the host is done.
     """
-    found: dict[str, list[float]] = {name: [] for name in phases}
-    watched = {name: _watched(call, found[name]) for name, call in phases.items()}
+    times: dict[str, list[float]] = {name: [] for name in phases}
+    timed = {name: _timed(call, times[name]) for name, call in phases.items()}
     if dist.is_initialized():
         dist.barrier()
     with step.precision.matmul_mode(), warnings.catch_warnings():
-        # fp32 is asked for here
+        # torch recommends TF32, but fp32 is intended here
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
-        time_phases(watched, device, warmup=warmup, steps=steps)
-    return {name: times[warmup:] for name, times in found.items()}
+        time_phases(timed, device, warmup=warmup, steps=steps)
+    return {name: times[name][warmup:] for name in times}
 
 
-def _watched(phase: Callable[[], None], times: list[float]) -> Callable[[], None]:
+def _timed(phase: Callable[[], None], times: list[float]) -> Callable[[], None]:
     def call() -> None:
-        begin = time.perf_counter()
+        start = time.perf_counter()
         phase()
-        times.append((time.perf_counter() - begin) * 1e3)
+        times.append((time.perf_counter() - start) * 1e3)
 
     return call
 
 
 def _build(
-    asked: CalibrationSpec, layers: int, device: torch.device
+    calibration: CalibrationSpec, layers: int, device: torch.device
 ) -> tuple[TrainingStep, Phases]:
-    """Under a layout two sequences of two heads, which ranks share: copies of several sequences are
-    launches, too; where ranks send beside products, as many as they do it for.
+    """Builds a step with the launches of the operation.
+
+    Under a layout, ranks share two sequences of two heads, because copies that reorder several sequences
+    are launches, too. With overlap, there are enough tokens that communication does overlap.
     """
-    _, mode, precision, *words = asked.operation.split()
-    under, _, keeping = " ".join(words).partition("keeping ")
-    how = {"precision": precision, "compile": MODES[mode], "device": str(device),
-           "checkpointing": keeping or "none"}  # fmt: skip
-    cut = Layout.parse(under) if under.strip() else Layout()
-    if cut.ranks == 1:
-        spec = StepSpec(model=narrow_network(layers), batch=1, **how)  # type: ignore[arg-type]
-        step, own = build_step(spec, lr=LEARNING_RATE), 1
+    _, mode, precision, *words = calibration.operation.split()
+    layout_text, _, checkpointing = " ".join(words).partition("keeping ")
+    settings = {"precision": precision, "compile": MODES[mode], "device": str(device),
+                "checkpointing": checkpointing or "none"}  # fmt: skip
+    layout = Layout.parse(layout_text) if layout_text.strip() else Layout()
+    if layout.ranks == 1:
+        spec = StepSpec(model=narrow_network(layers), batch=1, **settings)  # type: ignore[arg-type]
+        step, rank_batch = build_step(spec, lr=LEARNING_RATE), 1
     else:
-        model = narrow_network(layers, heads=max(2, cut.tensor * cut.context))
-        if cut.context > 1:  # keys go around a ring of ours
+        model = narrow_network(layers, heads=max(2, layout.tensor * layout.context))
+        if layout.context > 1:  # the ring needs this package's attention
             model = dataclasses.replace(model, attention="triton")
-        own = 2
-        if cut.overlap:
-            own = cut.tensor * LEAST_OVERLAPPED_BYTES // (2 * LENGTH * model.d_model)
-        layout = LayoutSpec(model=model, layout=str(cut), batch=own * cut.data,
-                            bucket_mb=asked.bucket_mb, **how)  # type: ignore[arg-type]  # fmt: skip
+        rank_batch = 2
+        if layout.overlap:
+            rank_batch = layout.tensor * LEAST_OVERLAPPED_BYTES // (2 * LENGTH * model.d_model)
+        layout_spec = LayoutSpec(
+            model=model, layout=str(layout), batch=rank_batch * layout.data,
+            bucket_mb=calibration.bucket_mb, **settings,  # type: ignore[arg-type]
+        )  # fmt: skip
         step = build_layout_step(
-            layout, layout=cut, device=device, stages=[range(layers)], lr=LEARNING_RATE
+            layout_spec, layout=layout, device=device, stages=[range(layers)], lr=LEARNING_RATE
         )
-    batch = [part.to(device) for part in random_batch(WORDS, own, LENGTH, 0)]
+    batch = [part.to(device) for part in random_batch(VOCABULARY, rank_batch, LENGTH, 0)]
     return step, step.phases(batch)

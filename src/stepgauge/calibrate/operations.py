@@ -1,10 +1,10 @@
-"""The operations that training steps are made of, each as a call of given sizes.
+"""The operations of training steps, each as a call with given sizes.
 
-Operands rotate through more memory than a GPU's caches hold, as a step's do. Names are those that
-cost/ asks for: operation, layout, type.
+Operands rotate through more memory than a GPU's caches hold, as in a step. Operations have the names
+that cost/ looks up: operation, operand layout, dtype.
 
-Legend: M rows (tokens), N columns, K what a product sums over, V vocabulary, H heads times batch,
-T sequence, D width of a head.
+Legend: M rows (tokens), N columns, K summed dimension, V vocabulary, H heads times batch, T sequence,
+D head width, E experts.
 """
 
 import functools
@@ -26,35 +26,37 @@ from stepgauge.models.parts import ATTENTIONS, OPTIMIZERS
 from stepgauge.runtime.recording import Call, on_capture_stream
 from stepgauge.spec.calibration import ALONE, BATCHED, FULL_MASK, GROUPED
 
-PRODUCTS, PASSES = "products", "passes"  # what an operation takes turns with
+PRODUCTS, PASSES = "products", "passes"  # kinds of other work
 EMBEDDING_ROWS = 1000
 STRIDED_WIDTH = 2048
-CACHED_BYTES = 128 * 2**20  # more than the L2 of any GPU of today (H100: 50 MB)
+CACHE_BYTES = 128 * 2**20  # more than the L2 cache of any current GPU (H100: 50 MB)
 MOST_COPIES = 24
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 
 
 class TimedOperation(NamedTuple):
-    """`make(*sizes, device)` gives a call of one instance of it; `grid` the sizes to time. On a GPU
-    it takes turns with `beside`: "products", "passes" over memory, or nothing.
+    """An operation with the sizes to time.
+
+    make             make(*sizes, device) returns a call of it
+    alternates_with  PRODUCTS or PASSES if it alternates with other work on a GPU; otherwise ""
     """
 
     axes: tuple[str, ...]
     grid: Iterable[tuple[int, ...]]
     make: Callable[..., Call]
-    beside: str = ""
+    alternates_with: str = ""
 
 
 def rotating(make: Callable[[], tuple[Any, ...]], call: Callable[..., object]) -> Call:
-    """Calls with one set of operands after the other, so many that no cache holds them all."""
+    """Returns a call that takes its operands in turn from more sets than a GPU's cache holds."""
     sets = [make()]
     on_gpu = [tensor for tensor in tensors_in(sets[0]) if tensor.is_cuda]
     if on_gpu:
         nbytes = sum(tensor.nbytes for tensor in on_gpu)
-        enough = math.ceil(CACHED_BYTES / max(1, nbytes))
+        enough = math.ceil(CACHE_BYTES / max(1, nbytes))
         sets += [make() for _ in range(min(MOST_COPIES, enough) - 1)]
-    in_turn = itertools.cycle(sets)
-    return lambda: call(*next(in_turn))
+    operands = itertools.cycle(sets)
+    return lambda: call(*next(operands))
 
 
 def _matmul(
@@ -66,7 +68,7 @@ def _matmul(
     device: torch.device,
     batch: tuple[int, ...] = (),
 ) -> Call:
-    """nt: a linear layer's forward; nn: the gradient of its input; tn: that of its weight."""
+    """Layouts: nt is a linear layer's forward, nn its input gradient, tn its weight gradient."""
     new = functools.partial(torch.randn, *batch, device=device, dtype=dtype)
     if layout == "nt":
         return rotating(lambda: (new(m, k), new(n, k)), lambda x, w: x @ w.mT)
@@ -82,8 +84,9 @@ def _batched_matmul(
 
 
 def _grouped_matmul(layout: str, e: int, m: int, n: int, k: int, device: torch.device) -> Call:
-    """Of e experts with equally many tokens each: those are rows, but of the weights' gradient (tn) what
-    is summed over.
+    """Products of e experts with equally many tokens each.
+
+    Tokens are rows, except in the weight gradient (tn), which sums over them.
     """
     new = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
     tokens = k if layout == "tn" else m
@@ -100,8 +103,10 @@ def _grouped_matmul(layout: str, e: int, m: int, n: int, k: int, device: torch.d
 
 
 def _traffic(nbytes: int, device: torch.device) -> Call:
-    """Reads half of the bytes and writes the other half, as elementwise operations do. On a CPU into
-    new memory, whose pages cost as much as the pass; a GPU's come from a cache.
+    """Reads half of the bytes and writes the other half, as elementwise operations do.
+
+    On a CPU it writes to new memory, whose pages cost as much as the pass. On a GPU, new memory comes
+    from the caching allocator.
     """
     new = functools.partial(torch.randn, max(1, nbytes // 8), device=device)
     if device.type == "cpu":
@@ -116,7 +121,7 @@ def _cast(source: torch.dtype, target: torch.dtype, numel: int, device: torch.de
 
 
 def _strided(numel: int, device: torch.device) -> Call:
-    """A copy that puts one of two outer dimensions before the other: rows stay whole."""
+    """Copies a tensor with its two outer dimensions swapped; rows stay contiguous."""
     rows = max(2, numel // STRIDED_WIDTH) // 2
     new = functools.partial(torch.randn, 2, rows, min(numel, STRIDED_WIDTH), device=device)
     return rotating(lambda: (new(dtype=torch.bfloat16),), lambda x: x.transpose(0, 1).contiguous())
@@ -130,7 +135,7 @@ def _pass(
 
 
 def _compiled_pass(name: str, is_backward: bool, m: int, n: int, device: torch.device) -> Call:
-    """Under autocast: branches in bf16."""
+    """Under autocast, with bf16 branches."""
     make = functools.partial(passes.operands, name, torch.bfloat16, m, n, device, compiled=True)
     return rotating(make, functools.partial(passes.run, name, is_backward, compiled=True))
 
@@ -162,7 +167,7 @@ def _norm(
 
 
 def _loss(is_backward: bool, m: int, v: int, device: torch.device) -> Call:
-    """Cross-entropy of fp32 logits, as autocast has it."""
+    """Cross-entropy of fp32 logits, as under autocast."""
 
     def make() -> tuple[Tensor, ...]:
         logits = torch.randn(m, v, device=device, requires_grad=True)
@@ -179,7 +184,7 @@ def _loss(is_backward: bool, m: int, v: int, device: torch.device) -> Call:
 
 
 def _embedding_backward(m: int, n: int, device: torch.device) -> Call:
-    """The gradient of so few rows that hardly more than the sum over tokens is left."""
+    """The gradient of an embedding with few rows, so that the sum over tokens dominates."""
 
     def make() -> tuple[Tensor, ...]:
         tokens = torch.randint(EMBEDDING_ROWS, (m,), device=device)
@@ -196,10 +201,12 @@ def _embedding_backward(m: int, n: int, device: torch.device) -> Call:
 def _attention(
     name: str, is_backward: bool, dtype: torch.dtype, h: int, t: int, d: int, device: torch.device
 ) -> Call:
-    """Attention of h heads in all, without grouped keys, causal but for the names that say "full"; of
-    a position all heads lie one beside the other, as the product before it leaves them.
+    """Attention of h heads without grouped keys; causal unless the name ends in "-full".
+
+    The heads of a position are contiguous, as the product before attention writes them.
     """
-    # With a scale small ones are our kernels too, as in compiled networks: kernels/attention/by_torch.py.
+    # An explicit scale keeps small shapes on our kernels, as in compiled networks
+    # (kernels/attention/by_torch.py).
     computed_by = name.removesuffix(FULL_MASK)
     scale = {"scale": d**-0.5} if computed_by == "triton" else {}
     is_causal = computed_by == name
@@ -224,14 +231,14 @@ def _attention(
 def _optimizer(
     name: str, dtype: torch.dtype, numel: int, device: torch.device, **settings: bool
 ) -> Call:
-    """One step over `numel` parameters in tensors of at most 2^24 elements."""
+    """One optimizer step over `numel` parameters in tensors of at most 2^24 elements."""
     sizes = [2**24] * (numel // 2**24) + [numel % 2**24]
     parameters = [
         torch.zeros(size, device=device, dtype=dtype).requires_grad_() for size in sizes if size
     ]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    # torch's step refuses to be captured without `capturable`; its fused kernel is the same.
+    # torch refuses to capture a step without `capturable`. Its fused kernel is the same with it.
     if name == "adamw" and device.type == "cuda":
         settings["capturable"] = True
     return OPTIMIZERS[name](parameters, lr=1e-4, **settings).step
@@ -239,8 +246,9 @@ def _optimizer(
 
 @functools.cache
 def other_work(name: str, device: torch.device) -> OtherWork | None:
-    """What operations take turns with: a bf16 product, or a pass over memory. None on a CPU, which
-    holds its clock.
+    """Returns the work that alternates with an operation: a bf16 product, or a pass over memory.
+
+    None on a CPU, which holds its clock.
     """
     if device.type == "cpu":
         return None
@@ -262,7 +270,7 @@ DIRECTIONS = ("forward", "backward")
 
 
 def operations(grid: Grid) -> Mapping[str, TimedOperation]:
-    """What is calibrated on a kind of device, by name."""
+    """Returns the operations that are calibrated on a kind of device, by name."""
     return {
         **_products(grid), **_batched_products(grid), **_grouped_products(grid), **_passes(grid),
         **_elementwise(grid), **_norms(grid), **_attentions(grid), **_ends(grid),
@@ -270,10 +278,12 @@ def operations(grid: Grid) -> Mapping[str, TimedOperation]:
 
 
 def _products(grid: Grid) -> dict[str, TimedOperation]:
-    """Those in bf16 take turns with passes; some of their shapes are timed alone, too."""
+    """Returns matrix products. Those in bf16 alternate with passes; some shapes are also timed back to
+    back.
+    """
     found = {}
     for dtype, layout in itertools.product(grid.widths, ("nt", "nn", "tn")):
-        # Rows of the product are tokens, but for the weight's gradient, which sums over them.
+        # tokens are rows, except in the weight gradient (tn), which sums over them
         order = (1, 2, 0) if layout == "tn" else (0, 1, 2)
         shapes = [tuple(shape[i] for i in order) for shape in grid.products(dtype)]
         timed = TimedOperation(
@@ -281,15 +291,15 @@ def _products(grid: Grid) -> dict[str, TimedOperation]:
         )
         name = f"matmul {layout} {dtype}"
         found[name] = timed
-        if dtype == "bf16" and grid.takes_turns:
-            found[name] = timed._replace(beside=PASSES)
-            few = [s for s in shapes if set(s) <= {*grid.few_tokens, *grid.few_widths}]
+        if dtype == "bf16" and grid.alternates:
+            found[name] = timed._replace(alternates_with=PASSES)
+            few = [s for s in shapes if set(s) <= {*grid.coarse_tokens, *grid.coarse_widths}]
             found[f"{name} {ALONE}"] = timed._replace(grid=few)
     return found
 
 
 def _batched_products(grid: Grid) -> dict[str, TimedOperation]:
-    """As attention that is written out has them."""
+    """Returns the batched products of eager attention."""
     found = {}
     for dtype, layout in itertools.product(grid.widths, ("nt", "nn", "tn")):
         make = functools.partial(_batched_matmul, layout, DTYPES[dtype])
@@ -297,13 +307,13 @@ def _batched_products(grid: Grid) -> dict[str, TimedOperation]:
             ("b", "m", "n", "k"),
             grid.batched_products(),
             make,
-            PASSES if dtype == "bf16" and grid.takes_turns else "",
+            PASSES if dtype == "bf16" and grid.alternates else "",
         )
     return found
 
 
 def _grouped_products(grid: Grid) -> dict[str, TimedOperation]:
-    """As experts have them on a GPU, in bf16 alone."""
+    """Returns the products of experts, on GPUs and in bf16 only."""
     found = {}
     for layout in ("nt", "nn", "tn"):
         shapes = [
@@ -329,15 +339,15 @@ def _passes(grid: Grid) -> dict[str, TimedOperation]:
 
 
 def _elementwise(grid: Grid) -> dict[str, TimedOperation]:
-    """As calibrate/passes.py has it."""
+    """Returns the elementwise work of calibrate/passes.py."""
     found = {}
     for name, direction, dtype in itertools.product(grid.passes, DIRECTIONS, ("bf16", "fp32")):
         if (name, direction) == ("split", "forward"):
-            continue  # views
+            continue  # only views
         make = functools.partial(_pass, name, direction == "backward", DTYPES[dtype])
-        shapes = list(itertools.product(grid.few_tokens, grid.few_widths))
-        beside = PRODUCTS if dtype == "bf16" else ""  # a GPU holds its clock in fp32
-        found[f"{name} {direction} {dtype}"] = TimedOperation(("m", "n"), shapes, make, beside)
+        shapes = list(itertools.product(grid.coarse_tokens, grid.coarse_widths))
+        other = PRODUCTS if dtype == "bf16" else ""  # in fp32, a GPU holds its clock
+        found[f"{name} {direction} {dtype}"] = TimedOperation(("m", "n"), shapes, make, other)
     if grid.passes:
         numbers = [(size // 8,) for size in grid.bytes]
         found["residual mixed"] = TimedOperation(("numel",), numbers, _residual, PRODUCTS)
@@ -356,7 +366,7 @@ def _norms(grid: Grid) -> dict[str, TimedOperation]:
         ("rmsnorm", "layernorm"), DIRECTIONS, ("bf16", "fp32")
     ):
         make = functools.partial(_norm, name, direction == "backward", DTYPES[dtype])
-        shapes = list(itertools.product(grid.few_tokens, grid.few_widths))
+        shapes = list(itertools.product(grid.coarse_tokens, grid.coarse_widths))
         found[f"{name} {direction} {dtype}"] = TimedOperation(("m", "n"), shapes, make, PRODUCTS)
     return found
 
@@ -365,17 +375,17 @@ def _attentions(grid: Grid) -> dict[str, TimedOperation]:
     found = {}
     for name, direction, dtype in itertools.product(grid.attentions, DIRECTIONS, ("bf16", "fp32")):
         make = functools.partial(_attention, name, direction == "backward", DTYPES[dtype])
-        beside = PASSES if dtype == "bf16" else ""
+        other = PASSES if dtype == "bf16" else ""
         if shapes := grid.attention_shapes(name, dtype):
             found[f"attention {name} {direction} {dtype}"] = TimedOperation(
-                ("h", "t", "d"), shapes, make, beside
+                ("h", "t", "d"), shapes, make, other
             )
     return found
 
 
 def _ends(grid: Grid) -> dict[str, TimedOperation]:
-    """The embedding's gradient, the loss and the optimizer."""
-    shapes = list(itertools.product(grid.few_tokens, grid.few_widths))
+    """Returns the embedding's gradient, the loss and the optimizers."""
+    shapes = list(itertools.product(grid.coarse_tokens, grid.coarse_widths))
     found = {
         "embedding backward": TimedOperation(("m", "n"), shapes, _embedding_backward, PRODUCTS)
     }

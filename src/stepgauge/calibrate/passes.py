@@ -1,8 +1,9 @@
-"""Elementwise work as the network does it: views, broadcasts and mixed types keep its kernels from
-the rate of a plain pass over memory; and what torch.compile makes of the same work.
+"""The elementwise work of the network, eager and compiled.
 
-Legend: B batch, T sequence, M = BT tokens, N features: of queries and keys, of the feed-forward
-layer, of the residual stream; W width of a head.
+Views, broadcasts and mixed dtypes make it slower than a plain pass over memory.
+
+Legend: B batch, T sequence, M = BT tokens, N width (of queries and keys, of the feed-forward layer or of
+the residual stream), W head width.
 """
 
 import functools
@@ -18,14 +19,16 @@ from stepgauge.kernels.rotary import rotate, rotated_heads
 from stepgauge.kernels.swiglu import swiglu
 
 HEAD_WIDTH = 64
-BATCH = 4  # views of one sequence have fewer dimensions, and faster kernels
+BATCH = 4  # views of a single sequence have fewer dimensions, and their kernels are faster
 Parts = tuple[Tensor, ...]
 
 
 class Pass(NamedTuple):
-    """`inputs(m, n, new)` makes what `call` gets, as many tensors as `num_inputs`, whose first
-    `num_leaves` take gradients; `new` makes a tensor of a shape. `compiled` is what a compiled block
-    does in its place, where that is not the same.
+    """One kind of elementwise work.
+
+    inputs      inputs(m, n, new) returns the inputs of `call`; new(*shape) makes a tensor
+    num_leaves  how many of the inputs get gradients
+    compiled    what a compiled block runs instead of `call`, if that differs
     """
 
     inputs: Callable[..., Parts]
@@ -41,27 +44,27 @@ def _heads_inputs(m: int, n: int, new: Callable[..., Tensor]) -> Parts:
 
 
 def _heads(x_BTN: Tensor, cos_TW: Tensor, sin_TW: Tensor) -> Parts:
-    """Queries, keys and values from their one product; queries and keys rotated."""
+    """Splits one product into queries, keys and values, and rotates queries and keys."""
     qk_BTHW, v_BTHW = _queries_and_values(x_BTN)
     q_BTHW, k_BTHW = rotate(qk_BTHW, cos_TW[:, None], sin_TW[:, None]).chunk(2, dim=2)
     return tuple(x.transpose(1, 2) for x in (q_BTHW, k_BTHW, v_BTHW))
 
 
 def _queries_and_values(x_BTN: Tensor) -> Parts:
-    """Queries with keys, and values."""
+    """Returns queries with keys, and values."""
     heads_BTHW = x_BTN.unflatten(-1, (-1, HEAD_WIDTH))
     third = heads_BTHW.shape[2] // 3
     return heads_BTHW.split((2 * third, third), dim=2)
 
 
 def _split(x_BTN: Tensor, cos_TW: Tensor, sin_TW: Tensor) -> Parts:
-    """Queries, keys and values that are not rotated: views, whose gradients are joined."""
+    """Splits without rotation: the parts are views, and backward joins their gradients."""
     qk_BTHW, v_BTHW = _queries_and_values(x_BTN)
     return tuple(x.transpose(1, 2) for x in (*qk_BTHW.chunk(2, dim=2), v_BTHW))
 
 
 def _compiled_heads(x_BTN: Tensor, cos_TW: Tensor, sin_TW: Tensor) -> Parts:
-    """As models/transformer.py has them compiled."""
+    """As in models/transformer.py when compiled."""
     heads_BTHW = x_BTN.unflatten(-1, (-1, HEAD_WIDTH))
     return rotated_heads(heads_BTHW, [heads_BTHW.shape[2] // 3] * 3, cos_TW, sin_TW)
 
@@ -76,7 +79,7 @@ def _gate(x_MN: Tensor) -> Parts:
 
 
 def _compiled_gate(x_MN: Tensor) -> Parts:
-    """As models/feed_forward.py has it compiled: both gradients come from one kernel."""
+    """As in models/feed_forward.py when compiled: one kernel computes both gradients."""
     return (swiglu(x_MN),)
 
 
@@ -93,7 +96,7 @@ def _norm_inputs(m: int, n: int, new: Callable[..., Tensor]) -> Parts:
 
 
 def _norm(x_MN: Tensor, branch_MN: Tensor, weight_N: Tensor) -> Parts:
-    """The residual sum and its norm, in the type that products take."""
+    """Returns the residual sum, and its norm in the dtype of products."""
     sum_MN = x_MN + branch_MN
     return sum_MN, F.rms_norm(sum_MN, weight_N.shape, weight_N, eps=1e-5).to(branch_MN.dtype)
 
@@ -110,19 +113,19 @@ PASSES = {
 def operands(
     name: str, dtype: torch.dtype, m: int, n: int, device: torch.device, *, compiled: bool = False
 ) -> Parts:
-    """What `run` gets: the inputs, what comes out, and its gradients."""
+    """Returns the operands of `run`: inputs, outputs, and gradients of the outputs."""
     work = PASSES[name]
     inputs = work.inputs(m, n, functools.partial(_new, dtype, device))
     for leaf in inputs[: work.num_leaves]:
         leaf.requires_grad_()
-    given = _call(name, compiled=compiled)(*inputs)
-    return (*inputs, *given, *(torch.randn_like(each) for each in given))
+    outputs = _call(name, compiled=compiled)(*inputs)
+    return (*inputs, *outputs, *(torch.randn_like(each) for each in outputs))
 
 
 def _new(
-    usual: torch.dtype, device: torch.device, *shape: int, dtype: torch.dtype | None = None
+    default: torch.dtype, device: torch.device, *shape: int, dtype: torch.dtype | None = None
 ) -> Tensor:
-    return torch.randn(*shape, device=device, dtype=dtype or usual)
+    return torch.randn(*shape, device=device, dtype=dtype or default)
 
 
 @functools.cache
@@ -133,17 +136,18 @@ def _call(name: str, *, compiled: bool) -> Callable[..., Any]:
 
 
 def run(name: str, is_backward: bool, *parts: Tensor, compiled: bool = False) -> object:
-    """A compiled forward keeps what backward needs, as in a step: without, it would be other code."""
+    """Runs forward or backward on the parts from `operands`."""
     work = PASSES[name]
     count = (len(parts) - work.num_inputs) // 2
-    inputs, given = parts[: work.num_inputs], parts[work.num_inputs :][:count]
+    inputs, outputs = parts[: work.num_inputs], parts[work.num_inputs :][:count]
     if is_backward:
         gradients = parts[work.num_inputs + count :]
-        return torch.autograd.grad(given, inputs[: work.num_leaves], gradients, retain_graph=True)
+        return torch.autograd.grad(outputs, inputs[: work.num_leaves], gradients, retain_graph=True)
+    # A compiled forward keeps what backward needs, as in a step; without gradients, its code differs.
     with torch.set_grad_enabled(compiled):
         return _call(name, compiled=compiled)(*inputs)
 
 
 def residual(x: Tensor, y: Tensor) -> Tensor:
-    """The sum of the fp32 residual stream and a bf16 branch."""
+    """Returns the sum of the fp32 residual stream and a bf16 branch."""
     return x + y

@@ -1,8 +1,8 @@
-"""A CalibrationSpec run: `job` gives the job of one operation, and its record joins a hardware file.
+"""Runs a CalibrationSpec, which times one operation, and adds its record to a hardware file.
 
-Shapes follow one another without a pause, so that a GPU runs at the clock and power that it holds
-in a training step, and not at those of a short burst; both stand beside each shape in the record.
-Where several ranks share a CPU, all of them time the same shape at once.
+Shapes follow one another without a pause, so that a GPU has the clock and power of a training step and
+not those of a short burst. The record has both for each shape. Ranks that share a CPU all time the same
+shape at the same time.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from stepgauge.bench.sweep import Job
 from stepgauge.calibrate import host, wrappers
 from stepgauge.calibrate.grids import grid_of
 from stepgauge.calibrate.operations import TRACED_CALLS, TimedOperation, operations, other_work
-from stepgauge.calibrate.timing import METRICS, Timing, clock_and_power, heat_of, time_of
+from stepgauge.calibrate.timing import METRICS, Timing, clock_and_power, time_of, warm_up_ms_for
 from stepgauge.measure import devices
 from stepgauge.measure.cpu_contention import Span, missed_cores, reading
 from stepgauge.measure.environment import environment
@@ -34,14 +34,15 @@ Row = tuple[Any, ...]
 
 
 def names(device: torch.device) -> list[str]:
-    """What can be calibrated there: on a CPU the host is the device, and launches nothing."""
+    """Returns the operations of the device. On a CPU, the host launches nothing and is not timed."""
     known = list(operations(grid_of(device.type)))
     return known if device.type == "cpu" else [*known, *host.names()]
 
 
 def job(spec: CalibrationSpec) -> Job:
-    """Of one operation over its grid, on one device or on ranks side by side. Raises ValueError for
-    an unknown operation.
+    """Returns the job of one operation, on one device or on several ranks at the same time.
+
+    Raises ValueError for an unknown operation.
     """
     known = names(torch.device(spec.device))
     known += [OPERATORS, *(wrappers.names() if spec.ranks > 1 else [])]
@@ -52,14 +53,18 @@ def job(spec: CalibrationSpec) -> Job:
 
 @dataclasses.dataclass
 class Timed:
-    """The grid's sizes with their microseconds, what the device told at each, how many shapes did
-    not fit in memory or in the time, how many short ones were timed at the host's pace, and what was
-    read of the cores before and after.
+    """The measurement of one operation on one rank.
+
+    rows          sizes and microseconds
+    readings      clock and power after each shape
+    left_out      number of shapes that did not fit in memory or in the time limit
+    at_host_pace  number of short shapes whose time may be that of their launches
+    span          readings of the CPU's load before and after
     """
 
     axes: tuple[str, ...]
     rows: list[Row]
-    told: list[dict[str, float]]
+    readings: list[dict[str, float]]
     left_out: int
     at_host_pace: int = 0
     span: Span | None = None
@@ -83,7 +88,7 @@ def _measured(spec: CalibrationSpec, device: torch.device) -> Timed:
 
 
 def _timed(table: OperationTable, device: torch.device) -> Timed:
-    """With what the device tells now, once for all rows."""
+    """Returns the table as a measurement, with one reading of clock and power for all rows."""
     return Timed(table.axes, list(table.rows), [clock_and_power(device)] * len(table.rows), 0)
 
 
@@ -99,21 +104,22 @@ ON_RANKS = OnRanks(_on_rank, _of_ranks, shared=True)
 
 
 def _record(spec: CalibrationSpec, ranks: Sequence[Timed], device: torch.device) -> Record:
-    """Of each shape on a CPU, which ranks share, the mean over ranks; of GPUs the slowest one's, for
-    which a step waits.
+    """Returns the record: the mean over ranks if they share a CPU, or the slowest GPU's times.
+
+    A step waits for its slowest GPU.
     """
     slowest = max(ranks, key=lambda timed: sum(row[-1] for row in timed.rows))
     rows = slowest.rows
     if device.type == "cpu":
         rows = []
-        for place, (*sizes, _) in enumerate(slowest.rows):
-            mean_us = statistics.fmean(timed.rows[place][-1] for timed in ranks)
+        for index, (*sizes, _) in enumerate(slowest.rows):
+            mean_us = statistics.fmean(timed.rows[index][-1] for timed in ranks)
             rows.append((*sizes, mean_us))
-    units = list(slowest.told[0]) if slowest.told else []
-    clocks = {unit: [told[unit] for told in slowest.told] for unit in units}
+    units = list(slowest.readings[0]) if slowest.readings else []
+    clocks = {unit: [values[unit] for values in slowest.readings] for unit in units}
     times: list[list[Any]] = [[*slowest.axes, "us", *units]]
-    for row, told in zip(rows, slowest.told, strict=True):
-        times.append([*row, *told.values()])
+    for row, values in zip(rows, slowest.readings, strict=True):
+        times.append([*row, *values.values()])
     return Record.of(
         spec,
         metrics={
@@ -129,7 +135,7 @@ def _record(spec: CalibrationSpec, ranks: Sequence[Timed], device: torch.device)
 
 
 def _missed(ranks: Sequence[Timed], device: torch.device) -> dict[str, Sample]:
-    """Cores that others took; a GPU's host needs one a rank."""
+    """Returns the number of cores that other work took. The host of a GPU needs one core per rank."""
     spans = [timed.span for timed in ranks if timed.span is not None]
     if not spans:
         return {}
@@ -138,7 +144,7 @@ def _missed(ranks: Sequence[Timed], device: torch.device) -> dict[str, Sample]:
 
 
 def _times(spec: CalibrationSpec, device: torch.device) -> Timed:
-    """The operation's table on this process's device, in step with the other ranks."""
+    """Times the operation on this process's device, shape by shape together with the other ranks."""
     grid = grid_of(device.type)
     are_calls = spec.operation == OPERATORS
     operation = TRACED_CALLS if are_calls else operations(grid)[spec.operation]
@@ -147,24 +153,24 @@ def _times(spec: CalibrationSpec, device: torch.device) -> Timed:
     timed = Timed(operation.axes, [], [], 0)
     deadline = time.perf_counter() + spec.seconds
     shapes = list(spec.shapes or operation.grid)
-    heat_ms = heat_of(len(shapes), device)
+    warm_up_ms = warm_up_ms_for(len(shapes), device)
     for sizes in shapes:
         timing = None
         if _all_agree(time.perf_counter() < deadline):
-            timing = _time_of(operation, sizes, device, spec, heat_ms)
+            timing = _time_of(operation, sizes, device, spec, warm_up_ms)
         if not _all_agree(timing is not None) or timing is None:
             timed.left_out += 1
             continue
         timed.at_host_pace += timing.at_host_pace
         timed.rows.append((*sizes, timing.us))
-        timed.told.append(clock_and_power(device))
+        timed.readings.append(clock_and_power(device))
         if device.type == "cuda" and len(timed.rows) % 16 == 0:
             torch.cuda.empty_cache()
     return timed
 
 
 def _all_agree(here: bool) -> bool:
-    """Whether it is so on every rank, which all come to the next shape together."""
+    """Returns True if it is true on every rank, so that all go on to the next shape together."""
     if not dist.is_initialized():
         return here
     return all(gathered_objects(here))
@@ -172,15 +178,18 @@ def _all_agree(here: bool) -> bool:
 
 def _time_of(
     operation: TimedOperation, sizes: tuple[Any, ...], device: torch.device, spec: CalibrationSpec,
-    heat_ms: float,
+    warm_up_ms: float,
 ) -> Timing | None:  # fmt: skip
-    """None for a shape that does not fit in memory, and for a traced call that cannot be made by itself."""
+    """Times one shape. Returns None if it does not fit in memory, or if a traced call cannot be
+    repeated outside of its network.
+    """
     try:
         make = functools.partial(operation.make, *sizes, device)
-        beside = other_work(operation.beside, device) if operation.beside else None
-        return time_of(make, device, spec.milliseconds, beside, heat_ms=heat_ms)
+        name = operation.alternates_with
+        other = other_work(name, device) if name else None
+        return time_of(make, device, spec.milliseconds, other, warm_up_ms=warm_up_ms)
     except torch.AcceleratorError:
-        raise  # the device's context is lost: no later time would be right
+        raise  # the device's context is lost, and later times would be wrong
     except Exception as error:
         too_large = devices.out_of_memory_reason(error) is not None and spec.ranks == 1
         if not too_large and operation is not TRACED_CALLS:
@@ -189,28 +198,25 @@ def _time_of(
 
 
 def with_operations(hardware: HardwareFile, records: Sequence[Record]) -> HardwareFile:
-    """The file with the tables of the records in place of older ones of the same operation. What
-    wrappers take of the host stands beside what a single process takes of it.
+    """Returns the file with tables replaced by those of the records.
+
+    Host times of several ranks are stored with those of a single process.
     """
-    alone = dict(hardware.operations)
+    single = dict(hardware.operations)
     by_ranks = {ranks: dict(tables) for ranks, tables in hardware.by_ranks.items()}
     for record in records:
         ranks = record.spec["ranks"]
         operation = record.spec["operation"]
         is_shared = ranks > 1 and not operation.startswith("host")
-        tables = by_ranks.setdefault(ranks, {}) if is_shared else alone
-        tables[_table_name(record)] = table_of(record)
-    return dataclasses.replace(hardware, operations=alone, by_ranks=by_ranks)
-
-
-def _table_name(record: Record) -> str:
-    """Older records have no sizes of their own."""
-    is_asked = record.spec.get("sizes")
-    return f"{record.spec['operation']} {ASKED}" if is_asked else str(record.spec["operation"])
+        tables = by_ranks.setdefault(ranks, {}) if is_shared else single
+        # shapes of certain steps have their own table; older records have no field `sizes`
+        name = f"{operation} {ASKED}" if record.spec.get("sizes") else operation
+        tables[name] = table_of(record)
+    return dataclasses.replace(hardware, operations=single, by_ranks=by_ranks)
 
 
 def table_of(record: Record) -> OperationTable:
-    """The record's sizes and microseconds, without what the device told beside them."""
+    """Returns the record's sizes and microseconds, without clock and power."""
     head, *rows = record.tables["times"]
     end = head.index("us")
     is_on_gpu = record.spec["device"] != "cpu" and not record.spec["operation"].startswith("host")

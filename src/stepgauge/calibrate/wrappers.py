@@ -1,5 +1,6 @@
-"""What wrappers take of the host: steps of a network so narrow that its GPU always waits, on each
-rank under the wrapper and without it, in few messages and in many.
+"""Times the host's work for a wrapper, with networks so narrow that the GPU always waits.
+
+Each rank runs a step with the wrapper and without it, in few messages and in many.
 """
 
 import statistics
@@ -24,7 +25,7 @@ from stepgauge.spec.layout import WRAPPERS
 
 AXES = ("parameters", "messages", "phase")
 ONE_MESSAGE_MB, MANY_MESSAGES_MB = 1e3, 1e-3
-STEPS_A_MILLISECOND = 5  # of the spec's milliseconds: 20 steps as a rule
+STEPS_PER_MILLISECOND = 5  # of the spec's milliseconds; usually 20 steps
 
 
 def names() -> list[str]:
@@ -32,7 +33,7 @@ def names() -> list[str]:
 
 
 def measure(spec: CalibrationSpec, device: torch.device) -> OperationTable:
-    """Microseconds that each phase takes longer under the wrapper. All ranks must call it."""
+    """Returns by how many microseconds the wrapper lengthens each phase. All ranks must call it."""
     wrapper = spec.operation.split()[-1]
     rows: list[tuple[float, ...]] = []
     for layers in LAYERS:
@@ -54,8 +55,8 @@ def _bucket_sizes(wrapper: str, layers: int) -> list[float]:
 def _phases_us(
     wrapper: str, layers: int, bucket_mb: float, spec: CalibrationSpec, device: torch.device
 ) -> tuple[dict[str, float], int, int]:
-    """Medians of the phases, and how many parameters and messages the step has."""
-    asked = DataParallelSpec(
+    """Returns the medians of the phases, and the step's numbers of parameters and messages."""
+    data_parallel_spec = DataParallelSpec(
         model=narrow_network(layers),
         wrapper=wrapper,
         bucket_mb=bucket_mb,
@@ -64,14 +65,14 @@ def _phases_us(
         precision="bf16",
         device=device.type,
     )
-    step, batch = data_parallel.build(asked, device, dist.get_rank())
-    steps = max(2, round(STEPS_A_MILLISECOND * spec.milliseconds))
+    step, batch = data_parallel.build(data_parallel_spec, device, dist.get_rank())
+    steps = max(2, round(STEPS_PER_MILLISECOND * spec.milliseconds))
     with step.precision.matmul_mode():
         dist.barrier()
         times = time_phases(step.phases(batch), device, warmup=min(5, steps), steps=steps)
     wrapped: Any = step.parallel.module
     parameters = sum(1 for _ in wrapped.parameters())
-    # of ZeRO 3 a unit a block, and one for both ends
+    # ZeRO 3 has one unit per block, and one for embedding and head
     messages = len(getattr(wrapped, "buckets", range(layers + 1)))
     del step, wrapped
     free_unused_memory(device)

@@ -174,7 +174,7 @@ def _row_by_row(
     host probe, which times the host's launches, and before the row itself is run.
     """
     from stepgauge.calibrate.run import with_operations
-    from stepgauge.calibrate.step_shapes import host_job, usual_host
+    from stepgauge.calibrate.step_shapes import host_job, median_probe
     from stepgauge.validate.predict_first import predict_before
 
     file, store = HardwareFile.read(hardware), store_for(out)
@@ -194,7 +194,7 @@ def _row_by_row(
             return
         if record.status == "ok":
             probed.append(record)
-        file_now = with_operations(file, [usual_host(probed)] if record.status == "ok" else [])
+        file_now = with_operations(file, [median_probe(probed)] if record.status == "ok" else [])
         expected = "; ".join(filter(None, (HOST_NOTE, row.expect)))
         made = predict_before([row.spec], file_now, store, fresh=fresh, expected=[expected])
         predictions.extend(made.records)
