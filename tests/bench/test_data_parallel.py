@@ -1,4 +1,4 @@
-"""Rows of bench data-parallel: what they hold, and that bytes are those of the plan."""
+"""Rows of `bench data-parallel`: their metrics, and bytes as planned."""
 
 import dataclasses
 
@@ -33,17 +33,17 @@ def rows(tmp_path_factory):
     return {name: records[each] for name, each in specs.items()}
 
 
-def test_every_row_has_its_phases_which_add_up(rows):
+def test_the_phases_of_every_row_add_up(rows):
     for wrapper, row in rows.items():
         assert row.status == "ok", (wrapper, row.note)
         parts = sum(row.median(f"{name}_ms") for name in ("forward", "backward", "optimizer"))
         assert 0.5 < parts / row.median("step_ms") < 2
-        assert "synchronize_ms" not in row.metrics, "backward ends with whole gradients"
+        assert "synchronize_ms" not in row.metrics, "backward ends with complete gradients"
         assert len(row.series["rank_step_ms"]) == 2
         assert row.environment["devices"]
 
 
-def test_communication_is_told_where_it_can_be(rows):
+def test_communication_is_measured_for_wrappers_that_allow_it(rows):
     assert {w for w in CHECKED if "communication_ms" in rows[w].metrics} == {
         "naive",
         "bucketed",
@@ -57,7 +57,7 @@ def test_communication_is_told_where_it_can_be(rows):
     }
 
 
-def test_naive_hides_nothing(rows):
+def test_the_naive_wrapper_does_not_overlap_communication(rows):
     assert rows["naive"].median("overlap_ratio") == 0
     assert (
         rows["naive"].median("traced_exposed_us")
@@ -69,11 +69,11 @@ def test_naive_hides_nothing(rows):
     assert rows["bucketed"].median("overlap_ratio") > 0
 
 
-def test_bytes_are_those_of_the_plan(rows):
+def test_wrappers_shard_bytes_as_planned(rows):
     parameters = 4 * spec("none").model.num_parameters
-    whole = rows["none"]
-    assert whole.median("parameter_bytes") == whole.median("gradient_bytes") == parameters
-    assert whole.median("optimizer_bytes") == pytest.approx(2 * parameters, rel=1e-3)
+    unsharded = rows["none"]
+    assert unsharded.median("parameter_bytes") == unsharded.median("gradient_bytes") == parameters
+    assert unsharded.median("optimizer_bytes") == pytest.approx(2 * parameters, rel=1e-3)
     assert rows["zero1"].median("optimizer_bytes") == pytest.approx(parameters, rel=0.1)
     assert sum(rows["zero1"].series["rank_optimizer_bytes"]) == pytest.approx(
         2 * parameters, rel=1e-3
@@ -82,17 +82,17 @@ def test_bytes_are_those_of_the_plan(rows):
         for part in ("parameter", "gradient"):
             assert rows[wrapper].median(f"{part}_bytes") == pytest.approx(parameters / 2, rel=0.05)
     assert all("sent_bytes" not in row.metrics for row in rows.values()), "they are not counted"
-    assert rows["narrow"].median("gradient_bytes") == parameters  # and widened after all
+    assert rows["narrow"].median("gradient_bytes") == parameters  # fp32 after the reduction
 
 
-def test_a_process_is_not_taken_for_its_tensors(rows):
-    """What a CPU tells is the process's memory, which is no sum of parts."""
+def test_a_cpu_has_only_the_memory_of_the_process(rows):
+    """The memory of a process is not the sum of its tensors."""
     for row in rows.values():
         assert row.median("resident_peak_bytes") > 2**27
         assert "peak_bytes" not in row.metrics and "rest_bytes" not in row.metrics
 
 
-def test_options_that_a_wrapper_ignores_make_no_rows():
+def test_options_that_a_wrapper_ignores_do_not_make_separate_rows():
     rows = {spec("naive", bucket_mb=mb).canonical() for mb in (1, 5)}
     assert len(rows) == 1
     assert len({spec("bucketed", bucket_mb=mb).canonical() for mb in (1, 5)}) == 2

@@ -1,5 +1,5 @@
-"""E11 on ranks of a CPU: rows over seeds become one, and the gap in memory is the share of the
-others.
+"""Experiment E11 on CPU ranks: rows of several seeds are merged, and the memory gap between DDP and
+FSDP is the shards of the other ranks.
 """
 
 import json
@@ -25,7 +25,7 @@ def test_the_command_line(stepgauge, tmp_path):
     assert status == 0, err
     records = RunStore(tmp_path).read().records
     assert len(records) == 4
-    # with defaults of its own network
+    # read back with the defaults of BERT
     assert records == [Record.from_json(record.to_json()) for record in records]
     assert {record.spec["model"]["network"] for record in records} == {"bert"}
     assert "feed_forward" not in records[0].spec["model"]

@@ -1,4 +1,4 @@
-"""Rows of bench layout: what they hold, and what a report says of them."""
+"""Rows of `bench layout`: their metrics, and what a report says about them."""
 
 import dataclasses
 import re
@@ -27,7 +27,7 @@ def spec(layout, **changes):
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    """By layout, of several batches under tensor parallel."""
+    """Returns the records by layout. The one with tensor parallelism accumulates two batches."""
     specs = [
         spec(each, warmup=1, accumulation=2 if each == "tp2" else 1, balance="time")
         for each in LAYOUTS
@@ -37,7 +37,7 @@ def rows(tmp_path_factory):
     return {outcome.job.spec.layout: outcome.record for outcome in done}
 
 
-def test_every_row_has_its_phases_and_adds_up(rows):
+def test_the_phases_of_every_row_add_up(rows):
     for layout, row in rows.items():
         assert row.status == "ok", (layout, row.note)
         mixed = {"forward_and_backward_ms"} & set(row.metrics)
@@ -49,19 +49,19 @@ def test_every_row_has_its_phases_and_adds_up(rows):
         assert row.median("parameter_bytes") > 0 < row.median("optimizer_bytes")
     weights = {layout: row.median("parameter_bytes") for layout, row in rows.items()}
     for cut in ("tp2", "pp2 1f1b m2", "dp2 zero3"):
-        assert weights[cut] < 0.8 * weights["dp2 bucketed"], "a rank has its part only"
+        assert weights[cut] < 0.8 * weights["dp2 bucketed"], "a rank has only its shard"
 
 
-def test_blocks_without_halves_are_timed_whole(tmp_path):
-    """A block whose layers are parallel cannot be built in halves, by which stages are cut."""
-    asked = spec("pp2 1f1b m2", warmup=1, balance="step")
-    asked = dataclasses.replace(asked, model=dataclasses.replace(asked.model, block="parallel"))
-    (row,) = [found.record for found in sweep([Job(bench.ON_RANKS, asked)], RunStore(tmp_path))]
+def test_parallel_blocks_are_timed_whole(tmp_path):
+    """Stages are cut by half blocks, but a parallel block cannot be built in halves."""
+    layout = spec("pp2 1f1b m2", warmup=1, balance="step")
+    layout = dataclasses.replace(layout, model=dataclasses.replace(layout.model, block="parallel"))
+    (row,) = [done.record for done in sweep([Job(bench.ON_RANKS, layout)], RunStore(tmp_path))]
     assert row.status == "ok", row.note
     assert "for the shortest step by measured time" in row.note
 
 
-def test_what_an_axis_costs_is_told_where_it_can_be(rows):
+def test_exposed_communication_is_measured_for_axes_that_allow_it(rows):
     def measured(axis):
         return [layout for layout, row in rows.items() if f"{axis}_exposed_ms" in row.metrics]
 
@@ -101,6 +101,6 @@ def test_the_answer_gives_the_exposed_times_of_all_layouts():
     assert "does not communicate; exposed communication and waiting take 2" in layout_answer(rows)
 
 
-def test_what_the_machine_has_not_is_said_before_ranks_are_started():
+def test_missing_gpus_are_reported_before_ranks_are_started():
     with pytest.raises(ValueError, match="ranks is 2; this machine has"):
         require_ranks(spec("tp2", device="cuda"))

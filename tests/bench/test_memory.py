@@ -1,4 +1,4 @@
-"""Predicted beside measured on the CPU: the two records of a spec, and what is shown of them."""
+"""Predicted and measured memory on a CPU: the two records of a spec, and their tables."""
 
 import dataclasses
 import functools
@@ -43,7 +43,7 @@ def with_checkpoints(precision, checkpointing, size):
     [("none", 1), ("blocks", 1), ("blocks", 2), ("nested", 2), ("selective", 1)],
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_on_the_cpu_the_prediction_is_what_was_tracked(precision, checkpointing, size):
+def test_on_a_cpu_the_prediction_equals_the_measurement(precision, checkpointing, size):
     record = tracked(precision, checkpointing, size)
     (row,) = paired([predicted(with_checkpoints(precision, checkpointing, size)), record])
     assert row.error("peak_bytes") == row.error("forward_only_peak_bytes") == 0
@@ -57,7 +57,7 @@ def test_on_the_cpu_the_prediction_is_what_was_tracked(precision, checkpointing,
     assert Record.from_json(record.to_json()) == record
 
 
-def test_checkpointing_keeps_what_it_says():
+def test_checkpointing_keeps_the_expected_bytes():
     choices = (("none", 1), ("blocks", 1), ("blocks", 2), ("selective", 1))
     records = [tracked("fp32", name, size) for name, size in choices]
     kept = [record.median("saved_for_backward_bytes") for record in records]
@@ -65,10 +65,10 @@ def test_checkpointing_keeps_what_it_says():
     stream = SPEC.model.residual_stream_bytes(batch=4, sequence=64)
     sizes = block_bytes(records)
     assert sizes.boundary == stream
-    assert kept[1] - kept[2] == 2 * stream  # the inputs of four blocks against those of two parts
+    assert kept[1] - kept[2] == 2 * stream  # the inputs of four blocks, compared with two parts
 
 
-def test_best_k_is_that_of_trying_all():
+def test_the_best_number_of_blocks_per_part_is_optimal():
     sizes = block_bytes([tracked("fp32", name, 1) for name in ("none", "blocks")])
     best = sizes.best(36)
     assert sizes.kept(36, best) == min(sizes.kept(36, k) for k in range(1, 37))
@@ -79,7 +79,7 @@ def predicted_for_cpu():
     return predicted(dataclasses.replace(SPEC, predict="cpu"))
 
 
-def test_what_does_not_fit_is_a_row_with_its_prediction(monkeypatch):
+def test_a_row_that_ran_out_of_memory_is_shown_with_its_prediction(monkeypatch):
     monkeypatch.setattr("stepgauge.measure.devices.available_host_bytes", lambda: 10_000)
     with pytest.raises(MemoryError, match="needs at least"):
         measure(SPEC)
@@ -181,7 +181,7 @@ def test_what_cannot_be_asked_is_said(fields, said):
     assert said in str(error.value)
 
 
-def test_a_compiled_step_tells_what_it_keeps_and_that_its_peak_is_not_seen():
+def test_a_compiled_step_on_a_cpu_has_kept_bytes_but_no_peak():
     shallow = dataclasses.replace(SPEC, model=dataclasses.replace(SPEC.model, num_layers=1))
     eager, compiled = (
         measure(dataclasses.replace(shallow, compile=mode)) for mode in ("off", "on")
@@ -193,7 +193,7 @@ def test_a_compiled_step_tells_what_it_keeps_and_that_its_peak_is_not_seen():
     )
     blocks = [name for name, _ in compiled.tables["saved_by_block"][1:] if name]
     assert blocks == ["blocks.0"]
-    # Attention's result is wanted by its own gradient and by the product after it, compiled or not.
+    # Attention's result is needed for its own gradient and for that of the next product.
     stream = SPEC.model.residual_stream_bytes(batch=4, sequence=64)
     kept = {(row[0], row[1]): row[-1] for row in compiled.tables["savers"][1:]}
     assert kept["blocks.*.attention", "_scaled_dot_product_flash_attention_for_cpu"] >= stream
@@ -205,15 +205,15 @@ def test_a_compiled_step_tells_what_it_keeps_and_that_its_peak_is_not_seen():
 
 @pytest.mark.parametrize("vocabulary", [256, 257])
 def test_our_loss_is_predicted_to_the_byte(vocabulary):
-    """Of an odd vocabulary it pads the weight while it runs."""
+    """With an odd vocabulary it pads the weight while it runs."""
     model = dataclasses.replace(SPEC.model, loss="fused", vocab_size=vocabulary)
     spec = dataclasses.replace(SPEC, model=model, precision="bf16")
     assert measure(spec).median("peak_bytes") == predicted(spec).median("peak_bytes")
 
 
 def on_the_gpu(spec, folder):
-    """The row, measured in a process of its own, as every row is: earlier tests' workspaces would be
-    part of the level.
+    """Measures the row in its own process, because workspaces of earlier tests would raise the
+    baseline.
     """
     records = [run_isolated(job.run, spec) for job in jobs(spec, folder=folder)]
     (row,) = paired(records)
@@ -224,7 +224,7 @@ def on_the_gpu(spec, folder):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("checkpointing", ["none", "blocks", "nested", "selective"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_on_a_gpu_parts_add_up_and_the_prediction_is_near(tmp_path, precision, checkpointing):
+def test_on_a_gpu_categories_add_up_and_the_prediction_is_close(tmp_path, precision, checkpointing):
     model = ModelSpec.preset("small", context_length=256)
     spec = MemorySpec(
         model=model,
@@ -242,7 +242,7 @@ def test_on_a_gpu_parts_add_up_and_the_prediction_is_near(tmp_path, precision, c
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_on_a_gpu_our_parts_are_predicted_too(tmp_path):
+def test_on_a_gpu_our_kernels_are_predicted(tmp_path):
     model = ModelSpec.preset(
         "small", context_length=256, norm="triton", attention="triton", loss="fused"
     )
@@ -254,7 +254,7 @@ def test_on_a_gpu_our_parts_are_predicted_too(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_on_a_gpu_a_compiled_step_tells_what_it_keeps(tmp_path):
+def test_on_a_gpu_the_kept_bytes_of_a_compiled_step_are_known(tmp_path):
     model = ModelSpec.preset("small", context_length=256, num_layers=3)
     row = on_the_gpu(
         MemorySpec(model=model, precision="bf16", device="cuda", compile="on"), tmp_path

@@ -1,4 +1,4 @@
-"""Functions of a person's own: called on inputs that no call has changed yet."""
+"""Users' functions: each call gets unchanged inputs, and the result is checked."""
 
 import pytest
 
@@ -52,12 +52,12 @@ def number(x): return 3
 number_inputs = lambda device: (1.0,)
 number_flops = 10
 
-def less(x): return x
-less_bytes = -5
-def unknown(x): return x
-unknown_flops = float("nan")
-def told(x): return x
-told_bytes = lambda x: "many"
+def negative(x): return x
+negative_bytes = -5
+def not_a_number(x): return x
+not_a_number_flops = float("nan")
+def text(x): return x
+text_bytes = lambda x: "many"
 
 def nothing(x): x.sum()
 def nothing_reference(x): x.sum()
@@ -76,36 +76,36 @@ def measured(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["doubled_in_place", "filled", "once"])
-def test_a_function_that_changes_its_inputs_is_called_on_fresh_ones(measured, name):
+def test_inputs_that_a_function_changes_are_restored_before_each_call(measured, name):
     record = measured(name)
     assert record.status == "ok" and record.median("error") == 0
     assert record.median("bytes") == 2 * 1000 * 4  # read and written
     assert "changes its inputs" in record.note
 
 
-def test_what_it_changes_is_compared_with_what_the_reference_gives(measured):
+def test_changed_inputs_are_compared_with_the_reference(measured):
     record = measured("wrong")
     assert record.status == "failed" and record.note.startswith("wrong: relative error")
 
 
-def test_a_function_that_is_right_in_its_first_call_alone_is_wrong(measured):
+def test_a_function_that_is_right_only_in_its_first_call_fails(measured):
     record = measured("adds_up")
     assert record.status == "failed" and "ms" not in record.metrics
     assert record.note.startswith("right in its first call, then wrong: relative error")
 
 
-def test_a_function_that_leaves_nothing_behind_is_timed(measured):
+def test_a_function_without_result_is_timed(measured):
     record = measured("nothing")
     assert record.status == "ok" and record.median("ms") > 0
     assert "nothing to check" in record.note
 
 
-def test_expanded_inputs_that_nobody_changes_are_left_alone(measured):
+def test_expanded_inputs_are_not_restored_if_they_are_unchanged(measured):
     assert measured("expanded").status == "ok"
 
 
 @pytest.mark.parametrize("name, is_right", [("hidden", True), ("shown", False)])
-def test_an_infinity_is_right_where_the_references_is_the_same(measured, name, is_right):
+def test_an_infinity_is_right_only_if_the_reference_has_the_same(measured, name, is_right):
     assert (measured(name).status == "ok") is is_right
 
 
@@ -120,18 +120,18 @@ def test_sparse_tensors_count_their_indices_and_values(measured):
     assert measured("of_sparse").median("bytes") == sparse + 2000 * 4
 
 
-@pytest.mark.parametrize("name", ["less", "unknown", "told"])
-def test_a_count_that_is_no_number_is_refused(measured, name):
+@pytest.mark.parametrize("name", ["negative", "not_a_number", "text"])
+def test_a_count_that_is_not_a_number_raises_an_error(measured, name):
     with pytest.raises(ValueError, match=f"{name}_.* it must be a number of at least 0"):
         measured(name)
 
 
-def test_flops_without_a_byte_are_below_the_matrix_rate_alone(measured):
+def test_a_function_without_bytes_is_limited_only_by_the_matrix_rate(measured):
     record = measured("number")
     assert record.status == "ok" and record.median("attainable_tflop_per_s") == 1.0
     assert "intensity" not in record.metrics
 
 
-def test_a_triton_kernel_without_a_gpu_is_told_in_a_sentence(measured):
+def test_a_triton_kernel_without_a_gpu_raises_a_clear_error(measured):
     with pytest.raises(ValueError, match="Triton kernel, which needs a GPU; device is cpu"):
         measured("triton_kernel")

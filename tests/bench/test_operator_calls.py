@@ -1,4 +1,4 @@
-"""Calls of traced operators as text: they run by themselves, and a step is priced by their times."""
+"""Calls of traced operators as text: they can be repeated, and their times are used in predictions."""
 
 import dataclasses
 import json
@@ -33,16 +33,16 @@ def network():
 
 
 class Calls(TorchDispatchMode):
-    """Each call's text, and what it gave."""
+    """Records the name, text and result of each call."""
 
     def __init__(self):
         super().__init__()
-        self.seen = []
+        self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        self.seen.append((name, operator_calls.text_of(func, args, kwargs), result))
+        self.calls.append((name, operator_calls.text_of(func, args, kwargs), result))
         return result
 
 
@@ -65,35 +65,35 @@ def bagged():
 
 
 @pytest.mark.parametrize("program", [pooled, indexed, bagged])
-def test_a_call_made_again_from_its_text_gives_what_is_alike(monkeypatch, program):
+def test_a_call_repeated_from_its_text_has_results_of_the_same_layout(monkeypatch, program):
     monkeypatch.setattr(operator_calls, "LEAST_BYTES", 0)
-    with Calls() as calls:
+    with Calls() as recorded:
         program()
-    texts = [text for _, text, _ in calls.seen if text]
-    assert len(texts) > 8 and len(texts) >= 0.8 * len(calls.seen)
-    for _, text, result in calls.seen:
+    texts = [text for _, text, _ in recorded.calls if text]
+    assert len(texts) > 8 and len(texts) >= 0.8 * len(recorded.calls)
+    for _, text, result in recorded.calls:
         if text:
             operands, operator = operator_calls.call_of(text, CPU)
             args, kwargs = operands()
-            again = operator(*args, **kwargs)
-            assert [(x.shape, x.dtype, x.stride()) for x in tensors_in(again)] == [
+            repeated = operator(*args, **kwargs)
+            assert [(x.shape, x.dtype, x.stride()) for x in tensors_in(repeated)] == [
                 (x.shape, x.dtype, x.stride()) for x in tensors_in(result)
             ], text
 
 
-def test_a_call_that_values_decide_has_no_text(monkeypatch):
+def test_a_call_that_depends_on_values_has_no_text(monkeypatch):
     monkeypatch.setattr(operator_calls, "LEAST_BYTES", 0)
     half = torch.full((4, 4), 0.5)
-    with Calls() as calls:
+    with Calls() as recorded:
         torch.bincount(torch.tensor([1, 2, 2]))
         torch.randn(4, dtype=torch.complex64).abs()
         F.binary_cross_entropy(half, half)
         half.bernoulli()
         half[half > 0]
         half.nonzero()
-    texts = {name: text for name, text, _ in calls.seen}
-    refused = ("bincount", "abs", "binary_cross_entropy", "bernoulli", "index", "nonzero")
-    assert [texts[name] for name in refused] == [""] * len(refused)
+    texts = {name: text for name, text, _ in recorded.calls}
+    names = ("bincount", "abs", "binary_cross_entropy", "bernoulli", "index", "nonzero")
+    assert [texts[name] for name in names] == [""] * len(names)
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def step(tmp_path, monkeypatch):
 
 
 def hardware(device="cpu"):
-    """A machine that knows products, casts, the loss and passes."""
+    """Returns a machine with times of products, passes, the loss and the optimizer."""
     products = OperationTable(("m", "n", "k"), ((8, 8, 8, 1.0), (64, 64, 64, 8.0)))
     by_name = {f"matmul {how} fp32": products for how in ("nt", "nn", "tn")}
     passes = OperationTable(("bytes",), ((1e6, 100.0), (1e9, 1e5)))
@@ -114,20 +114,23 @@ def hardware(device="cpu"):
     return HardwareFile(name="made", device=device, operations=tables)
 
 
-def test_a_users_step_is_priced_by_its_calls_where_they_were_timed(step):
-    """Each call counts once, also where two terms stand for it, as of a convolution's backward."""
-    known = hardware()
-    asked = shapes_of([step], known)
-    (job,) = [j for j in shape_jobs(asked, CPU) if j.spec.operation == OPERATORS]
+def test_a_users_step_is_priced_by_its_timed_calls(step):
+    """Each call counts once, also if it has two terms, such as a convolution's backward."""
+    machine = hardware()
+    (job,) = [
+        job
+        for job in shape_jobs(shapes_of([step], machine), CPU)
+        if job.spec.operation == OPERATORS
+    ]
     calls = json.loads(job.spec.sizes)
     assert {"convolution.default", "convolution_backward.default"} <= {c.split()[0] for c in calls}
     record = run(dataclasses.replace(job.spec, milliseconds=0.0))
     assert record.median("shapes") == len(calls) and record.median("shapes_left_out") == 0
-    timed = with_operations(known, [record])
+    timed = with_operations(machine, [record])
     rows = [(call, 1000.0) for (call, *_) in timed.operations[f"{OPERATORS} asked"].rows]
     table = OperationTable(("call",), tuple(rows))
-    found = predicted(step, with_table(timed, table)).tables["terms"]
-    exact = [row for row in found if row[1].startswith(("convolution", "native_batch_norm"))]
+    terms = predicted(step, with_table(timed, table)).tables["terms"]
+    exact = [row for row in terms if row[1].startswith(("convolution", "native_batch_norm"))]
     us = {}
     for phase, term, *_, count, each, source in exact:
         us[phase, term] = us.get((phase, term), 0.0) + each
@@ -142,15 +145,14 @@ def with_table(machine, table):
     return dataclasses.replace(machine, operations=tables)
 
 
-def test_a_call_that_fails_is_left_out_and_the_others_are_not():
+def test_only_a_call_that_fails_is_left_out():
     text = '{"type":"float32","shape":[8],"stride":[1],"below":0,"cpu":true}'
     calls = [f"{name} [[{text}],{{}}]" for name in ("relu.default", "no_such.default")]
-    asked = CalibrationSpec(operation=OPERATORS, sizes=json.dumps(calls), milliseconds=0.0)
-    record = run(asked)
+    record = run(CalibrationSpec(operation=OPERATORS, sizes=json.dumps(calls), milliseconds=0.0))
     assert (record.median("shapes"), record.median("shapes_left_out")) == (1, 1)
 
 
-def test_the_file_keeps_the_calls(step, tmp_path):
+def test_a_hardware_file_keeps_the_calls(step, tmp_path):
     call = 'add.Tensor [[{"type":"float32"}],{}]'
     table = OperationTable(("call",), ((call, 12.5),))
     with_table(hardware(), table).write(tmp_path / "box.json")

@@ -1,6 +1,4 @@
-"""A user's step as terms of its traced operators: held against the closed formulas of a preset, and
-against what is counted by hand.
-"""
+"""Traced operators of a step, compared with the formulas of a preset and with counts by hand."""
 
 import dataclasses
 import json
@@ -208,63 +206,62 @@ ONE_BLOCK, THREE_BLOCKS = (
 
 @pytest.fixture(scope="module")
 def presets():
-    """In one process of their own: another test may have run a backward here."""
-    asked = (EAGER, COMPILED, MASTERS, ZERO3, ONE_BLOCK, THREE_BLOCKS)
-    return run_isolated(first_stages, asked, "sm90")
+    """Traced in another process, because an earlier test may have run a backward in this one."""
+    specs = (EAGER, COMPILED, MASTERS, ZERO3, ONE_BLOCK, THREE_BLOCKS)
+    return run_isolated(first_stages, specs, "sm90")
 
 
 def first_stages(specs, architecture):
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # nothing that only a trace does is told a user
+        warnings.simplefilter("error")  # tracing must not show warnings to the user
         return {spec: traced(spec, architecture)[0] for spec in specs}
 
 
-def test_a_presets_operators_cost_what_its_formulas_say(presets):
-    """Two ways to one figure: terms written down from the network's shape, and the operators that
-    torch dispatches for it, with the memory of their tensors. The file has rotation's backward as it
-    was with one copy more.
+def test_the_traced_operators_of_a_preset_cost_as_much_as_its_formulas(presets):
+    """Compares predictions from the network's shape with those from the operators that torch
+    dispatches. The hardware file has an older backward of the rotation, which made one more copy.
     """
     machine, dgx = (
         CalibratedMachine(HardwareFile.read(HARDWARE / f"{name}.json"))
         for name in ("h200-sxm", "dgx-h100")
     )
-    seen = presets[EAGER]
-    formula, by_operators = predict(EAGER, machine), predict(EAGER, machine, seen)
-    for metric, within in (
+    network = presets[EAGER]
+    formula, by_operators = predict(EAGER, machine), predict(EAGER, machine, network)
+    for metric, tolerance in (
         ("backward_ms", 0.08), ("optimizer_ms", 0.01), ("device_ms", 0.05), ("peak_bytes", 0.03)
     ):  # fmt: skip
-        assert abs(by_operators.median(metric) / formula.median(metric) - 1) < within, metric
+        assert abs(by_operators.median(metric) / formula.median(metric) - 1) < tolerance, metric
     for wrapper in ("bucketed", "zero1", "zero2", "zero3"):
         two = DataParallelSpec(**ON_GPU, batch=16, ranks=2, wrapper=wrapper)
         layout = dataclasses.replace(ZERO3, layout=f"dp2 {wrapper}")
-        if wrapper == "zero3":  # whose products take weights that came narrow
-            seen = presets[ZERO3]
-        by_rank = predict_data_parallel(two, dgx, seen)
+        if wrapper == "zero3":  # its products take weights that were unsharded in bf16
+            network = presets[ZERO3]
+        by_operators = predict_data_parallel(two, dgx, network)
         by_formula = predict_data_parallel(two, dgx)
         for metric in ("peak_bytes", "communication_ms", "sent_bytes"):
-            assert by_rank.median(metric) == pytest.approx(by_formula.median(metric), rel=0.05)
-        same, rows = by_rank, predict_layout(layout, dgx, [seen])
-        assert rows.median("step_ms") == same.median("step_ms")
-        assert rows.median("data_exposed_ms") == same.median("exposed_ms")
-        twice = predict_layout(dataclasses.replace(layout, accumulation=2), dgx, [seen])
-        assert 1.5 < twice.median("step_ms") / rows.median("step_ms") < 2
-        assert twice.median("peak_bytes") >= rows.median("peak_bytes")
-    assert 2 <= seen.blocks["forward"] < 4  # two blocks and both ends
-    assert sum(term.gradient for term in seen.terms("backward")) == EAGER.model.num_parameters
+            assert by_operators.median(metric) == pytest.approx(by_formula.median(metric), rel=0.05)
+        row = predict_layout(layout, dgx, [network])
+        assert row.median("step_ms") == by_operators.median("step_ms")
+        assert row.median("data_exposed_ms") == by_operators.median("exposed_ms")
+        twice = predict_layout(dataclasses.replace(layout, accumulation=2), dgx, [network])
+        assert 1.5 < twice.median("step_ms") / row.median("step_ms") < 2
+        assert twice.median("peak_bytes") >= row.median("peak_bytes")
+    assert 2 <= network.blocks["forward"] < 4  # two blocks, embedding and head
+    assert sum(term.gradient for term in network.terms("backward")) == EAGER.model.num_parameters
 
 
-def test_the_peak_of_traced_stages_is_that_of_formulas():
-    """Of micro-batches in flight, weights shared or whole; and its parts are its sum."""
+def test_the_peak_of_traced_stages_equals_that_of_formulas():
+    """For several schedules and wrappers. The parts of the peak add up to it."""
     dgx = CalibratedMachine(HardwareFile.read(HARDWARE / "dgx-h100.json"))
-    staged = LayoutSpec(**ON_GPU, batch=16, layout="pp2 1f1b m4")
-    seen = run_isolated(traced, staged, "sm90")
+    pipeline = LayoutSpec(**ON_GPU, batch=16, layout="pp2 1f1b m4")
+    stages = run_isolated(traced, pipeline, "sm90")
     peaks = {}
     for layout in ("pp2 1f1b m4", "pp2 gpipe m4", "pp2 1f1b m4 dp2 zero1", "pp2 1f1b m4 dp2 zero3"):
         batch = 16 * (2 if "dp2" in layout else 1)
-        asked = dataclasses.replace(staged, layout=layout, batch=batch)
-        row = predict_layout(asked, dgx, seen)
+        spec = dataclasses.replace(pipeline, layout=layout, batch=batch)
+        row = predict_layout(spec, dgx, stages)
         peaks[layout] = row.median("peak_bytes")
-        by_formula = predict_layout(asked, dgx).median("peak_bytes")
+        by_formula = predict_layout(spec, dgx).median("peak_bytes")
         assert peaks[layout] == pytest.approx(by_formula, rel=0.03), layout
         parts = {name: size for name, size, _ in row.tables["memory"][1:]}
         inside = sum(size for name, size in parts.items() if not name.endswith("(outside)"))
@@ -284,16 +281,16 @@ def network():
 
 
 @pytest.mark.parametrize("layout", ["pp2 1f1b m2 dp2 zero1", "pp2 zb-h1 m2"])
-def test_a_stage_without_trained_weights_updates_nothing(layout, tmp_path):
+def test_a_stage_without_trainable_weights_is_predicted(layout, tmp_path):
     (tmp_path / "mine.py").write_text(FROZEN)
     model = UserModel.read(f"{tmp_path / 'mine.py'}:network")
     spec = LayoutSpec(model=model, layout=layout, device="cuda")
-    found = predicted(spec, HardwareFile.read(HARDWARE / "dgx-h200.json"))
-    assert found.median("step_ms") > 0 and found.median("peak_bytes") > 0
+    prediction = predicted(spec, HardwareFile.read(HARDWARE / "dgx-h200.json"))
+    assert prediction.median("step_ms") > 0 and prediction.median("peak_bytes") > 0
 
 
-def test_the_peak_of_a_pipeline_alone_is_near_that_measured():
-    """Without an optimizer's state. On two H200s it was 1.167 and 1.170 GiB
+def test_the_predicted_peak_of_a_pipeline_is_near_the_measured_one():
+    """The pipeline has no optimizer state. On two H200s its peak was 1.167 and 1.170 GiB
     (benchmarks/results/2026-11-23-h200-pipeline-stages.jsonl).
     """
     spec = PipelineSpec(
@@ -306,49 +303,48 @@ def test_the_peak_of_a_pipeline_alone_is_near_that_measured():
     assert "optimizer state" not in parts and parts["activations in flight"] > parts["gradients"]
 
 
-def test_a_compiled_presets_operators_are_passes_between_products(presets):
+def test_the_operators_of_a_compiled_preset_are_fused_between_products(presets):
     machine = CalibratedMachine(HardwareFile.read(HARDWARE / "h200-sxm.json"))
-    seen = presets[COMPILED]
-    formula, by_operators = predict(COMPILED, machine), predict(COMPILED, machine, seen)
-    for metric, within in (("forward_ms", 0.12), ("backward_ms", 0.12), ("optimizer_ms", 0.01)):
-        assert abs(by_operators.median(metric) / formula.median(metric) - 1) < within, metric
+    network = presets[COMPILED]
+    formula, by_operators = predict(COMPILED, machine), predict(COMPILED, machine, network)
+    for metric, tolerance in (("forward_ms", 0.12), ("backward_ms", 0.12), ("optimizer_ms", 0.01)):
+        assert abs(by_operators.median(metric) / formula.median(metric) - 1) < tolerance, metric
     products = [term for term in formula.tables["terms"] if term[2].startswith("matmul")]
-    assert sum(
-        term.is_product for term in (*seen.terms("forward"), *seen.terms("backward"))
-    ) >= len(products)
-    assert sum(term.gradient for term in seen.terms("backward")) == COMPILED.model.num_parameters
-    assert "peak_bytes" not in by_operators.metrics  # of eager steps alone is memory traced
+    terms = [*network.terms("forward"), *network.terms("backward")]
+    assert sum(term.is_product for term in terms) >= len(products)
+    assert sum(term.gradient for term in network.terms("backward")) == COMPILED.model.num_parameters
+    assert "peak_bytes" not in by_operators.metrics  # memory is traced only for eager steps
 
 
-def test_an_update_of_masters_takes_what_its_bytes_do(presets):
-    """No calibration has a time for it."""
+def test_an_update_with_master_weights_is_priced_by_its_bytes(presets):
+    """It is not calibrated."""
     machine = CalibratedMachine(HardwareFile.read(HARDWARE / "h200-sxm.json"))
     formula, by_operators = (
-        [row for row in predict(MASTERS, machine, *seen).tables["terms"] if row[1] == "optimizer"]
-        for seen in ((), (presets[MASTERS],))
+        [row for row in predict(MASTERS, machine, *how).tables["terms"] if row[1] == "optimizer"]
+        for how in ((), (presets[MASTERS],))
     )
     assert by_operators == formula
 
 
-def test_launches_are_counted_in_blocks_of_a_network_that_ranks_share(presets):
+def test_launches_are_counted_in_blocks_of_an_equally_sharded_network(presets):
     one, three = (presets[spec].blocks for spec in (ONE_BLOCK, THREE_BLOCKS))
     for phase in ("forward", "backward"):
         assert three[phase] - one[phase] == pytest.approx(2)
 
 
-def test_passes_that_follow_one_another_read_and_write_what_others_do():
-    def moved(operation, reads, writes):
+def test_a_fused_pass_reads_its_inputs_and_writes_what_is_read_later():
+    def term(operation, reads, writes):
         return TracedTerm(Term(operation, operation, (1.0,)), reads, writes)
 
     forward = [
-        moved("traffic", {1: 10}, {2: 10}),
-        moved("cast fp32 bf16", {2: 10}, {3: 5}),  # 2 is read by nothing after the product
-        moved("matmul nt bf16", {3: 5, 4: 7}, {5: 8}),
-        moved("traffic", {5: 8, 3: 5}, {6: 8, 7: 2}),
+        term("traffic", {1: 10}, {2: 10}),
+        term("cast fp32 bf16", {2: 10}, {3: 5}),  # nothing reads storage 2 after the product
+        term("matmul nt bf16", {3: 5, 4: 7}, {5: 8}),
+        term("traffic", {5: 8, 3: 5}, {6: 8, 7: 2}),
     ]
-    backward = [moved("traffic", {6: 8}, {8: 8}), moved("optimizer adamw fp32", {8: 8}, {1: 10})]
-    found = fuse({"forward": forward, "backward": backward})
-    sizes = {name: [term.sizes[0] for term in terms] for name, terms in found.items()}
+    backward = [term("traffic", {6: 8}, {8: 8}), term("optimizer adamw fp32", {8: 8}, {1: 10})]
+    fused = fuse({"forward": forward, "backward": backward})
+    sizes = {name: [term.sizes[0] for term in terms] for name, terms in fused.items()}
     assert sizes == {"forward": [10 + 5, 1.0, 8 + 5 + 8], "backward": [8 + 8, 1.0]}
 
 
@@ -360,52 +356,56 @@ def nets(tmp_path):
 
 
 def test_convolutions_are_their_implicit_products(nets):
-    [found] = traced(StepSpec(model=nets("convolutions")), "cpu")
-    products = [t.sizes for t in found.terms("forward") if t.operation == "matmul nt fp32"]
-    assert products == [(2 * 64, 8, 3 * 9), (2 * 64, 16, 8 * 9)]
-    back = sorted(t.operation for t in found.terms("backward") if t.operation.startswith("matmul"))
-    assert back == ["matmul nn fp32", "matmul tn fp32", "matmul tn fp32"]  # of x no gradient
-    assert sorted(found.parameters) == [8, 16, 8 * 27, 16 * 72]
+    [network] = traced(StepSpec(model=nets("convolutions")), "cpu")
+    forward = [t.sizes for t in network.terms("forward") if t.operation == "matmul nt fp32"]
+    assert forward == [(2 * 64, 8, 3 * 9), (2 * 64, 16, 8 * 9)]
+    backward = [t.operation for t in network.terms("backward") if t.operation.startswith("matmul")]
+    # The input of the first convolution needs no gradient.
+    assert sorted(backward) == ["matmul nn fp32", "matmul tn fp32", "matmul tn fp32"]
+    assert sorted(network.parameters) == [8, 16, 8 * 27, 16 * 72]
 
 
 def test_a_transposed_convolution_is_a_product_at_the_positions_of_its_input(nets):
-    [found] = traced(StepSpec(model=nets("transposed")), "cpu")
-    *_, wide = [t for t in found.terms("forward") if t.operation.startswith("matmul")]
-    positions, kernel = 2 * 8 * 8, 16 // 2 * 4 * 4  # of half of the channels
-    assert (wide.operation, wide.sizes) == ("matmul nn fp32", (positions, kernel, 8))
-    back = [
-        (t.operation, t.sizes) for t in found.terms("backward") if t.operation.startswith("matmul")
+    [network] = traced(StepSpec(model=nets("transposed")), "cpu")
+    *_, last = [t for t in network.terms("forward") if t.operation.startswith("matmul")]
+    positions, kernel = 2 * 8 * 8, 16 // 2 * 4 * 4  # each group has half of the channels
+    assert (last.operation, last.sizes) == ("matmul nn fp32", (positions, kernel, 8))
+    backward = [
+        (t.operation, t.sizes)
+        for t in network.terms("backward")
+        if t.operation.startswith("matmul")
     ]
-    assert back[:2] == [
+    assert backward[:2] == [
         ("matmul nt fp32", (positions, 8, kernel)), ("matmul tn fp32", (8, kernel, positions)),
     ]  # fmt: skip
 
 
-def test_products_are_counted_however_they_are_called(nets):
-    """In place, summed over a batch, and in inference_mode, which hands on whole layers."""
-    [found] = traced(StepSpec(model=nets("in_place")), "cpu")
-    products = [t.sizes for t in found.terms("forward") if t.operation.startswith("matmul")]
+def test_all_ways_to_call_a_product_are_counted(nets):
+    """In place, summed over a batch, and in inference mode, where layers are not decomposed."""
+    [network] = traced(StepSpec(model=nets("in_place")), "cpu")
+    products = [t.sizes for t in network.terms("forward") if t.operation.startswith("matmul")]
     assert products == [(32, 16, 16), (4, 8, 8, 16), (4, 8, 8, 8), (8, 8, 8)]
-    [found] = traced(StepSpec(model=nets("inference")), "cpu")
-    products = [(t.operation, t.sizes) for t in found.terms("forward") if t.operation != "traffic"]
+    [network] = traced(StepSpec(model=nets("inference")), "cpu")
+    terms = [(t.operation, t.sizes) for t in network.terms("forward") if t.operation != "traffic"]
     linear = ("matmul nt fp32", (32, 16, 16))
-    assert products == [linear, ("attention sdpa-full forward fp32", (4, 8.0, 16)), linear]
+    assert terms == [linear, ("attention sdpa-full forward fp32", (4, 8.0, 16)), linear]
 
 
-def test_a_bag_reads_the_rows_that_it_is_asked_for(nets):
-    [found] = traced(StepSpec(model=nets("bag")), "cpu")
-    (lookup,) = [t for t in found.terms("forward") if t.name == "_embedding_bag"]
-    assert 4 * 16 * (32 + 4) < lookup.sizes[0] < 4 * 16 * (32 + 4) + 8 * 100  # and its indices
+def test_an_embedding_bag_reads_the_indexed_rows(nets):
+    [network] = traced(StepSpec(model=nets("bag")), "cpu")
+    (lookup,) = [t for t in network.terms("forward") if t.name == "_embedding_bag"]
+    assert 4 * 16 * (32 + 4) < lookup.sizes[0] < 4 * 16 * (32 + 4) + 8 * 100  # and the indices
 
 
 def test_a_norm_of_vectors_is_priced_by_the_bytes_that_it_reads(nets):
-    [found] = traced(StepSpec(model=nets("normalized")), "cpu")
-    norm, *_ = [t for t in found.terms("forward") if t.name == "linalg_vector_norm"]
+    [network] = traced(StepSpec(model=nets("normalized")), "cpu")
+    norm, *_ = [t for t in network.terms("forward") if t.name == "linalg_vector_norm"]
     assert norm.operation == "traffic"
-    assert norm.sizes == (4 * (2 * 3 * 8 * 8 + 2 * 8 * 8),)  # a value of each pixel's channels
+    # It reads all values and writes one per pixel.
+    assert norm.sizes == (4 * (2 * 3 * 8 * 8 + 2 * 8 * 8),)
 
 
-def test_what_has_no_price_is_named(nets):
+def test_errors_name_the_operator_that_cannot_be_priced(nets):
     with pytest.raises(ValueError, match=r"the step cannot be traced: .*numpy"):
         traced(StepSpec(model=nets("valued")), "cpu")
     with pytest.raises(ValueError, match=r"traced: nets\.py:\d+: KeyError: 'no such tile'"):
@@ -421,7 +421,7 @@ def test_what_has_no_price_is_named(nets):
             traced(StepSpec(model=nets(name)), "cpu")
     for name in ("recurrent", "gru_cell", "lstm_cell"):
         with (
-            warnings.catch_warnings(action="error"),  # of torch, about a cuDNN that is not there
+            warnings.catch_warnings(action="error"),  # torch warns about the missing cuDNN
             pytest.raises(ValueError, match="the model runs a recurrent layer, which no calib"),
         ):
             traced(StepSpec(model=nets(name), device="cuda"), "sm90")
@@ -431,15 +431,16 @@ def test_what_has_no_price_is_named(nets):
         traced(StepSpec(model=nets("convolutions"), compile="max-autotune"), "cpu")
 
 
-def test_units_of_a_users_network_are_gathered_ahead_and_each_gradient_is_reduced_once(nets):
-    """One is called twice, and its weights are gathered for each call."""
+def test_zero3_unshards_a_unit_before_each_call_and_reduces_each_gradient_once(nets):
+    """One unit is called twice."""
     spec = DataParallelSpec(model=nets("repeated"), wrapper="zero3", ranks=2, device="cpu")
-    [seen] = traced(spec, "cpu")
-    assert [run.unit for run in seen.forward if run.unit] == ["layers.0", "layers.1", "layers.0"]
-    assert [run.unit for run in seen.backward if run.unit] == ["layers.0", "layers.1", "layers.0"]
-    assert seen.units == {"layers.0": 16 * 16, "layers.1": 16 * 16}
+    [network] = traced(spec, "cpu")
+    calls = ["layers.0", "layers.1", "layers.0"]
+    assert [run.unit for run in network.forward if run.unit] == calls
+    assert [run.unit for run in network.backward if run.unit] == calls
+    assert network.units == {"layers.0": 16 * 16, "layers.1": 16 * 16}
     machine = CalibratedMachine(wired(2))
-    operations = TracedOperations(spec, NetworkPart(batch=1, gathered=True), seen)
+    operations = TracedOperations(spec, NetworkPart(batch=1, gathered=True), network)
     step = RankStep(
         operations, Prices(machine, spec.parsed_layout, GLOO), launch_costs(spec, machine)
     )
@@ -452,34 +453,35 @@ def test_units_of_a_users_network_are_gathered_ahead_and_each_gradient_is_reduce
     ]  # fmt: skip
 
 
-def test_predict_takes_a_user_model_over_a_data_axis(stepgauge, nets):
-    asked = ("predict", "--model", f"{nets('convolutions').file}:convolutions", "--hardware",
-             HARDWARE / "dgx-h100.json")  # fmt: skip
+def test_predict_accepts_a_user_model_on_a_data_axis(stepgauge, nets):
+    command = ("predict", "--model", f"{nets('convolutions').file}:convolutions", "--hardware",
+               HARDWARE / "dgx-h100.json")  # fmt: skip
     layouts = ("none", "dp2", "dp4 zero2")
-    status, out, err = stepgauge(*asked, "--layout", *layouts, "--format", "json")
+    status, out, err = stepgauge(*command, "--layout", *layouts, "--format", "json")
     assert status == 0, err
-    alone, two, four = json.loads(out)
-    assert [row["kind"] for row in (alone, two, four)] == ["step", *["data-parallel"] * 2]
+    one, two, four = json.loads(out)
+    assert [row["kind"] for row in (one, two, four)] == ["step", *["data-parallel"] * 2]
     numel = 8 * 27 + 8 + 16 * 72 + 16
     assert two["metrics"]["sent_bytes"]["median"] == 4 * numel
-    assert two["metrics"]["exposed_ms"]["median"] == 0  # the host takes longer than what is sent
+    assert two["metrics"]["exposed_ms"]["median"] == 0  # the host takes longer than communication
     for row in (two, four):
         sent, step = (row["metrics"][f"{n}_ms"]["median"] for n in ("communication", "step"))
         assert 0 < sent < step
         head, *terms = row["tables"]["terms"]
         total = sum(term[head.index("us")] for term in terms) / 1e3
         assert total == pytest.approx(step, rel=1e-3)
-    for layout, said in (
+    for layout, message in (
         ("tp2", "a Convolutions has no config of the transformers library"),
         ("pp2 1f1b", "module is a Convolutions; a pipeline cuts an nn.Sequential"),
     ):
-        status, _, err = stepgauge(*asked, "--layout", layout)
-        assert status == 2 and said in err
+        status, _, err = stepgauge(*command, "--layout", layout)
+        assert status == 2 and message in err
 
 
 def test_presets_without_formulas_are_predicted_by_their_operators(monkeypatch):
-    """Each block's products: of experts those that tokens go to, of a window what SDPA computes."""
-    monkeypatch.setattr(operators, "_trace_in_process", operators._trace)  # a CPU needs none
+    """A mixture of experts, an attention window, and BERT."""
+    # A CPU needs no other process.
+    monkeypatch.setattr(operators, "_trace_in_process", operators._trace)
     machine = wired(2)
     dense = ModelSpec.preset("nano", num_layers=1, context_length=64, vocab_size=256)
     bert = BertSpec.preset("bert-tiny", num_layers=1, context_length=64)
@@ -495,21 +497,21 @@ def test_presets_without_formulas_are_predicted_by_their_operators(monkeypatch):
     an_expert = f"{4 * 64 * 2 // 4} × {2 * dense.d_ff} × {dense.d_model}"  # gate and up together
     assert an_expert in products
     two = predicted(LayoutSpec(model=bert, layout="dp2 zero1", batch=8), machine)
-    up = (4 * 64, bert.d_ff, bert.d_model)  # of a rank's sequences
+    up = (4 * 64, bert.d_ff, bert.d_model)  # the tokens of one rank
     assert " × ".join(map(str, up)) in {row[3] for row in two.tables["terms"]}
     assert two.median("tokens_per_s") == pytest.approx(8 * 64 / two.median("step_ms") * 1e3)
     with pytest.raises(ValueError, match=r"tp2 torch-tp.*torch's tensor parallel is not predicted"):
         predicted(LayoutSpec(model=dense, layout="tp2 torch-tp", optimizer="sgd"), machine)
 
 
-def test_experts_on_a_gpu_are_one_product_a_layer():
-    """Forward two of all chosen tokens, backward four; nothing asks the GPU for a number."""
+def test_experts_on_a_gpu_are_one_grouped_product_per_layer():
+    """Two products in forward and four in backward. No operator reads a value from the GPU."""
     model = ModelSpec.preset("nano", num_layers=1, num_experts=4, experts_per_token=2)
     tokens, rows = 3 * model.context_length * 2, 2 * model.d_ff
     spec = StepSpec(model=model, batch=3, precision="bf16", device="cuda")
-    (found,) = traced_apart(spec, "sm90")
+    (network,) = traced_apart(spec, "sm90")
     sizes = {
-        phase: sorted(t.sizes for t in found.terms(phase) if "grouped" in t.name)
+        phase: sorted(t.sizes for t in network.terms(phase) if "grouped" in t.name)
         for phase in ("forward", "backward")
     }
     up, down = (4, tokens, rows, model.d_model), (4, tokens, model.d_model, model.d_ff)
@@ -518,8 +520,8 @@ def test_experts_on_a_gpu_are_one_product_a_layer():
     assert len(sizes["backward"]) == 4
 
 
-def test_passes_over_views_take_a_gpu_longer_than_their_bytes():
-    """As long as the bytes of a plain pass that torch's kernel for such operands keeps up with."""
+def test_passes_over_views_take_longer_on_a_gpu_than_moving_their_bytes():
+    """They are priced as plain passes over more bytes."""
     trace = OperatorTrace()
     with fake_device("sm90") as device, trace, trace.phase("forward"):
         half = {"dtype": torch.bfloat16, "device": device}
@@ -531,7 +533,7 @@ def test_passes_over_views_take_a_gpu_longer_than_their_bytes():
         gate_MF.roll(16, -1)
         torch.empty(64, 32, device=device) + kept_MF
         kept_MF * torch.empty(32, **half)
-        kept_MF.mT * kept_MF.mT  # dense, and alike
+        kept_MF.mT * kept_MF.mT  # both dense, with the same layout
         kept_MF.mT.contiguous()
     numel = 64 * 32
     assert [(term.name, *term.sizes) for term in trace.terms["forward"]] == [
@@ -542,7 +544,7 @@ def test_passes_over_views_take_a_gpu_longer_than_their_bytes():
     ]  # fmt: skip
 
 
-def test_a_norm_copies_what_is_not_contiguous():
+def test_a_norm_copies_inputs_that_are_not_contiguous():
     trace = OperatorTrace()
     with fake_device("sm90") as device, trace, trace.phase("forward"):
         x = torch.empty(512, 64, 512, device=device)
@@ -557,17 +559,17 @@ def test_a_norm_copies_what_is_not_contiguous():
     assert [bool(term.operator) for term in norms] == [False, True, True]
 
 
-def test_operators_of_two_kernels_take_a_gpu_both():
-    """The gradient of a softmax is multiplied by it first, and what is masked is a copy."""
+def test_operators_with_two_kernels_have_two_terms():
+    """A softmax's backward multiplies first, and masked_fill and index_add copy first."""
     trace = OperatorTrace()
     with fake_device("sm90") as device:
         shares = torch.empty(64, 32, device=device)
         hidden = torch.empty(32, device=device, dtype=torch.bool)
-        rows, places = torch.empty(256, 32, device=device), torch.empty(256, device=device).int()
+        rows, indices = torch.empty(256, 32, device=device), torch.empty(256, device=device).int()
         with trace, trace.phase("backward"):
             torch.ops.aten._softmax_backward_data(shares, shares, -1, torch.float32)
             shares.masked_fill(hidden, 0.0)
-            shares.index_add(0, places, rows)
+            shares.index_add(0, indices, rows)
     numel = 64 * 32
     assert [(term.name, *term.sizes) for term in trace.terms["backward"]] == [
         ("_softmax_backward_data product", 12 * numel), ("_softmax_backward_data", 12 * numel),

@@ -1,6 +1,4 @@
-"""Rows that many ranks measure: one record of all, whatever happens to one of them, and the same
-under torchrun.
-"""
+"""Rows measured by several ranks: one record for all, also if a rank fails, with and without torchrun."""
 
 import dataclasses
 import os
@@ -17,7 +15,7 @@ import torch.distributed as dist
 from stepgauge.bench import ranks
 from stepgauge.bench.ranks import OnRanks, slowest
 from stepgauge.bench.sweep import FAILURES, Job, sweep
-from stepgauge.runtime.world import TIMEOUT_S  # of a collective that waits for a rank in vain
+from stepgauge.runtime.world import TIMEOUT_S
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.store import RunStore
 
@@ -31,7 +29,9 @@ class Toy:
 
 
 def measure(spec):
-    """Every rank's process and times: rank 1 is slow in the first repetition, rank 0 in the second."""
+    """Returns the process and times of a rank. Rank 1 is slower in the first repetition, rank 0 in the
+    second.
+    """
     total = torch.ones(1)
     if dist.get_rank() == 1:
         match spec.does:
@@ -54,21 +54,21 @@ def record(spec, values):
     return Record(kind="toy", spec=dataclasses.asdict(spec), metrics=metrics)
 
 
-ALONE, SHARED = OnRanks(measure, record), OnRanks(measure, record, shared=True)
+SEPARATE, SHARED = OnRanks(measure, record), OnRanks(measure, record, shared=True)
 
 
-def outcomes(store, *does, run=ALONE, **settings):
+def outcomes(store, *does, run=SEPARATE, **settings):
     return list(sweep([Job(run, Toy(what)) for what in does], store, **settings))
 
 
-def test_slowest_is_decided_in_each_repetition():
+def test_slowest_takes_the_slowest_rank_of_each_repetition():
     assert slowest([[1.0, 3.0], [2.0, 1.0]]) == [2.0, 3.0]
 
 
-def test_rows_in_processes_of_their_own_or_shared(tmp_path):
-    alone = outcomes(RunStore(tmp_path / "alone"), "a", "b")
+def test_rows_run_in_separate_or_shared_processes(tmp_path):
+    separate = outcomes(RunStore(tmp_path / "separate"), "a", "b")
     shared = outcomes(RunStore(tmp_path / "shared"), "a", "b", run=SHARED)
-    processes = [row.record.median("process") for row in [*alone, *shared]]
+    processes = [row.record.median("process") for row in [*separate, *shared]]
     assert len(set(processes)) == 3
     assert processes[2] == processes[3]
     first = shared[0].record
@@ -78,7 +78,7 @@ def test_rows_in_processes_of_their_own_or_shared(tmp_path):
     assert first.created
 
 
-def test_a_rank_that_fails_ends_its_row_soon_and_the_sweep_goes_on(tmp_path):
+def test_a_failing_rank_ends_its_row_soon_and_the_sweep_continues(tmp_path):
     store = RunStore(tmp_path)
     start = time.monotonic()
     rows = outcomes(store, "before", "raise", "killed", "host oom", "after", run=SHARED)
@@ -94,7 +94,7 @@ def test_a_rank_that_fails_ends_its_row_soon_and_the_sweep_goes_on(tmp_path):
     assert (tmp_path / FAILURES).read_text().count("RuntimeError: first line") >= 1
 
 
-def test_the_same_sweep_goes_on_where_it_stopped(tmp_path):
+def test_a_repeated_sweep_reuses_stored_rows(tmp_path):
     outcomes(RunStore(tmp_path), "a")
     assert [row.was_there for row in outcomes(RunStore(tmp_path), "a", "b")] == [True, False]
 
@@ -104,15 +104,15 @@ import os
 import sys
 from stepgauge.bench.shared_store import store_for
 from stepgauge.bench.sweep import Job, sweep
-from tests.bench.test_ranks import ALONE, Toy
+from tests.bench.test_ranks import SEPARATE, Toy
 
 def main():
     store = store_for(sys.argv[1])
-    jobs = [Job(ALONE, Toy(what)) for what in sys.argv[2:]]
+    jobs = [Job(SEPARATE, Toy(what)) for what in sys.argv[2:]]
     with store.held():
-        for part in (jobs[:1], jobs):  # the second sweep goes on where the first stopped
+        for part in (jobs[:1], jobs):  # the second sweep reuses the row of the first
             for row in sweep(part, store):
-                os.write(1, f"{row.was_there} {row.record.status}\\n".encode())  # in one piece
+                os.write(1, f"{row.was_there} {row.record.status}\\n".encode())  # atomically
 
 if __name__ == "__main__":
     main()
@@ -137,8 +137,8 @@ def torchrun(tmp_path, *does, ranks=2):
     )
 
 
-def test_under_torchrun_a_rank_that_fails_alone_costs_its_row_and_a_death_ends_all(tmp_path):
-    """All ranks walk the jobs, and one writes. What was there before is not measured again."""
+def test_under_torchrun_an_error_fails_its_row_and_a_killed_rank_ends_the_run(tmp_path):
+    """All ranks go through the jobs, and rank 0 writes. Stored rows are reused."""
     start = time.monotonic()
     died = torchrun(tmp_path, "a", "raise", "b", "host oom", "c", "killed", "d")
     assert died.returncode != 0
@@ -150,16 +150,16 @@ def test_under_torchrun_a_rank_that_fails_alone_costs_its_row_and_a_death_ends_a
     assert records[1].note == "rank 1 of 2: RuntimeError: first line"
     assert records[3].note == "memory ran out at 65536.00 GiB more"
     assert (tmp_path / "run" / FAILURES).read_text().count("in measure") == 1
-    said = sorted(line.split()[1] for line in died.stdout.splitlines())
-    assert said == ["failed"] * 2 + ["ok"] * 8 + ["oom"] * 2
+    statuses = sorted(line.split()[1] for line in died.stdout.splitlines())
+    assert statuses == ["failed"] * 2 + ["ok"] * 8 + ["oom"] * 2
     assert died.stdout.count("True ok") == 2
     assert records[2].metrics["row_ms"].mean == 2.5
 
 
-def test_what_a_row_compiled_ends_with_it(monkeypatch):
-    """The next one's size is compiled as if it were the only one, not as one that changes."""
+def test_compiled_code_of_a_row_is_dropped_after_it(monkeypatch):
+    """The next row's size is then compiled as a static shape, not as a dynamic one."""
     graphs = []
-    monkeypatch.setattr(ranks, "limit_host_memory", lambda: None)  # of the process of all tests
+    monkeypatch.setattr(ranks, "limit_host_memory", lambda: None)  # it would limit all later tests
 
     def measure(spec):
         def backend(graph, inputs):

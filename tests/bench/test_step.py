@@ -1,4 +1,4 @@
-"""A StepSpec as a record."""
+"""The record of a timed training step."""
 
 import dataclasses
 import shutil
@@ -31,28 +31,28 @@ def nano(**fields):
 
 
 @pytest.mark.parametrize("phases", PHASES)
-def test_phases_are_timed_and_add_up(phases):
+def test_the_times_of_phases_add_up_to_the_step(phases):
     record = run(nano(phases=phases))
-    timed = {
+    timed_phases = {
         "forward": ["forward"],
         "backward": ["forward", "backward"],
         "step": ["forward", "backward", "optimizer"],
     }
-    names = [f"{phase}_ms" for phase in timed[phases]]
+    names = [f"{phase}_ms" for phase in timed_phases[phases]]
     assert [name for name in record.metrics if name.endswith("_ms")] == [*names, "step_ms"]
     assert record.metrics["step_ms"].n == 3
     total = sum(record.metrics[name].mean for name in names)
     assert record.metrics["step_ms"].mean == pytest.approx(total)
 
 
-def test_rates_follow_from_the_step():
+def test_rates_are_computed_from_the_step_time():
     spec = nano()
     record = run(dataclasses.replace(spec, steps=4))
     seconds = record.median("step_ms") / 1e3
     assert record.median("tokens_per_s") == pytest.approx(64 / seconds)
     flops = spec.network.step_flops(batch=spec.batch, sequence=spec.network.context_length)
     assert record.median("tflop_per_s") == pytest.approx(flops / seconds / 1e12)
-    assert "mfu" not in record.metrics  # no peak is known for a CPU, and none is guessed
+    assert "mfu" not in record.metrics  # the peak of a CPU is unknown
     assert record.median("resident_peak_bytes") > 0
 
 
@@ -63,11 +63,11 @@ def test_every_precision_runs_on_a_cpu(precision):
     assert run(spec).metrics["step_ms"].n == 1
 
 
-def test_text_is_a_batch_too():
+def test_a_batch_of_text_runs():
     assert run(nano(data="text", steps=1)).status == "ok"
 
 
-def test_what_cannot_be_is_said_before_anything_is_built():
+def test_check_rejects_impossible_specs():
     with pytest.raises(ValueError, match="tf32 is a mode of CUDA matrix units; cpu has none"):
         check(nano(precision="tf32"))
     model = ModelSpec.preset("nano", vocab_size=100)
@@ -75,14 +75,14 @@ def test_what_cannot_be_is_said_before_anything_is_built():
         check(nano(data="text", model=model))
 
 
-def test_a_model_beyond_the_hosts_memory_is_a_memory_error_at_once():
+def test_a_model_larger_than_host_memory_raises_memory_error():
     giant = dataclasses.replace(nano(), model=ModelSpec.preset("10b", num_layers=5000))
     assert least_bytes(giant) == 16 * giant.model.num_parameters
     with pytest.raises(MemoryError, match=r"needs at least [\d.]+ GiB of memory"):
         run(giant)
 
 
-def test_seconds_extend_the_sample():
+def test_timing_continues_for_the_given_seconds():
     calls = []
     times = time_phases(
         {"a": lambda: calls.append(1)}, torch.device("cpu"), warmup=2, steps=1, seconds=0.05
@@ -100,17 +100,17 @@ needs_compiler = pytest.mark.skipif(
 
 @needs_compiler
 @pytest.mark.parametrize("mode", ["on", "blocks"])
-def test_compiled_rows_give_their_compile_time_apart(mode):
+def test_the_compile_time_is_a_separate_metric(mode):
     shallow = dataclasses.replace(nano().model, num_layers=1)
-    torch.compiler.reset()  # another test of this process may have compiled the same block
+    torch.compiler.reset()  # another test in this process may have compiled the same block
     record = run(nano(model=shallow, compile=mode, steps=5, warmup=1))
-    # How long it takes says nothing here: other work slows steps, caches quicken compilations.
+    # Its size is not checked: other work slows steps down, and caches make compilation faster.
     assert record.median("compile_s") > 0
     assert record.metrics["step_ms"].n == 5
     assert "compile_s" not in run(nano(model=shallow, steps=1, warmup=1)).metrics
 
 
-def test_utilisation_is_against_the_peak_of_the_precision(monkeypatch):
+def test_mfu_uses_the_peak_of_the_precision(monkeypatch):
     from stepgauge.bench import rates
     from stepgauge.spec.hardware import ACCELERATORS
 

@@ -1,4 +1,4 @@
-"""The sweep: each row on disk as it comes, whatever happens to the process that measures it."""
+"""Sweeps: each record is on disk once it is measured, whatever happens to the measuring process."""
 
 import dataclasses
 import itertools
@@ -61,7 +61,7 @@ def outcomes(store, *does, **settings):
 
 
 def noisy(spec):
-    """A row whose n-th measurement is calm, n being what the spec says."""
+    """Returns a disturbed record, except in the n-th measurement, where n is spec.does."""
     path = Path(spec.size)
     path.write_text(path.read_text() + "." if path.exists() else ".")
     is_calm = len(path.read_text()) == int(spec.does)
@@ -71,18 +71,21 @@ def noisy(spec):
 
 
 @pytest.mark.parametrize(
-    ("calm", "measured", "said"),
+    ("calm", "measured", "message"),
     [("1", 1, ""), ("2", 2, ""), ("9", 3, "disturbed: p90 is over 1.5 × p10, in the last of 3")],
 )
-def test_a_disturbed_row_is_measured_again_and_else_marked(tmp_path, calm, measured, said):
+def test_a_disturbed_row_is_measured_again_and_marked_if_it_stays_disturbed(
+    tmp_path, calm, measured, message
+):
     spec = Toy(calm, size=str(tmp_path / "tries"))
     (outcome,) = sweep([Job(noisy, spec)], RunStore(tmp_path / "run"))
     assert (tmp_path / "tries").read_text() == "." * measured
     assert outcome.record.environment.get("measurements", 1) == measured
-    assert remark(outcome.record).startswith(said) and bool(remark(outcome.record)) == bool(said)
+    row_remark = remark(outcome.record)
+    assert row_remark.startswith(message) and bool(row_remark) == bool(message)
 
 
-def test_on_a_busy_machine_rows_are_not_measured_again_without_end():
+def test_retries_stop_after_several_rows_that_stayed_disturbed():
     from stepgauge.bench.sweep import MOST_HOPELESS, MOST_TRIES, Retries
 
     measured, retries = [], Retries()
@@ -94,7 +97,7 @@ def test_on_a_busy_machine_rows_are_not_measured_again_without_end():
     assert len(measured) == 10 + MOST_HOPELESS * (MOST_TRIES - 1)
 
 
-def test_each_row_runs_in_a_process_of_its_own(tmp_path):
+def test_each_row_runs_in_its_own_process(tmp_path):
     store = RunStore(tmp_path)
     rows = outcomes(store, "a", "b")
     processes = {row.record.median("process") for row in rows}
@@ -112,7 +115,7 @@ def test_each_row_runs_in_a_process_of_its_own(tmp_path):
         ("device oom", "oom", "memory ran out at 2.50 GiB more"),
     ],
 )
-def test_a_row_that_fails_says_so_and_the_sweep_goes_on(tmp_path, does, status, words):
+def test_a_failed_row_has_a_note_and_the_sweep_continues(tmp_path, does, status, words):
     store = RunStore(tmp_path)
     rows = outcomes(store, "before", does, "after")
     assert [row.record.status for row in rows] == ["ok", status, "ok"]
@@ -123,12 +126,12 @@ def test_a_row_that_fails_says_so_and_the_sweep_goes_on(tmp_path, does, status, 
     assert (tmp_path / FAILURES).exists() == (status == "failed")
 
 
-def test_the_same_sweep_goes_on_where_it_stopped(tmp_path):
+def test_a_repeated_sweep_reuses_stored_rows(tmp_path):
     store = RunStore(tmp_path)
     first = outcomes(store, "a", "host oom", "raise")
     second = outcomes(store, "a", "host oom", "raise", "b")
     assert [row.was_there for row in first] == [False] * 3
-    # what failed is tried again
+    # a failed row is measured again
     assert [row.was_there for row in second] == [True, True, False, False]
     assert second[0].record == first[0].record
     again = outcomes(store, "a", fresh=True)
@@ -137,21 +140,21 @@ def test_the_same_sweep_goes_on_where_it_stopped(tmp_path):
 
 
 def timed(spec):
-    """A step of as many milliseconds as this and other rows were measured before; notes its turn."""
+    """Logs the measurement, and returns a step of 1 ms plus 1 ms for each earlier measurement."""
     log = Path(spec.size)
     before = log.read_text() if log.exists() else ""
     log.write_text(before + spec.does)
     if spec.does == "X":
-        raise RuntimeError("it fails")
+        raise RuntimeError("it always fails")
     metrics = {"step_ms": Sample.exact(1.0 + len(before), "ms")}
     return Record(kind="toy", spec=dataclasses.asdict(spec), metrics=metrics, environment=here())
 
 
-def test_rows_in_turns_follow_one_another_there_and_back(tmp_path):
+def test_rounds_of_a_sweep_in_turns_alternate_in_direction(tmp_path):
     store, log = RunStore(tmp_path / "run"), tmp_path / "log"
     jobs = [Job(timed, Toy(name, size=str(log))) for name in "ABX"]
     rows = list(sweep_in_turns(jobs, store, turns=3))
-    assert log.read_text() == "ABXBAAB"  # what has failed is not measured again
+    assert log.read_text() == "ABXBAAB"  # the failed row is not measured again
     assert [row.record.spec["does"] for row in rows] == ["A", "B", "X"]
     a, b, x = (row.record for row in rows)
     assert (a.median("step_ms"), b.median("step_ms"), x.status) == (5.0, 4.0, "failed")
@@ -164,13 +167,13 @@ def test_rows_in_turns_follow_one_another_there_and_back(tmp_path):
     assert [row.was_there for row in sweep(jobs[:2], store)] == [True, True]
     log.unlink()
     assert not any(row.was_there for row in sweep_in_turns(jobs[:2], store, turns=3, fresh=True))
-    list(sweep(jobs[:1], store, fresh=True))  # A alone: the two are apart again
+    list(sweep(jobs[:1], store, fresh=True))  # only A, so the rows are not from the same rounds
     log.unlink()
     list(sweep_in_turns(jobs[:2], store, turns=2))
     assert log.read_text() == "BAAB"
 
 
-def test_rows_of_another_device_do_not_count(tmp_path):
+def test_stored_rows_of_another_device_are_not_reused(tmp_path):
     store = RunStore(tmp_path)
     (row,) = outcomes(store, "a")
     other = RunStore(tmp_path / "other")
@@ -194,20 +197,20 @@ def test_rows_of_another_device_do_not_count(tmp_path):
     ],
     ids=str,
 )
-def test_libraries_say_out_of_memory_in_many_ways(error):
+def test_out_of_memory_errors_of_all_libraries_are_recognized(error):
     assert "memory ran out" in out_of_memory_reason(error)
     wrapper = RuntimeError("backend='inductor' raised")
     wrapper.__cause__ = error
     assert out_of_memory_reason(wrapper) == out_of_memory_reason(error)
 
 
-def test_only_memory_errors_are_out_of_memory():
+def test_other_errors_are_not_out_of_memory():
     assert out_of_memory_reason(RuntimeError("CUDA error: an illegal memory access")) is None
     assert out_of_memory_reason(ValueError("out of memory")) is None
     assert out_of_memory_reason(MemoryError("needs 3 GiB")) == "needs 3 GiB"
 
 
-def test_a_log_that_cannot_be_written_does_not_cost_the_record(tmp_path):
+def test_the_record_is_kept_if_the_log_cannot_be_written(tmp_path):
     (tmp_path / FAILURES).mkdir()
     (row,) = outcomes(RunStore(tmp_path), "raise")
     assert row.record.status == "failed"
@@ -222,7 +225,7 @@ def test_a_command_whose_rows_are_on_disk_starts_no_process(tmp_path, monkeypatc
     assert again.was_there and again.record == first.record
 
 
-def test_the_same_thing_asked_twice_is_measured_once(tmp_path):
+def test_a_spec_that_appears_twice_is_measured_once(tmp_path):
     rows = outcomes(RunStore(tmp_path), "a", "a")
     assert [row.was_there for row in rows] == [False, True]
 
@@ -253,7 +256,7 @@ def test_an_interrupt_during_a_row_ends_it_and_keeps_the_others(tmp_path, sent, 
         # ignored where tests run in the background
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    second = "seconds=60.0: warming up for 0 steps, then timing at least 1 steps and 60 s\n"
+    second = "seconds=60.0: warming up for 0 steps, then timing at least 1 step and 60 s\n"
     before = list(itertools.takewhile(lambda line: not line.endswith(second), run.stderr))
     os.killpg(run.pid, sent)
     _, err = run.communicate(timeout=100)
@@ -266,7 +269,7 @@ def test_an_interrupt_during_a_row_ends_it_and_keeps_the_others(tmp_path, sent, 
 
 
 @pytest.mark.parametrize("call", ["workers.run_isolated(int)", "launch.launch(int, ranks=2)"])
-def test_an_interrupt_while_the_server_of_processes_starts_is_told_once(tmp_path, call):
+def test_an_interrupt_while_the_fork_server_starts_is_reported_once(tmp_path, call):
     (tmp_path / "slow_server.py").write_text(
         "import pathlib, sys, time\npathlib.Path('begun').touch()\ntime.sleep(1)"
     )
@@ -297,7 +300,7 @@ def test_an_interrupt_while_the_server_of_processes_starts_is_told_once(tmp_path
 
 
 def test_a_killed_parent_leaves_no_process_behind(tmp_path):
-    """The measuring process names itself, then would run for longer than the test waits."""
+    """The measuring process writes its pid, then sleeps for longer than the test waits."""
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import isolated_sleep\n"
         "from stepgauge.runtime.workers import run_isolated\n"

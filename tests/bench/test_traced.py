@@ -1,4 +1,4 @@
-"""The overlap of profiled steps: from traces of kernels alone, as a GPU's are, and of a host."""
+"""The overlap of profiled steps, from traces that contain only kernels, as on a GPU."""
 
 import gzip
 import json
@@ -15,8 +15,8 @@ PHASES = {"forward": lambda: None, "backward": lambda: None}
 
 @pytest.fixture
 def profiled(monkeypatch, gpu_trace):
-    """Steps whose traces hold kernels alone: a product of 100 µs, and 150 µs of NCCL from its
-    middle on.
+    """Replaces the profiler: traces have a product of 100 µs, and 150 µs of NCCL that start in the
+    middle of it.
     """
 
     def profile(phases, device, folder, *, schedule, kernels_only):
@@ -34,27 +34,27 @@ def profiled(monkeypatch, gpu_trace):
     monkeypatch.setattr(traced, "profile_phases", profile)
 
 
-def test_of_kernels_only(profiled):
-    found = trace_steps(PHASES, torch.device("cpu"))
-    assert (found.overlap.communication_us, found.overlap.hidden_us) == (STEPS * 150, STEPS * 50)
-    assert found.step_ms == [4.0, 7.0]
-    assert found.tracks == {
+def test_overlap_and_tracks_of_traces_with_kernels_only(profiled):
+    figures = trace_steps(PHASES, torch.device("cpu"))
+    overlap = figures.overlap
+    assert (overlap.communication_us, overlap.hidden_us) == (STEPS * 150, STEPS * 50)
+    assert figures.step_ms == [4.0, 7.0]
+    assert figures.tracks == {
         "computation_start_ms": [0.0], "computation_end_ms": [pytest.approx(0.1)],
         "communication_start_ms": [pytest.approx(0.05)], "communication_end_ms": [pytest.approx(0.2)],
     }  # fmt: skip
 
 
-def test_steps_that_do_not_communicate_have_none():
-    assert (
-        trace_steps({"forward": lambda: torch.ones(8) @ torch.ones(8)}, torch.device("cpu")) is None
-    )
+def test_steps_without_communication_have_no_overlap():
+    phases = {"forward": lambda: torch.ones(8) @ torch.ones(8)}
+    assert trace_steps(phases, torch.device("cpu")) is None
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_kernels_only_are_recorded_with_their_launches(tmp_path):
+def test_kernels_only_records_kernels_and_launches_without_operators(tmp_path):
     a = torch.ones(256, 256, device="cuda")
-    (path,), watched = profile_phases(
+    (path,), times = profile_phases(
         {"forward": lambda: a @ a},
         torch.device("cuda"),
         tmp_path,
@@ -66,4 +66,4 @@ def test_kernels_only_are_recorded_with_their_launches(tmp_path):
     }
     assert {"kernel", "cuda_runtime"} <= categories
     assert not {"cpu_op", "user_annotation"} & categories
-    assert len(watched["forward"]) == 1
+    assert len(times["forward"]) == 1

@@ -1,5 +1,5 @@
-"""What one rank of a layout runs, traced in a world whose other ranks are imagined: held against the
-closed formulas of the Transformer, counts of FLOPs, and the whole network.
+"""Traced work of one rank of a layout, with simulated other ranks: compared with the formulas of the
+Transformer, with counts of FLOPs, and with the whole network.
 """
 
 import collections
@@ -35,31 +35,30 @@ EXPERTS = dataclasses.replace(DENSE, num_experts=4, experts_per_token=2)
 WINDOWED = dataclasses.replace(DENSE, window=8)
 
 
-ONCE = functools.cache(operators._trace)
+CACHED_TRACE = functools.cache(operators._trace)
 
 
 @pytest.fixture(autouse=True)
-def in_this_process(monkeypatch):
-    """A CPU needs no other; each stage is traced once there too."""
-    monkeypatch.setattr(operators, "_trace_in_process", ONCE)
+def trace_in_this_process(monkeypatch):
+    """A CPU needs no other process. Each stage is traced once."""
+    monkeypatch.setattr(operators, "_trace_in_process", CACHED_TRACE)
 
 
 def flops(terms, prefix="matmul"):
-    """Twice the multiply-adds of the products."""
+    """Returns the FLOPs of the products: twice their multiply-adds."""
     products = [term for term in terms if term.operation.startswith(prefix)]
     return sum(2 * term.count * term.sizes[0] * term.sizes[1] * term.sizes[2] for term in products)
 
 
 def sent(terms):
-    """Bytes of the collectives, by axis and operation, and of the products beside them the sizes."""
-    found = collections.Counter()
+    """Returns the bytes of collectives by axis and operation, and how often which products hide them."""
+    result = collections.Counter()
     for term in terms:
         if term.axis:
-            found[term.axis, term.operation] += term.count * term.sizes[0]
-        if term.axis == "tensor":
-            found["beside", *(other.sizes for other in term.hidden_by)] += term.count
-    del found["beside",]
-    return found
+            result[term.axis, term.operation] += term.count * term.sizes[0]
+        if term.axis == "tensor" and term.hidden_by:
+            result["hidden by", *(product.sizes for product in term.hidden_by)] += term.count
+    return result
 
 
 @pytest.mark.parametrize(
@@ -72,9 +71,7 @@ def sent(terms):
         ("pp2 1f1b m2 tp2", {"norm": "layernorm", "feed_forward": "gelu", "tied_head": True}),
     ],
 )
-def test_a_share_of_the_transformer_runs_and_sends_what_its_formulas_say(
-    layout, changes, monkeypatch
-):
+def test_a_rank_computes_and_sends_as_much_as_the_formulas_say(layout, changes, monkeypatch):
     monkeypatch.setattr("stepgauge.spec.plan.tensor.LEAST_OVERLAPPED_BYTES", 1024)
     model = dataclasses.replace(DENSE, num_layers=2, **changes)
     spec = LayoutSpec(model=model, layout=layout, batch=4)
@@ -84,12 +81,12 @@ def test_a_share_of_the_transformer_runs_and_sends_what_its_formulas_say(
     for share, stage in zip(shares, stages, strict=True):
         assert sum(share.parameters) == stage.num_parameters
         for phase in ("forward", "backward"):
-            ran, written = share.terms(phase), list(getattr(stage, phase)())
-            assert flops(ran) == flops(written)
-            assert sent(ran) == sent(written)
+            traced_terms, formulas = share.terms(phase), list(getattr(stage, phase)())
+            assert flops(traced_terms) == flops(formulas)
+            assert sent(traced_terms) == sent(formulas)
 
 
-OF_A_USER = """
+USER_MODEL = """
 import dataclasses
 import torch
 from torch import nn
@@ -118,38 +115,41 @@ def network():
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2 1f1b m2", "pp2 zb-h1 m2", "pp2 1f1b m2 tp2"])
-def test_a_users_network_runs_and_sends_what_the_same_preset_does(layout, tmp_path):
+def test_a_users_network_computes_and_sends_as_much_as_the_same_preset(layout, tmp_path):
     (tmp_path / "mine.py").write_text(
-        OF_A_USER.replace("{shape}", str(SHAPE)).replace("BATCH", "4")
+        USER_MODEL.replace("{shape}", str(SHAPE)).replace("BATCH", "4")
     )
-    same = LayoutSpec(model=dataclasses.replace(DENSE, positions="none"), layout=layout, batch=4)
-    mine = LayoutSpec(model=UserModel.read(f"{tmp_path / 'mine.py'}:network"), layout=layout)
-    shares, stages = traced(mine, "cpu"), traced(same, "cpu")
+    preset = LayoutSpec(model=dataclasses.replace(DENSE, positions="none"), layout=layout, batch=4)
+    user = LayoutSpec(model=UserModel.read(f"{tmp_path / 'mine.py'}:network"), layout=layout)
+    shares, stages = traced(user, "cpu"), traced(preset, "cpu")
     for share, stage in zip(shares, stages, strict=True):
         assert sum(share.parameters) == sum(stage.parameters)
         assert share.between_bytes == stage.between_bytes
         for phase in ("forward", "backward"):
-            ran, preset = share.terms(phase), stage.terms(phase)
-            assert flops(ran) == flops(preset)
-            for collective in ("all_gather", "reduce_scatter"):  # its loss takes whole logits
-                assert sent(ran)["tensor", collective] == sent(preset)["tensor", collective]
-            assert flops(t for t in ran if t.for_weights) == flops(
-                t for t in preset if t.for_weights
+            terms, expected = share.terms(phase), stage.terms(phase)
+            assert flops(terms) == flops(expected)
+            # Not the all-reduce: the user's loss takes all logits.
+            for collective in ("all_gather", "reduce_scatter"):
+                assert sent(terms)["tensor", collective] == sent(expected)["tensor", collective]
+            assert flops(t for t in terms if t.for_weights) == flops(
+                t for t in expected if t.for_weights
             )
     if "tp2" not in layout:
-        took, takes = (predicted(spec, wired(8)).median("step_ms") for spec in (mine, same))
-        assert took == pytest.approx(takes, rel=0.03)
+        user_ms, preset_ms = (
+            predicted(spec, wired(8)).median("step_ms") for spec in (user, preset)
+        )
+        assert user_ms == pytest.approx(preset_ms, rel=0.03)
 
 
 @pytest.mark.parametrize("model", [BERT, EXPERTS, WINDOWED])
-def test_stages_of_a_pipeline_are_the_network_in_parts(model):
-    """Products for gradients of weights are as many FLOPs as forward's."""
+def test_the_stages_of_a_pipeline_add_up_to_the_network(model):
+    """The products of weight gradients have as many FLOPs as those of forward."""
     whole = traced(StepSpec(model=model, batch=2), "cpu")[0]
     stages = traced(LayoutSpec(model=model, layout="pp2 zbv m2", batch=4), "cpu")
     assert len(stages) == 4
     for phase in ("forward", "backward"):
         assert sum(flops(stage.terms(phase)) for stage in stages) == flops(whole.terms(phase))
-    tied = 256 * 64 if isinstance(model, BertSpec) else 0  # stands in the first and in the last
+    tied = 256 * 64 if isinstance(model, BertSpec) else 0  # in the first and the last stage
     assert sum(sum(stage.parameters) for stage in stages) == sum(whole.parameters) + tied
     for stage in stages:
         for_weights = [term for term in stage.terms("backward") if term.for_weights]
@@ -160,29 +160,28 @@ def test_stages_of_a_pipeline_are_the_network_in_parts(model):
 
 
 @pytest.mark.parametrize("model", [BERT, WINDOWED])
-def test_ranks_of_a_tensor_axis_share_the_flops(model):
+def test_tensor_parallel_ranks_share_the_flops(model):
     model = dataclasses.replace(model, num_layers=2)
     whole = traced(StepSpec(model=model, batch=2), "cpu")[0]
     (share,) = traced(LayoutSpec(model=model, layout="tp2", batch=2), "cpu")
-    matrices = (
-        2
-        * 2
-        * SHAPE["context_length"]
-        * (model.num_layers * (12 if isinstance(model, BertSpec) else 16) * 64**2 + 256 * 64)
-    )
-    matrices += 2 * 64 * 64**2 if isinstance(model, BertSpec) else 0  # before the head
-    assert flops(whole.terms("forward")) == matrices
+    tokens = 2 * SHAPE["context_length"]
+    block_weights = (12 if isinstance(model, BertSpec) else 16) * 64**2
+    expected = 2 * tokens * (model.num_layers * block_weights + 256 * 64)
+    expected += (
+        2 * tokens * 64**2 if isinstance(model, BertSpec) else 0
+    )  # the layer before the head
+    assert flops(whole.terms("forward")) == expected
     for phase in ("forward", "backward"):
         assert 2 * flops(share.terms(phase)) == flops(whole.terms(phase))
-    found = sent([*share.terms("forward"), *share.terms("backward")])
+    collectives = sent([*share.terms("forward"), *share.terms("backward")])
     stream = 2 * 32 * 64 * 4
     layers = 4 * model.num_layers
-    assert found["tensor", "reduce_scatter"] == (layers + 1) * stream
-    assert found["tensor", "all_gather"] == (layers + 2) * stream
+    assert collectives["tensor", "reduce_scatter"] == (layers + 1) * stream
+    assert collectives["tensor", "all_gather"] == (layers + 2) * stream
 
 
 @pytest.mark.parametrize("layout", ["tp2", "tp2 overlap", "cp2 ulysses"])
-def test_what_selective_checkpointing_keeps_is_not_sent_again(layout):
+def test_selective_checkpointing_does_not_repeat_collectives(layout):
     spec = LayoutSpec(
         model=dataclasses.replace(DENSE, num_layers=2), layout=layout, batch=4,
         checkpointing="selective",
@@ -193,57 +192,58 @@ def test_what_selective_checkpointing_keeps_is_not_sent_again(layout):
         assert sent(share.terms(phase)) == sent(getattr(stage, phase)())
 
 
-def test_a_share_that_is_all_of_the_network_is_the_step_of_one_process():
+def test_a_stage_with_all_parts_equals_the_step_of_one_process():
     work = WorkSpec(model=BERT, batch=2)
-    alone, all_parts = (
+    step, stage = (
         operators._trace_step(Stage(work, parts=parts), "cpu")
         for parts in (None, range(num_parts(BERT.num_layers)))
     )
-    for phase, runs in alone.runs.items():
-        terms, same = (
-            [term for run in each for term in run.terms] for each in (runs, all_parts.runs[phase])
+    for phase in step.runs:
+        of_step, of_stage = (
+            [(term.operation, term.sizes) for run in each.runs[phase] for term in run.terms]
+            for each in (step, stage)
         )
-        assert [(t.operation, t.sizes) for t in terms] == [(t.operation, t.sizes) for t in same]
+        assert of_step == of_stage
 
 
 @pytest.mark.parametrize("layout", ["none", "tp2", "pp2 1f1b m2", "dp2 zero3 tp2"])
 @pytest.mark.parametrize("compile", ["off", "blocks"])
-def test_networks_without_formulas_are_predicted_under_every_axis(layout, compile):
-    """More bandwidth is never slower, and blocks that are compiled move fewer bytes."""
+def test_networks_without_formulas_are_predicted_on_every_axis(layout, compile):
+    """More bandwidth never makes a step slower."""
     machine, model = wired(8), dataclasses.replace(BERT, num_layers=2)
     spec = LayoutSpec(model=model, layout=layout, batch=4, compile=compile)
     fabric = machine.other["fabric"]
     faster = {"within": {**fabric["within"], "bytes_per_s": 1e12, "latency_us": 1}}
-    quick = dataclasses.replace(machine, other={"fabric": {**fabric, **faster}})
-    here, there = predicted(spec, machine), predicted(spec, quick)
-    assert 0 < there.median("step_ms") <= here.median("step_ms")
-    assert here.median("tokens_per_s") == pytest.approx(4 * 32 / here.median("step_ms") * 1e3)
+    fast_machine = dataclasses.replace(machine, other={"fabric": {**fabric, **faster}})
+    row, fast_row = predicted(spec, machine), predicted(spec, fast_machine)
+    assert 0 < fast_row.median("step_ms") <= row.median("step_ms")
+    assert row.median("tokens_per_s") == pytest.approx(4 * 32 / row.median("step_ms") * 1e3)
     if layout == "none":
-        alone = predicted(StepSpec(model=model, batch=4, compile=compile), machine)
-        assert here.median("step_ms") == pytest.approx(alone.median("step_ms"))
+        step = predicted(StepSpec(model=model, batch=4, compile=compile), machine)
+        assert row.median("step_ms") == pytest.approx(step.median("step_ms"))
 
 
-def test_what_no_hardware_file_can_tell_is_refused_by_name():
+def test_errors_say_what_cannot_be_predicted():
     for changes, words in (
         ({"precision": "float8"}, "precision is 'float8'; its cost is not calibrated"),
         ({"layout": "cp2", "model": dataclasses.replace(EXPERTS, attention="triton")},
          "layout is 'bucketed cp2'; of .* a ring of keys is not predicted: add ulysses"),
         ({"layout": "pp2 1f1b m2", "balance": "time"}, "stages are predicted as cut by flops"),
     ):  # fmt: skip
-        asked = {"model": BERT, "layout": "none", "batch": 4, **changes}
+        fields = {"model": BERT, "layout": "none", "batch": 4, **changes}
         with pytest.raises(ValueError, match=words):
-            predicted(LayoutSpec(**asked), wired(8))
+            predicted(LayoutSpec(**fields), wired(8))
 
 
 @pytest.mark.parametrize(
     ("wrapper", "parameters", "state"), [("zero1", 40, 40), ("zero3", 20, 40), ("bucketed", 40, 80)]
 )
 @pytest.mark.parametrize("axis", ["dp2", "cp2 ulysses"])
-def test_ranks_that_share_sequences_share_weights_and_state_as_those_of_data_do(
+def test_context_parallel_ranks_shard_weights_and_state_like_data_parallel_ranks(
     axis, wrapper, parameters, state
 ):
     layout = Layout.parse(f"{axis} {wrapper}")
-    found = traced_memory(
+    memory = traced_memory(
         TracedOperations(
             StepSpec(model=DENSE, precision="fp32"),
             NetworkPart(batch=1, gathered=layout.gathers_weights),
@@ -256,5 +256,5 @@ def test_ranks_that_share_sequences_share_weights_and_state_as_those_of_data_do(
         layout,
         accumulates=False,
     )  # fmt: skip
-    held = {item.name: item.bytes for item in found.items}
+    held = {item.name: item.bytes for item in memory.items}
     assert (held["parameters"], held["optimizer state"]) == (parameters, state)

@@ -1,9 +1,11 @@
+"""Memory of devices."""
+
 import torch
 
 from stepgauge.measure import devices
 
 
-def test_what_cuda_graphs_keep_is_their_pools_less_the_tensors_there(monkeypatch):
+def test_memory_kept_by_cuda_graphs_is_that_of_their_pools_without_allocated_tensors(monkeypatch):
     def segment(pool, total, allocated, device=0):
         sizes = {"total_size": total, "allocated_size": allocated}
         return {"device": device, "segment_pool_id": pool, **sizes}

@@ -1,10 +1,12 @@
+"""Dtypes of a step's tensors, and rounding errors of sums."""
+
 import torch
 from torch import nn
 
 from stepgauge.measure.dtypes import accumulation, probe
 
 
-def test_types_under_autocast_are_told_where_they_change():
+def test_probe_finds_the_dtypes_under_autocast():
     scripted = torch.jit.script(nn.Sequential(nn.ReLU()))  # takes no hooks
     module = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2), scripted)
 
@@ -14,15 +16,14 @@ def test_types_under_autocast_are_told_where_they_change():
                 module(torch.ones(3, 4)), torch.zeros(3, dtype=torch.long)
             )
 
-    found = {
-        (f.what, f.path): f.dtype for f in probe(module, forward, lambda loss: loss.backward())
-    }
-    assert found["parameter", "0.weight"] == found["gradient", "0.weight"] == "float32"
-    assert found["output", "0"] == found["output", "2"] == "bfloat16"
-    assert found["loss", ""] == "float32"
+    tensors = probe(module, forward, lambda loss: loss.backward())
+    dtypes = {(tensor.what, tensor.path): tensor.dtype for tensor in tensors}
+    assert dtypes["parameter", "0.weight"] == dtypes["gradient", "0.weight"] == "float32"
+    assert dtypes["output", "0"] == dtypes["output", "2"] == "bfloat16"
+    assert dtypes["loss", ""] == "float32"
 
 
-def test_the_sums_are_the_published_ones():
+def test_sums_have_the_published_values():
     assert [f"{value:.4f}" for value in accumulation(torch.device("cpu")).values()] == [
         "10.0001",
         "9.9531",

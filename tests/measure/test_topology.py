@@ -1,6 +1,4 @@
-"""The topology, from a machine's /sys as others have it, and from a driver that answers as NVML
-does.
-"""
+"""The topology, read from a made-up /sys and from a made-up NVML."""
 
 import sys
 import types
@@ -32,13 +30,12 @@ def sys_folder(tmp_path):
     return tmp_path
 
 
-def test_nodes_and_interfaces_as_the_kernel_writes_them(sys_folder):
+def test_nodes_and_interfaces_are_read_from_the_kernels_files(sys_folder):
     assert [(n.index, n.cores, n.memory_bytes) for n in numa_nodes(sys_folder)] == [
         (0, "0-31", 2**30),
         (1, "32-63", 2**30),
     ]
-    found = interfaces(sys_folder)
-    assert [(i.name, i.is_up, i.bytes_per_s, i.numa_node) for i in found] == [
+    assert [(i.name, i.is_up, i.bytes_per_s, i.numa_node) for i in interfaces(sys_folder)] == [
         ("eth0", True, 12.5e9, 1),
         ("veth1", False, None, None),
     ]
@@ -49,9 +46,9 @@ class NVMLError(Exception):
 
 
 def driver(linked):
-    """Two GPUs; linked by 18 NVLinks of the fourth generation, or over the host bridge."""
+    """Returns an NVML with two GPUs, linked by 18 fourth-generation NVLinks or by the host bridge."""
 
-    def refuse(*_):
+    def unsupported(*_):
         raise NVMLError("Not Supported")
 
     def device(name, value):
@@ -68,9 +65,9 @@ def driver(linked):
         **device("MaxPcieLinkGeneration", 5),
         **device("MaxPcieLinkWidth", 16),
         **device("CpuAffinity", [0b1011]),
-        **device("NvLinkState", 1 if linked else refuse),
+        **device("NvLinkState", 1 if linked else unsupported),
         **device("NvLinkVersion", 7),
-        **device("P2PStatus", 0 if linked else refuse),
+        **device("P2PStatus", 0 if linked else unsupported),
         **device("TopologyCommonAncestor", 30),
     }
     constants = {
@@ -78,16 +75,16 @@ def driver(linked):
         "NVML_P2P_CAPS_INDEX_NVLINK": 2,
         "NVML_P2P_STATUS_OK": 0,
     }
-    nothing = {"nvmlInit": lambda: None, "nvmlShutdown": lambda: None, "NVMLError": NVMLError}
-    return types.SimpleNamespace(**functions, **constants, **nothing)
+    library = {"nvmlInit": lambda: None, "nvmlShutdown": lambda: None, "NVMLError": NVMLError}
+    return types.SimpleNamespace(**functions, **constants, **library)
 
 
 @pytest.mark.parametrize(("linked", "name", "links"), [(True, "NV18", 18), (False, "PHB", 0)])
-def test_gpus_as_the_driver_tells_them(monkeypatch, sys_folder, linked, name, links):
+def test_gpus_and_links_are_read_from_the_driver(monkeypatch, sys_folder, linked, name, links):
     monkeypatch.setitem(sys.modules, "pynvml", driver(linked))
-    found = topology(sys_folder)
-    assert found.links == {(0, 1): name}
-    first = found.gpus[0]
+    machine = topology(sys_folder)
+    assert machine.links == {(0, 1): name}
+    first = machine.gpus[0]
     assert (first.name, first.numa_node, first.affinity, first.nvlinks) == (
         "NVIDIA H200",
         0,
@@ -96,20 +93,20 @@ def test_gpus_as_the_driver_tells_them(monkeypatch, sys_folder, linked, name, li
     )
     assert first.pcie == "gen 5 × 16 (can gen 5 × 16)"
     assert first.nvlink_bytes_per_s == (450e9 if linked else None)
-    assert name in gpu_table(found).rows[0]
-    page = topology_page(found)
+    assert name in gpu_table(machine).rows[0]
+    page = topology_page(machine)
     assert "GPU 1" in page
     assert page.count(name) >= 2
 
 
-def test_a_machine_without_a_driver_says_so(monkeypatch, sys_folder):
-    def refuse():
+def test_a_machine_without_a_driver_has_no_gpus_and_a_reason(monkeypatch, sys_folder):
+    def fail():
         raise NVMLError("Shared Library Not Found")
 
-    broken = types.SimpleNamespace(nvmlInit=refuse, NVMLError=NVMLError)
+    broken = types.SimpleNamespace(nvmlInit=fail, NVMLError=NVMLError)
     monkeypatch.setitem(sys.modules, "pynvml", broken)
-    found = topology(sys_folder)
-    assert found.gpus == []
-    assert found.without_gpus == "no NVIDIA driver answers (Shared Library Not Found)"
-    assert "No GPUs: no NVIDIA driver answers" in topology_page(found)
-    assert [row[2] for row in interface_table(found).rows] == [100, "not stated"]
+    machine = topology(sys_folder)
+    assert machine.gpus == []
+    assert machine.without_gpus == "no NVIDIA driver answers (Shared Library Not Found)"
+    assert "No GPUs: no NVIDIA driver answers" in topology_page(machine)
+    assert [row[2] for row in interface_table(machine).rows] == [100, "not stated"]

@@ -119,7 +119,7 @@ def _first_that_fits(
             break
         needed = costs.saved_bytes(plan) + peak - budget
     raise ValueError(
-        f"memory_gib is {budget / GIB:.3g}, which no checkpointing holds: the least found is "
+        f"memory_gib is {budget / GIB:.3g}, which is too small for every plan: the least found is "
         f"{least / GIB:.3g} GiB"
     )
 
