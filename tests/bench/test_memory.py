@@ -104,11 +104,11 @@ def test_a_prediction_stands_beside_what_was_measured():
 
 
 def test_a_spec_has_a_modelled_and_a_measured_record():
-    asked = [(job.asked.provenance, job.spec) for job in jobs(SPEC)]
+    asked = [(job.pending.provenance, job.spec) for job in jobs(SPEC)]
     assert asked == [("modelled", SPEC), ("measured", SPEC)]
     alone = dataclasses.replace(SPEC, predict="sm90")
-    assert [job.asked.provenance for job in jobs(alone)] == ["modelled"]
-    assert [job.asked.provenance for job in jobs(dataclasses.replace(SPEC, compile="on"))] == [
+    assert [job.pending.provenance for job in jobs(alone)] == ["modelled"]
+    assert [job.pending.provenance for job in jobs(dataclasses.replace(SPEC, compile="on"))] == [
         "measured"
     ]
 

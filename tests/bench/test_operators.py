@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from tests.cpu_machine import wired
 
 from stepgauge.bench import operators
-from stepgauge.bench.operators import traced, traced_apart
+from stepgauge.bench.operators import traced, traced_isolated
 from stepgauge.cost.data_axis.buckets import Sending
 from stepgauge.cost.data_axis.wrappers import data_axis
 from stepgauge.cost.data_parallel import predict_data_parallel
@@ -509,7 +509,7 @@ def test_experts_on_a_gpu_are_one_grouped_product_per_layer():
     model = ModelSpec.preset("nano", num_layers=1, num_experts=4, experts_per_token=2)
     tokens, rows = 3 * model.context_length * 2, 2 * model.d_ff
     spec = StepSpec(model=model, batch=3, precision="bf16", device="cuda")
-    (network,) = traced_apart(spec, "sm90")
+    (network,) = traced_isolated(spec, "sm90")
     sizes = {
         phase: sorted(t.sizes for t in network.terms(phase) if "grouped" in t.name)
         for phase in ("forward", "backward")

@@ -96,7 +96,7 @@ def test_a_failing_rank_ends_its_row_soon_and_the_sweep_continues(tmp_path):
 
 def test_a_repeated_sweep_reuses_stored_rows(tmp_path):
     outcomes(RunStore(tmp_path), "a")
-    assert [row.was_there for row in outcomes(RunStore(tmp_path), "a", "b")] == [True, False]
+    assert [row.is_reused for row in outcomes(RunStore(tmp_path), "a", "b")] == [True, False]
 
 
 WALK = """
@@ -112,7 +112,7 @@ def main():
     with store.held():
         for part in (jobs[:1], jobs):  # the second sweep reuses the row of the first
             for row in sweep(part, store):
-                os.write(1, f"{row.was_there} {row.record.status}\\n".encode())  # atomically
+                os.write(1, f"{row.is_reused} {row.record.status}\\n".encode())  # atomically
 
 if __name__ == "__main__":
     main()

@@ -130,12 +130,12 @@ def test_a_repeated_sweep_reuses_stored_rows(tmp_path):
     store = RunStore(tmp_path)
     first = outcomes(store, "a", "host oom", "raise")
     second = outcomes(store, "a", "host oom", "raise", "b")
-    assert [row.was_there for row in first] == [False] * 3
+    assert [row.is_reused for row in first] == [False] * 3
     # a failed row is measured again
-    assert [row.was_there for row in second] == [True, True, False, False]
+    assert [row.is_reused for row in second] == [True, True, False, False]
     assert second[0].record == first[0].record
     again = outcomes(store, "a", fresh=True)
-    assert not again[0].was_there
+    assert not again[0].is_reused
     assert len(store.read().records) == 6
 
 
@@ -163,10 +163,10 @@ def test_rounds_of_a_sweep_in_turns_alternate_in_direction(tmp_path):
     assert [record.spec["does"] for record in store.read().latest()] == ["A", "B", "X"]
     assert store.read().latest()[:2] == [a, b]
 
-    assert all(row.was_there for row in sweep_in_turns(jobs[:2], store, turns=3))
-    assert [row.was_there for row in sweep(jobs[:2], store)] == [True, True]
+    assert all(row.is_reused for row in sweep_in_turns(jobs[:2], store, turns=3))
+    assert [row.is_reused for row in sweep(jobs[:2], store)] == [True, True]
     log.unlink()
-    assert not any(row.was_there for row in sweep_in_turns(jobs[:2], store, turns=3, fresh=True))
+    assert not any(row.is_reused for row in sweep_in_turns(jobs[:2], store, turns=3, fresh=True))
     list(sweep(jobs[:1], store, fresh=True))  # only A, so the rows are not from the same rounds
     log.unlink()
     list(sweep_in_turns(jobs[:2], store, turns=2))
@@ -181,7 +181,7 @@ def test_stored_rows_of_another_device_are_not_reused(tmp_path):
     other.append(
         dataclasses.replace(row.record, environment={**row.record.environment, "device": "another"})
     )
-    assert not outcomes(other, "a")[0].was_there
+    assert not outcomes(other, "a")[0].is_reused
 
 
 @pytest.mark.parametrize(
@@ -222,12 +222,12 @@ def test_a_command_whose_rows_are_on_disk_starts_no_process(tmp_path, monkeypatc
     monkeypatch.setattr("stepgauge.bench.sweep.run_isolated", None)
     monkeypatch.setattr("stepgauge.bench.sweep.Workers.call", None)
     (again,) = outcomes(RunStore(tmp_path), "a", is_command=True)
-    assert again.was_there and again.record == first.record
+    assert again.is_reused and again.record == first.record
 
 
 def test_a_spec_that_appears_twice_is_measured_once(tmp_path):
     rows = outcomes(RunStore(tmp_path), "a", "a")
-    assert [row.was_there for row in rows] == [False, True]
+    assert [row.is_reused for row in rows] == [False, True]
 
 
 @pytest.mark.parametrize(

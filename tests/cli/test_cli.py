@@ -505,7 +505,7 @@ def test_whatever_is_measured_is_shown_again_without_torch(stepgauge, tmp_path, 
         where = {**environment(torch.device("cpu")), "thread_settings": thread_settings()}
         figures = {"step_ms": Sample.exact(1.0, "ms")}
         for job in jobs:
-            row = dataclasses.replace(job.asked, metrics=figures, environment=where)
+            row = dataclasses.replace(job.pending, metrics=figures, environment=where)
             RunStore(out).append(row)
         raise command_rows.RunFailedError("nothing is measured here")
 

@@ -42,7 +42,7 @@ def test_the_usual_step_and_the_winner_are_measured_again_in_turns(tmp_path, mon
 
     def run_jobs(jobs, out, **settings):
         asked.update(settings)
-        return [dataclasses.replace(job.asked, note="again") for job in jobs]
+        return [dataclasses.replace(job.pending, note="again") for job in jobs]
 
     monkeypatch.setattr("stepgauge.cli.tune.run_jobs", run_jobs)
     measured = _Measurements(tmp_path, None, fresh=True)

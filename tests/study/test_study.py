@@ -46,7 +46,7 @@ LAPTOP = dataclasses.replace(H100, name="Laptop GPU", bytes=8 * 2**30)
 @pytest.mark.parametrize("machine", [CPU, H100, LAPTOP], ids=lambda machine: machine.name)
 def test_every_job_runs_once_and_on_the_machines_device(machine, tmp_path):
     jobs = plan(machine, tmp_path, EXPERIMENTS)
-    assert len({job.asked.identity for job in jobs}) == len(jobs)
+    assert len({job.pending.identity for job in jobs}) == len(jobs)
     assert {job.spec.device for job in jobs} == {machine.device}
 
 
@@ -93,7 +93,7 @@ def measured(job, milliseconds, machine):
             "host_link_gb_per_s": "GB/s",
         }
         metrics = {name: Sample.exact(milliseconds, unit) for name, unit in figures.items()}
-        return dataclasses.replace(job.asked, metrics=metrics, environment=environment(machine))
+        return dataclasses.replace(job.pending, metrics=metrics, environment=environment(machine))
     if job.spec.kind in KERNELS:
         metrics = {
             f"{name}_ms": Sample.of([milliseconds, 1.1 * milliseconds], "ms")
@@ -101,7 +101,7 @@ def measured(job, milliseconds, machine):
         }
         outcomes = {"outcomes": {"ours": "ok", "eager": "ok", "fa2": "oom: memory ran out"}}
         return dataclasses.replace(
-            job.asked, metrics=metrics, environment=environment(machine) | outcomes
+            job.pending, metrics=metrics, environment=environment(machine) | outcomes
         )
     times = {"forward_ms": 1, "backward_ms": 2, "optimizer_ms": 0.5, "step_ms": 3.5}
     metrics = {
@@ -111,7 +111,7 @@ def measured(job, milliseconds, machine):
     metrics["tokens_per_s"] = Sample.exact(1e6 / milliseconds, "tokens/s")
     metrics["tflop_per_s"] = Sample.exact(100.0, "TFLOP/s")
     return dataclasses.replace(
-        job.asked, metrics=metrics, environment=environment(machine), created="2026-01-01"
+        job.pending, metrics=metrics, environment=environment(machine), created="2026-01-01"
     )
 
 
@@ -159,7 +159,7 @@ def test_only_rows_of_findings_are_measured_in_turns(tmp_path):
     records = [measured(job, 5.0 if job == compiled else 10.0, CPU) for job in jobs]
     again = unconfirmed(jobs, records)
     assert {job.spec for job in again} == {eager.spec, compiled.spec}
-    pair = [record for record in records if record.key in {job.asked.key for job in again}]
+    pair = [record for record in records if record.key in {job.pending.key for job in again}]
     turned = [of_turns([record] * 3, "2026-01-01") for record in pair]
     assert unconfirmed(jobs, turned) == []
     bf16 = dataclasses.replace(eager, spec=dataclasses.replace(eager.spec, precision="bf16"))

@@ -46,7 +46,7 @@ def test_a_row_is_predicted_from_the_runs_calibration_and_not_again(tmp_path):
     first = predictions[0]
     record = first.run(first.spec)
     assert record.note == BEFORE and record.median("step_ms") > 0
-    asked = dataclasses.replace(first.asked, environment=environment(torch.device("cpu")))
+    asked = dataclasses.replace(first.pending, environment=environment(torch.device("cpu")))
     assert record.identity == asked.identity  # a second run finds and keeps the record
 
 

@@ -74,7 +74,7 @@ class TracedStep:
         return {**operators, "optimizer": len(self.parameters)}
 
 
-def traced_apart(spec: TracedSpec, architecture: str) -> list[TracedNetwork]:
+def traced_isolated(spec: TracedSpec, architecture: str) -> list[TracedNetwork]:
     """Like `traced`, but in another process, which leaves no memory on a GPU. Layouts that shard the
     network alike are traced once.
     """

@@ -50,7 +50,7 @@ class Job:
     provenance: str = "measured"
 
     @property
-    def asked(self) -> Record:
+    def pending(self) -> Record:
         """The record before the run: spec and provenance, no results."""
         return Record.of(self.spec, provenance=self.provenance)
 
@@ -59,7 +59,7 @@ class Job:
 class JobResult:
     job: Job
     record: Record
-    was_there: bool  # True if an earlier run of the same sweep measured it
+    is_reused: bool  # True if an earlier run of the same sweep measured it
 
 
 def sweep(
@@ -89,11 +89,11 @@ def sweep(
         for job in jobs:
             identity = rows.pending(job).identity
             if identity in stored:
-                yield JobResult(job, stored[identity], was_there=True)
+                yield JobResult(job, stored[identity], is_reused=True)
                 continue
             stored[identity] = record = rows.measure(job)
             store.append(record)
-            yield JobResult(job, record, was_there=False)
+            yield JobResult(job, record, is_reused=False)
 
 
 def sweep_in_turns(
@@ -119,7 +119,7 @@ def sweep_in_turns(
         reused = [stored[i] for job in jobs if (i := rows.pending(job).identity) in stored]
         if len(reused) == len(jobs) and turns_together(reused) >= turns:
             for job, record in zip(jobs, reused, strict=True):
-                yield JobResult(job, record, was_there=True)
+                yield JobResult(job, record, is_reused=True)
             return
         began = now()
         records_by_job: list[list[Record]] = [[] for _ in jobs]
@@ -132,7 +132,7 @@ def sweep_in_turns(
                     records.append(rows.measure(job))
                     store.append(of_turns(records, began))
                 if not turns_left:
-                    yield JobResult(job, of_turns(records, began), was_there=False)
+                    yield JobResult(job, of_turns(records, began), is_reused=False)
 
 
 def _reusable(store: RunStore) -> dict[tuple[str, ...], Record]:
@@ -157,7 +157,7 @@ class _Rows:
         if device not in self.environments:
             here = _environment(torch.device(device), is_command=self.is_command)
             self.environments[device] = here
-        return dataclasses.replace(job.asked, environment=self.environments[device])
+        return dataclasses.replace(job.pending, environment=self.environments[device])
 
     def measure(self, job: Job) -> Record:
         """Measures the job, again if it was disturbed, and returns the record with its time."""

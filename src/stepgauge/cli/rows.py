@@ -245,9 +245,9 @@ def run_jobs(
     from stepgauge.report.names import labels
 
     store = store_for(out)
-    jobs = list({job.asked.identity: job for job in jobs}.values())
-    row_labels = labels([job.asked for job in jobs])
-    names = {job.asked.identity: name for job, name in zip(jobs, row_labels, strict=True)}
+    jobs = list({job.pending.identity: job for job in jobs}.values())
+    row_labels = labels([job.pending for job in jobs])
+    names = {job.pending.identity: name for job, name in zip(jobs, row_labels, strict=True)}
     records: list[Record] = []
     reused = 0
     interruption = _report_interruption(records, len(jobs), store.folder)
@@ -262,7 +262,7 @@ def run_jobs(
         )
         for outcome in outcomes:
             records.append(outcome.record)
-            reused += outcome.was_there
+            reused += outcome.is_reused
             rows.finish(outcome)
             after_row(outcome.job, outcome.record)
     print_notes(records, store.folder, reused)
@@ -288,7 +288,7 @@ class _RowProgress:
 
     def start(self, job: "Job") -> None:
         """A row is about to be measured, for the first time or again."""
-        self.name = self.names[job.asked.identity]
+        self.name = self.names[job.pending.identity]
         self.bar.update(self.task, description=self.name)
         activity = _activity(job)
         again = self.again if self.attempts[self.name] else ""
@@ -304,8 +304,8 @@ class _RowProgress:
         """Prints the row's result, unless it was measured before."""
         self.bar.advance(self.task)
         # If the only row failed, require_success prints why.
-        if not outcome.was_there and not (self.is_single and outcome.record.status == "failed"):
-            info(summary(outcome.record, self.names[outcome.job.asked.identity]))
+        if not outcome.is_reused and not (self.is_single and outcome.record.status == "failed"):
+            info(summary(outcome.record, self.names[outcome.job.pending.identity]))
 
 
 @contextlib.contextmanager

@@ -117,12 +117,12 @@ class _Measurements:
 
     def __call__(self, specs: Sequence[Any]) -> list[Record]:
         jobs = checked_jobs(specs, self._out)
-        new = [job for job in jobs if job.asked.key not in self.records]
+        new = [job for job in jobs if job.pending.key not in self.records]
         if new:
             predict_rows([job.spec for job in new], self._out, self._hardware, fresh=self._fresh)
             found = run_jobs(new, self._out, fresh=self._fresh)
             self.records.update((record.key, record) for record in found)
-        return [self.records[job.asked.key] for job in jobs]
+        return [self.records[job.pending.key] for job in jobs]
 
     def in_turns(self, specs: Sequence[Any]) -> list[Record]:
         """Measures the specs again, alternating; the new records replace the old ones."""
@@ -130,7 +130,7 @@ class _Measurements:
         info("measuring the baseline and the fastest step again, alternating")
         found = run_jobs(jobs, self._out, fresh=False, turns=turns.DEFAULT_TURNS)
         self.records.update((record.key, record) for record in found)
-        return [self.records[job.asked.key] for job in jobs]
+        return [self.records[job.pending.key] for job in jobs]
 
 
 def _predict(hardware: HardwareFile | None, spec: Any) -> Record | None:

@@ -179,7 +179,7 @@ def _row_by_row(
 
     file, store = HardwareFile.read(hardware), store_for(out)
     probes = [host_job(row.spec, turn) for turn, row in enumerate(rows, 1)]
-    row_of_probe = {p.asked.key: row for p, row in zip(probes, rows, strict=True) if p}
+    row_of_probe = {p.pending.key: row for p, row in zip(probes, rows, strict=True) if p}
     unprobed = [row for row, probe in zip(rows, probes, strict=True) if not probe]
     predictions = predict_rows(
         [row.spec for row in unprobed], out, hardware, fresh=fresh, is_requested=False,
@@ -189,7 +189,7 @@ def _row_by_row(
     probed: list[Record] = []
 
     def predict(job: "Job", record: "Record") -> None:
-        row = row_of_probe.get(job.asked.key)
+        row = row_of_probe.get(job.pending.key)
         if row is None:  # the job is a row, not a probe
             return
         if record.status == "ok":

@@ -35,7 +35,7 @@ def write_rows(experiments: Sequence[Experiment], machine: StudyMachine, folder:
     experiments.
     """
     ids = {
-        e.name: [row_id(job.asked) for job in e.jobs(machine, folder)]
+        e.name: [row_id(job.pending) for job in e.jobs(machine, folder)]
         for e in experiments
         if e.needs(machine) is None
     }

@@ -82,7 +82,7 @@ def _own(
     if ids:
         rows = ids.get(experiment.name, [])
     else:
-        rows = [row_id(job.asked) for job in experiment.jobs(machine, folder)]
+        rows = [row_id(job.pending) for job in experiment.jobs(machine, folder)]
     by_id = {row_id(record): record for record in records}
     return [by_id[row] for row in rows if row in by_id]
 

@@ -40,7 +40,7 @@ def select(names: Sequence[str]) -> list[Experiment]:
 def plan(machine: StudyMachine, folder: Path, experiments: Sequence[Experiment]) -> list[Job]:
     """Returns the jobs of the experiments that the machine can run, without duplicates."""
     jobs = [job for e in experiments if e.needs(machine) is None for job in e.jobs(machine, folder)]
-    return list({job.asked.identity: job for job in jobs}.values())
+    return list({job.pending.identity: job for job in jobs}.values())
 
 
 def unconfirmed(jobs: Sequence[Job], records: Sequence[Record]) -> list[Job]:
@@ -51,4 +51,4 @@ def unconfirmed(jobs: Sequence[Job], records: Sequence[Record]) -> list[Job]:
     if all(finding.is_confirmed for finding in compared):
         return []
     keys = {row.key for finding in compared for row in finding.rows}
-    return [job for job in jobs if job.asked.key in keys and job.provenance == "measured"]
+    return [job for job in jobs if job.pending.key in keys and job.provenance == "measured"]

@@ -77,10 +77,10 @@ def traced_on(spec: TracedSpec, hardware: HardwareFile) -> list[TracedNetwork]:
     Raises ValueError for a step that cannot be traced, and without torch.
     """
     try:
-        from stepgauge.bench.operators import traced_apart
+        from stepgauge.bench.operators import traced_isolated
     except ModuleNotFoundError as error:
         raise ValueError(f"steps of {TRACED} are traced, which needs torch: {error}") from None
 
     peaks = hardware.peaks
     architecture = "cpu" if spec.device.startswith("cpu") else (peaks and peaks.architecture)
-    return traced_apart(spec, architecture or "sm90")
+    return traced_isolated(spec, architecture or "sm90")
