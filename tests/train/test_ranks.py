@@ -127,19 +127,19 @@ def test_the_command_under_torchrun(tmp_path, alone):
             "CUDA graphs need weights at fixed addresses; zero3 unshards and frees them",
         ),
         (
-            {"data_parallel": "zero3", "checkpointing": "feed-forward"},
+            {"ranks": 2, "data_parallel": "zero3", "checkpointing": "feed-forward"},
             "which under zero3 needs compiled blocks: choose --compile blocks",
         ),
         (
-            {"data_parallel": "zero2", "precision": "fp16"},
+            {"ranks": 2, "data_parallel": "zero2", "precision": "fp16"},
             "precision is 'fp16', whose loss scaling needs",
         ),
         (
-            {"data_parallel": "zero3", "reduce_dtype": "bf16"},
+            {"ranks": 2, "data_parallel": "zero3", "reduce_dtype": "bf16"},
             "reduce_dtype is 'bf16', which has no effect with zero3",
         ),
         (
-            {"data_parallel": "torch-ddp", "reduce_dtype": "bf16"},
+            {"ranks": 2, "data_parallel": "torch-ddp", "reduce_dtype": "bf16"},
             "which torch-ddp supports only on GPUs",
         ),
         ({"layout": "tp2", "data_parallel": "zero1"}, "the layout includes the wrapper"),

@@ -122,6 +122,11 @@ class TrainSpec:
                 f"ranks is {self.ranks}, which needs --layout or --data-parallel: choose one of "
                 f"{', '.join(TRAINING_WRAPPERS[1:])}"
             )
+        if self.ranks == 1 and self.data_parallel != "none":
+            raise ValueError(
+                f"data_parallel is {self.data_parallel!r}, which has no effect on one rank: give "
+                f"--ranks"
+            )
         if self.parsed_layout.torch_tensor:
             raise ValueError(
                 f"layout is {self.layout!r}; {self.parsed_layout.torch_tensor} is only for "
@@ -144,10 +149,6 @@ class TrainSpec:
             raise ValueError(
                 f"reduce_dtype is {self.reduce_dtype!r}, which has no effect with {wrapper}: choose "
                 f"one of {', '.join(supporting)}"
-            )
-        if self.ranks == 1 and wrapper != "none":
-            raise ValueError(
-                f"data_parallel is {wrapper!r}, which has no effect on one rank: give --ranks"
             )
 
     @property
