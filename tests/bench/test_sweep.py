@@ -153,7 +153,10 @@ def timed(spec):
 def test_rounds_of_a_sweep_in_turns_alternate_in_direction(tmp_path):
     store, log = RunStore(tmp_path / "run"), tmp_path / "log"
     jobs = [Job(timed, Toy(name, size=str(log))) for name in "ABX"]
-    rows = list(sweep_in_turns(jobs, store, turns=3))
+    reasons = []
+    starting = lambda job, again: reasons.append(again)  # noqa: E731
+    rows = list(sweep_in_turns(jobs, store, turns=3, starting=starting))
+    assert reasons == [""] * 3 + ["turn 2 of 3"] * 2 + ["turn 3 of 3"] * 2
     assert log.read_text() == "ABXBAAB"  # the failed row is not measured again
     assert [row.record.spec["does"] for row in rows] == ["A", "B", "X"]
     a, b, x = (row.record for row in rows)

@@ -128,7 +128,11 @@ def test_every_bad_input_is_one_sentence_that_names_the_option_and_status_2(step
             "bench layout has no --seconds, because all ranks",
         ),
         (("bench", "step", "--seconds"), 2, "--seconds needs a value"),
-        (("calibrate", "--only", "links", "--device", "cpu"), 2, "needs several ranks: add --ranks 2"),
+        (
+            ("calibrate", "--only", "links", "--device", "cpu"),
+            2,
+            "needs several ranks: add --ranks 2",
+        ),
         (
             ("calibrate", "--only", "cast", "dance", "--device", "cpu"),
             2,
@@ -144,7 +148,9 @@ def test_every_bad_input_is_one_sentence_that_names_the_option_and_status_2(step
         (("completion", "cmd"), 2, 'Choose from: "bash"'),
     ],
 )
-def test_mistakes_that_were_once_tracebacks_or_unclear(stepgauge, tmp_path, arguments, status, message):
+def test_mistakes_that_were_once_tracebacks_or_unclear(
+    stepgauge, tmp_path, arguments, status, message
+):
     (tmp_path / "bad.toml").write_text("[bench.step]\nbatch = [4, -2]\n")
     (tmp_path / "cut.toml").write_text("[bench.step")
     (tmp_path / "rows.toml").write_text("[[rows]]\nbatch = 4\n")

@@ -1,4 +1,4 @@
-"""`bench kernel` and `bench op` as a user meets them."""
+"""`bench kernel` and `bench op` as a user sees them."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ("--rows", "64", "--width", "32", "--dtype", "fp32", "--seconds", "0", "--device", "cpu")
 
 
-def test_a_row_a_pass_and_the_absent_named(stepgauge, tmp_path):
+def test_each_pass_is_a_row_and_missing_peers_are_named(stepgauge, tmp_path):
     status, out, err = stepgauge(
         "bench", "kernel", "rms-norm", *SMALL, "--peers", "eager,liger", "--out", tmp_path
     )
@@ -57,7 +57,7 @@ wrong_reference = right_reference
 """
 
 
-def test_op_is_checked_and_placed(stepgauge, tmp_path):
+def test_op_is_checked_and_placed_on_the_roofline(stepgauge, tmp_path):
     (tmp_path / "mine.py").write_text(OP)
     quick = ("--device", "cpu", "--seconds", "0", "--out", tmp_path / "run")
     status, out, err = stepgauge("bench", "op", f"{tmp_path / 'mine.py'}:right", *quick)

@@ -1,6 +1,4 @@
-"""The command line as a user meets it: one clear sentence for each mistake, and the right exit
-status.
-"""
+"""The command line as a user sees it: one sentence for each mistake, and the right exit status."""
 
 import dataclasses
 import errno
@@ -68,7 +66,7 @@ def test_a_mistake_is_one_sentence_and_status_2(stepgauge, tmp_path, arguments, 
     assert not (tmp_path / "run").exists()
 
 
-def test_a_sweep_measures_each_row_and_goes_on(stepgauge, tmp_path):
+def test_a_sweep_measures_each_row_and_resumes(stepgauge, tmp_path):
     sweep = ("bench", "step", *QUICK, "--precision", "fp32,bf16", "--d-ff", "32", "--out", tmp_path)
     status, out, err = stepgauge(*sweep)
     assert status == 0
@@ -83,16 +81,18 @@ def test_a_sweep_measures_each_row_and_goes_on(stepgauge, tmp_path):
     assert len(rows(tmp_path)) > 2
 
 
-def test_compile_alone_means_on(stepgauge, tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr("stepgauge.cli.rows.checked_jobs", lambda specs, out: asked.extend(specs))
+def test_compile_without_a_value_means_on(stepgauge, tmp_path, monkeypatch):
+    specs_seen = []
+    monkeypatch.setattr(
+        "stepgauge.cli.rows.checked_jobs", lambda specs, out: specs_seen.extend(specs)
+    )
     monkeypatch.setattr("stepgauge.cli.rows.run_jobs", lambda jobs, out, fresh, turns: [])
     stepgauge("bench", "step", *QUICK, "--compile", "--out", tmp_path)
     stepgauge("bench", "step", *QUICK, "--compile", "off", "blocks", "--out", tmp_path)
-    assert [spec.compile for spec in asked] == ["on", "off", "blocks"]
+    assert [spec.compile for spec in specs_seen] == ["on", "off", "blocks"]
 
 
-def test_a_model_too_large_is_a_row_and_no_failure_beside_one_that_fits(stepgauge, tmp_path):
+def test_running_out_of_memory_fails_only_if_no_row_fits(stepgauge, tmp_path):
     widths = ("bench", "step", *QUICK, "--out", tmp_path, "--d-model")
     status, _, err = stepgauge(*widths, "1000000")
     assert status == 1
@@ -111,7 +111,7 @@ def test_an_output_folder_that_cannot_be_written(stepgauge, tmp_path):
     assert "cannot write to" in one_sentence(err)
 
 
-def test_a_full_disk_prints_the_row_that_found_no_place(stepgauge, tmp_path, monkeypatch):
+def test_a_full_disk_prints_the_row_that_could_not_be_saved(stepgauge, tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -149,7 +149,7 @@ def test_show_in_every_format(stepgauge, run_folder, format, start):
         assert [row["kind"] for row in json.loads(out)] == ["step", "step"]
 
 
-def test_show_names_damaged_lines_and_shows_the_rest(stepgauge, run_folder):
+def test_show_warns_of_damaged_lines_and_shows_the_rest(stepgauge, run_folder):
     with (run_folder / "records.jsonl").open("a") as file:
         file.write('{"schema": 1, "kind": "st\n')
     status, out, err = stepgauge("show", run_folder)
@@ -167,7 +167,7 @@ def test_a_run_without_a_good_record_has_no_page(stepgauge, run_folder):
     assert not (run_folder / "report.html").exists()
 
 
-def test_show_says_what_is_not_there(stepgauge, tmp_path, run_folder):
+def test_show_refuses_missing_runs_and_unknown_statistics(stepgauge, tmp_path, run_folder):
     status, _, err = stepgauge("show", tmp_path / "none")
     assert status == 2
     assert "no run at" in one_sentence(err)
@@ -176,7 +176,7 @@ def test_show_says_what_is_not_there(stepgauge, tmp_path, run_folder):
     assert "--statistics is 'mode'" in one_sentence(err)
 
 
-def test_compare_says_which_differences_exceed_the_spread(stepgauge, tmp_path, record, run_folder):
+def test_compare_marks_differences_that_exceed_the_spread(stepgauge, tmp_path, record, run_folder):
     other = RunStore(tmp_path / "other")
     other.prepare()
     other.append(record("small", step=[10.5, 11.5, 12.5]))
@@ -191,7 +191,7 @@ def test_compare_says_which_differences_exceed_the_spread(stepgauge, tmp_path, r
     assert status == 0
 
 
-def test_compare_of_runs_that_share_nothing(stepgauge, tmp_path, record, run_folder):
+def test_compare_of_runs_without_common_rows(stepgauge, tmp_path, record, run_folder):
     other = RunStore(tmp_path / "other")
     other.prepare()
     other.append(record("large"))
@@ -200,23 +200,25 @@ def test_compare_of_runs_that_share_nothing(stepgauge, tmp_path, record, run_fol
     assert "share no row" in one_sentence(err)
     status, _, err = stepgauge("compare", run_folder, other.folder, "--ignoring", "size")
     assert status == 2  # the shape differs too
-    said = one_sentence(err)
-    assert "share no row: the closest differ in " in said
-    assert "--ignoring" not in said, "without these the two rows of run A are one"
+    message = one_sentence(err)
+    assert "share no row: the closest differ in " in message
+    assert "--ignoring" not in message, "without these the two rows of run A are one"
 
 
-def test_compare_says_the_option_that_pairs_rows_measured_for_longer(stepgauge, tmp_path, record):
+def test_compare_suggests_the_option_that_pairs_the_rows(stepgauge, tmp_path, record):
     runs = [RunStore(tmp_path / name) for name in ("a", "b")]
     for run, steps in zip(runs, (10, 20), strict=True):
         run.prepare()
         run.append(record("small", steps=steps))
     asked = ("compare", runs[0].folder, runs[1].folder)
-    said = one_sentence(stepgauge(*asked)[2])
-    assert said.endswith("share no row: the closest differ in steps; --ignoring steps pairs them")
+    message = one_sentence(stepgauge(*asked)[2])
+    assert message.endswith(
+        "share no row: the closest differ in steps; --ignoring steps pairs them"
+    )
     assert stepgauge(*asked, "--ignoring", "steps")[0] == 0
 
 
-def test_models_figures_are_whole_where_a_program_reads_them(stepgauge):
+def test_model_prints_full_precision_as_json(stepgauge):
     _, out, _ = stepgauge("model", "--size", "nano", "--batch", 1, "--format", "json")
     (row,) = json.loads(out)
     network = ModelSpec.preset("nano")
@@ -239,7 +241,7 @@ TRAIN = (
 )
 
 
-def test_train_tells_how_the_loss_went_and_goes_on_from_its_end(stepgauge, tmp_path):
+def test_train_prints_losses_and_recognises_a_complete_run(stepgauge, tmp_path):
     asked = ("--evaluate-every", "6", "--attention", "triton", "--out", tmp_path,
              "--vocab-size", "256")  # fmt: skip
     status, out, err = stepgauge(*TRAIN, *asked)
@@ -251,7 +253,7 @@ def test_train_tells_how_the_loss_went_and_goes_on_from_its_end(stepgauge, tmp_p
     assert err.count("nats a token") == 3 and "(vocabulary 256), held out 5." in out
     (record,) = rows(tmp_path)
     assert record.series["step"] == list(range(1, 13))
-    # a run at its end is not recorded twice, and its checkpoint is of no other model
+    # A complete run is not recorded again, and another model cannot use its checkpoint.
     status, _, err = stepgauge(*TRAIN, *asked)
     assert status == 0 and "the run is already complete, at step 12" in err
     status, _, err = stepgauge(*TRAIN, *asked, "--d-ff", "64")
@@ -279,13 +281,15 @@ def test_a_bad_corpus_is_one_sentence(stepgauge, tmp_path, content, words):
 
 
 @pytest.mark.parametrize(
-    ("steps", "said"),
+    ("steps", "message"),
     [
         ((), "there is no checkpoint before step 5; the same command starts from the beginning"),
         ((5, 10), "the same command resumes from step 10 of 12"),
     ],
 )
-def test_interrupted_training_says_where_it_goes_on(stepgauge, tmp_path, monkeypatch, steps, said):
+def test_an_interrupted_training_run_says_where_it_resumes(
+    stepgauge, tmp_path, monkeypatch, steps, message
+):
     def interrupted(*_, **__):
         for step in steps:
             (tmp_path / "run/checkpoints" / f"step-{step:09d}").mkdir(parents=True)
@@ -293,11 +297,11 @@ def test_interrupted_training_says_where_it_goes_on(stepgauge, tmp_path, monkeyp
 
     monkeypatch.setattr("stepgauge.bench.train.run", interrupted)
     status, _, err = stepgauge(*TRAIN, "--checkpoint-every", 5, "--out", tmp_path / "run")
-    assert (status, err.splitlines()[-1]) == (130, f"stepgauge: interrupted: {said}")
+    assert (status, err.splitlines()[-1]) == (130, f"stepgauge: interrupted: {message}")
 
 
-def test_sigterm_leaves_as_an_interrupt_does_and_a_second_one_does_not_cut_that_short():
-    """timeout sends it to the command and to its group, so that it comes twice."""
+def test_sigterm_ends_like_an_interrupt_and_a_second_one_does_not_stop_the_cleanup():
+    """`timeout` signals both the command and its process group, so SIGTERM arrives twice."""
     code = """
 import os, signal
 from stepgauge import cli
@@ -307,7 +311,7 @@ def app(*_, **__):
     finally:
         os.kill(os.getpid(), signal.SIGTERM)
         print("cleaned up")
-cli._load_listed_commands = list  # there are no commands
+cli._load_listed_commands = list  # the app below has no commands
 cli.app = app
 cli.main(["show"])
 """
@@ -347,14 +351,14 @@ TORCHRUN = {
         (TORCHRUN, False),
     ],
 )
-def test_only_torchruns_full_set_of_variables_makes_a_silent_rank(
+def test_only_a_full_set_of_torchrun_variables_silences_a_rank(
     monkeypatch, capsys, environment, speaks
 ):
     for name in TORCHRUN:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("sys.stdout", sys.stdout)  # restored, for a rank silences it
+    monkeypatch.setattr("sys.stdout", sys.stdout)  # restored afterwards, because a rank replaces it
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr(console.error_console, "quiet", False)
     with pytest.raises(SystemExit) as done:
@@ -363,7 +367,7 @@ def test_only_torchruns_full_set_of_variables_makes_a_silent_rank(
     assert bool(capsys.readouterr().out) == speaks
 
 
-def test_help_shows_values_as_they_are_typed(stepgauge):
+def test_help_shows_values_as_a_user_types_them(stepgauge):
     sweeps, single = (
         " ".join(stepgauge(*command, "--help")[1].split())
         for command in (("bench", "comm"), ("train",))
@@ -374,7 +378,7 @@ def test_help_shows_values_as_they_are_typed(stepgauge):
     assert "..." not in single
 
 
-def test_berts_are_sizes_of_steps_whose_parameters_are_told(stepgauge):
+def test_bert_presets_are_sizes_of_bench_step_and_model(stepgauge):
     status, out, _ = stepgauge("model", "--size", "bert-tiny", "nano", "--format", "json")
     assert status == 0
     assert [row["parameters"] for row in json.loads(out)] == [
@@ -441,14 +445,14 @@ def test_a_mistake_in_training_is_one_sentence(stepgauge, tmp_path, arguments, w
     assert words in one_sentence(err)
 
 
-def test_a_checkpoint_that_finds_no_place_is_one_sentence(stepgauge, tmp_path):
+def test_a_checkpoint_that_cannot_be_written_is_one_sentence(stepgauge, tmp_path):
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     status, _, err = stepgauge(*TRAIN, "--out", tmp_path)
     assert status == 1
     assert "cannot write checkpoint" in one_sentence(err)
 
 
-def test_study_names_and_refuses(stepgauge, tmp_path):
+def test_study_refuses_wrong_experiments(stepgauge, tmp_path):
     for arguments, words in (
         (("--only", "dance"), "--only is 'dance'"),
         (("--only",), "--only needs a value"),
@@ -474,7 +478,7 @@ print(cli.run(sys.argv[1:]), "torch" in sys.modules)
 """
 
 
-def test_rows_that_are_all_on_disk_are_shown_without_torch(stepgauge, tmp_path):
+def test_complete_runs_are_shown_without_torch(stepgauge, tmp_path):
     made_up().write(tmp_path / "here.json")
     asked = ("bench", "step", *QUICK, "--hardware", tmp_path / "here.json", "--out", tmp_path / "r")
     _, before, _ = stepgauge(*asked)
@@ -499,7 +503,9 @@ def test_rows_that_are_all_on_disk_are_shown_without_torch(stepgauge, tmp_path):
     ],
     ids=lambda asked: asked[1],
 )
-def test_whatever_is_measured_is_shown_again_without_torch(stepgauge, tmp_path, monkeypatch, asked):
+def test_complete_runs_of_other_commands_are_shown_without_torch(
+    stepgauge, tmp_path, monkeypatch, asked
+):
     def leave(jobs, out, **_):
         RunStore(out).prepare()
         where = {**environment(torch.device("cpu")), "thread_settings": thread_settings()}

@@ -1,4 +1,4 @@
-"""The commands around collectives, as a person uses them."""
+"""The commands for collectives as a user sees them."""
 
 import csv
 import json
@@ -25,7 +25,7 @@ def test_bench_comm_then_fit(stepgauge, tmp_path):
     assert ",16384,float32,sum,-1,in," in lines[1]
     assert ",1,0" in lines[1].replace(
         ",1.0,0", ",1,0"
-    )  # the factor at two ranks, and no element wrong
+    )  # the busbw factor for two ranks, and no wrong element
     status, out, err = stepgauge("comm", "fit", run, "--hardware", hardware)
     assert status == 0, err
     assert "held out" in out
@@ -64,7 +64,7 @@ def test_bench_comm_then_fit(stepgauge, tmp_path):
         (("-b", "1M", "-e", "1K"), "--begin must be at least 1, and --end must not be less"),
     ],
 )
-def test_what_cannot_be_measured(stepgauge, tmp_path, arguments, words):
+def test_unsupported_options_are_refused(stepgauge, tmp_path, arguments, words):
     status, _, err = stepgauge("bench", "comm", "--device", "cpu", *arguments, "--out", tmp_path)
     assert status == 2
     assert words in err
@@ -77,7 +77,7 @@ def test_a_barrier_has_no_size(stepgauge, tmp_path):
     assert err.count("comm op=barrier backend=gloo ranks=2:") == 1
 
 
-def test_an_interface_that_does_not_exist_is_said(stepgauge, tmp_path, monkeypatch):
+def test_a_missing_network_interface_is_named(stepgauge, tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
     status, _, err = stepgauge(*BENCH, "--size", "4K", "--out", tmp_path)
     assert status == 1
@@ -92,7 +92,7 @@ def test_a_fit_needs_sizes(stepgauge, tmp_path):
     assert "no collective at three sizes" in err
 
 
-def test_explain_shows_what_real_processes_have(stepgauge):
+def test_explain_shows_the_values_of_real_processes(stepgauge):
     status, out, err = stepgauge("comm", "explain", "--ranks", "3")
     assert status == 0, err
     words = " ".join(out.split())
@@ -129,7 +129,7 @@ def test_bench_broadcast(stepgauge, tmp_path):
     status, out, err = stepgauge("bench", "broadcast", *asked, *blocks, "--out", tmp_path)
     assert status == 0, err
     rows = list(csv.DictReader(out.splitlines()))
-    assert len(rows) == 1 + 2  # without blocks one row, with blocks one a size
+    assert len(rows) == 1 + 2  # one row without blocks, and one per block size with them
     assert ("staged", "262144") in [(row["schedule"], row["block bytes"]) for row in rows]
     assert all(float(row["GB/s"]) > 0 and row["of the bound"] for row in rows)
 

@@ -1,4 +1,4 @@
-"""Tables in a terminal."""
+"""Tables and sentences in a terminal and in a file."""
 
 import pytest
 
@@ -10,7 +10,7 @@ FIGURES = tuple(f"figure {i} ms" for i in range(8))
 
 @pytest.fixture
 def terminal(monkeypatch, capsys):
-    """A function that sets the terminal's width, and one that gives the lines printed since."""
+    """terminal(width) simulates a terminal and returns a function that gives the lines printed since."""
 
     def make(width):
         class Narrow(console.Output):
@@ -50,7 +50,7 @@ def remarked(*remarks):
     return Table([*whole.columns, "remark"], rows, frozenset(FIGURES))
 
 
-def test_in_a_narrow_terminal_the_remark_gives_way_to_figures_and_stands_below(terminal):
+def test_in_a_narrow_terminal_remarks_are_printed_below_the_table(terminal):
     printed = terminal(80)
     console.print_table(remarked("out of memory", "", "disturbed", "disturbed"))
     lines = printed()
@@ -60,7 +60,7 @@ def test_in_a_narrow_terminal_the_remark_gives_way_to_figures_and_stands_below(t
     assert printed()[-1] == "row1: disturbed"
 
 
-def test_what_the_remarks_of_all_rows_say_is_said_once(terminal, capsys):
+def test_a_remark_of_all_rows_is_printed_once(terminal, capsys):
     shared = remarked("disturbed; slow machine", "slow machine", "slow machine; short")
     printed = terminal(200)
     console.print_table(shared)
@@ -76,7 +76,7 @@ def test_what_the_remarks_of_all_rows_say_is_said_once(terminal, capsys):
 @pytest.mark.parametrize(
     ("columns", "least", "most"), [("", 80, 100), ("40", 30, 40), ("400", 140, 400)]
 )
-def test_in_a_file_a_table_is_as_wide_as_a_page_or_as_columns_says(
+def test_in_a_file_a_table_is_as_wide_as_a_page_or_columns(
     monkeypatch, capsys, columns, least, most
 ):
     monkeypatch.setenv("COLUMNS", columns)
@@ -88,7 +88,7 @@ def test_in_a_file_a_table_is_as_wide_as_a_page_or_as_columns_says(
     assert "".join(lines[3:]).endswith("a figure 10, a figure 11" if most < 400 else "")
 
 
-def test_in_a_file_remarks_and_names_wrap_in_a_page(capsys):
+def test_in_a_file_remarks_and_names_wrap_at_the_page_width(capsys):
     rows = [
         ["n" * 30 + " " + "m" * 30, "1.5", "device memory ran out " * 10],
         ["a name", "2.5", "disturbed"],
@@ -155,7 +155,7 @@ def test_no_figure_is_cut_in_a_narrow_terminal(terminal, width):
     assert "123,456.7 – 234,567.8" in text and "absent because of it" in text
 
 
-def test_cells_are_no_markup(terminal):
+def test_cells_are_not_read_as_markup(terminal):
     printed = terminal(80)
     console.print_table(Table(["name"], [["a[/b] [red]c"]]))
     assert printed()[-1] == "a[/b] [red]c"
@@ -171,7 +171,7 @@ def test_names_wider_than_the_terminal_fold_and_figures_that_do_not_fit_are_left
     assert lines[2].endswith("1.5") and "--format csv or json has more: figure" in " ".join(lines)
 
 
-def test_no_name_is_cut_in_a_word_that_has_room(terminal):
+def test_no_word_of_a_name_is_broken_if_it_fits(terminal):
     printed = terminal(80)
     head, row = ["size", "layout", "precision"], ["net.py:make", "dp2 zero3 pp2 1f1b m8", "fp32"]
     figures = [f"figure {i} ms" for i in range(5)]
@@ -181,7 +181,7 @@ def test_no_name_is_cut_in_a_word_that_has_room(terminal):
 
 
 @pytest.mark.parametrize(("width", "names"), [(60, 4), (120, 8)])
-def test_of_many_naming_columns_those_with_room_are_shown(terminal, width, names):
+def test_of_many_naming_columns_those_that_fit_are_shown(terminal, width, names):
     printed = terminal(width)
     head = [f"field_{n:02}_name" for n in range(30)]
     console.print_table(
@@ -193,7 +193,7 @@ def test_of_many_naming_columns_those_with_room_are_shown(terminal, width, names
     assert "field_29_name" in "".join(lines[3:])
 
 
-def test_a_wide_text_behind_the_figures_is_left_out_as_they_are(terminal):
+def test_a_wide_text_after_the_figures_is_left_out(terminal):
     printed = terminal(60)
     row = ["aten::mm", "325.5", "called inside of another operation " * 2]
     console.print_table(Table(["operation", "step ms", "rule"], [row], frozenset(["step ms"])))
@@ -208,19 +208,19 @@ def test_names_wider_together_than_the_terminal_wrap_in_half_of_it(terminal):
     assert max(map(len, text)) <= 56 and "1,234.5" in text[2]
 
 
-def test_what_the_caption_says_is_for_machines():
+def test_columns_that_the_caption_states_are_only_for_machines():
     told = table(hidden=frozenset(["name"]))
     assert told.for_display().columns == list(FIGURES) and "name" in told.to("csv")
 
 
-def test_sentences_wrap_behind_their_indent_in_a_terminal(terminal):
-    said = "weights gathered over 16 ranks take no longer than computing"
+def test_sentences_wrap_with_an_indent_in_a_terminal(terminal):
+    message = "weights gathered over 16 ranks take no longer than computing"
     printed = terminal(30)
-    console.print_points("What hides", [said, "short"])
+    console.print_points("What hides", [message, "short"])
     lines = printed()
     assert lines[1] == "What hides" and lines[-1] == "  short" and max(map(len, lines)) <= 30
     assert lines[2].startswith("  w") and all(line.startswith("    ") for line in lines[3:-1])
-    assert " ".join(" ".join(lines[2:-1]).split()) == said
+    assert " ".join(" ".join(lines[2:-1]).split()) == message
 
 
 def test_sentences_in_a_file_are_one_line_each(capsys):

@@ -1,4 +1,4 @@
-"""Every command that README and the guides show is one that there is, and every link leads somewhere."""
+"""All commands in the README and the guides are valid, and all links lead to files."""
 
 import re
 import shlex
@@ -16,7 +16,7 @@ CODE = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)
 
 
 def commands(text):
-    """What follows the prompt, without what a shell or another program takes."""
+    """Yields the arguments of each stepgauge command, up to a pipe or redirection."""
     for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             if shown := re.match(r"\$ (?:\S+/)?stepgauge (.*)", line):
@@ -27,7 +27,7 @@ def commands(text):
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_commands_take_the_options_that_are_shown(path, monkeypatch):
-    monkeypatch.setattr(rows, "file_named", Path)  # files of the reader's
+    monkeypatch.setattr(rows, "file_named", Path)  # files that only the reader has
     for words in commands(path.read_text("utf-8")):
         given, cli.app.config = cli._read_config(words)
         cli.app.parse_args(given, exit_on_error=False, print_error=False)

@@ -1,4 +1,4 @@
-"""`show --over`: rows that differ in one field alone, as one row."""
+"""`show --over`: merges rows that differ in only one field."""
 
 import pytest
 
@@ -12,7 +12,7 @@ NETWORK = ModelSpec(d_model=16, d_ff=32, num_layers=1, num_heads=2)
 
 
 def run_of(folder, *rows, device=""):
-    """(seed, ms of each step, status) of each row, added to the run."""
+    """Adds a record for each (seed, ms of each step, status) to the run."""
     store = RunStore(folder)
     store.prepare()
     for seed, ms, status in rows:
@@ -24,7 +24,7 @@ def run_of(folder, *rows, device=""):
     return folder
 
 
-def test_figures_are_of_each_rows_mean_and_failed_rows_are_told(tmp_path, capsys):
+def test_merged_figures_average_each_rows_mean_and_failed_rows_are_noted(tmp_path, capsys):
     rows = (1, [1.0, 3.0], "ok"), (2, [6.0], "ok"), (3, [], "failed")
     show(run_of(tmp_path, *rows), over="seed", format="csv")
     out, err = capsys.readouterr()
@@ -34,7 +34,7 @@ def test_figures_are_of_each_rows_mean_and_failed_rows_are_told(tmp_path, capsys
     assert "1 of 3 rows have no result and are left out" in err
 
 
-def test_rows_of_which_none_has_figures_are_a_sentence(tmp_path):
+def test_rows_without_any_result_are_refused(tmp_path):
     with pytest.raises(ValueError, match="none of the 2 rows has a result"):
         show(run_of(tmp_path, (1, [], "failed"), (2, [], "oom")), over="seed")
 

@@ -1,4 +1,4 @@
-"""`plan`: rows for other programs, and what it refuses."""
+"""`stepgauge plan`: its tables and records, --verify, and errors."""
 
 import functools
 import json
@@ -32,7 +32,7 @@ def test_rows_are_modelled_records_of_bench_layout(stepgauge):
     assert {"terms", "memory"} <= rows[0]["tables"].keys()
 
 
-def test_tables_fit_80_columns_and_say_once_what_rows_share(monkeypatch, stepgauge):
+def test_tables_fit_80_columns_and_captions_state_common_values(monkeypatch, stepgauge):
     tables = []
     monkeypatch.setattr("stepgauge.cli.plan.print_table", lambda table, *_: tables.append(table))
     asked = ("--top", "3", "--tokens", "1T", "--hardware", HARDWARE / "dgx-h100.json")
@@ -51,7 +51,7 @@ def test_tables_fit_80_columns_and_say_once_what_rows_share(monkeypatch, stepgau
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--tokens", "many"), "--tokens is 'many'; it must be a number such as 300B"),
         (("--tokens", "300"), "--tokens is '300'; a single step has 32,768"),
@@ -59,29 +59,31 @@ def test_tables_fit_80_columns_and_say_once_what_rows_share(monkeypatch, stepgau
         (("--d-model", "17"), "--num-heads is 16, which does not divide --d-model 17"),
     ],
 )
-def test_what_cannot_be_planned_is_told(stepgauge, arguments, said):
+def test_wrong_options_are_refused(stepgauge, arguments, message):
     status, _, err = stepgauge("plan", *SMALL, *arguments, "--hardware", HARDWARE / "dgx-h100.json")
-    assert status == 2 and said in err
+    assert status == 2 and message in err
 
 
-def test_what_one_node_cannot_run_is_started_by_torchrun(stepgauge):
+def test_a_layout_of_several_nodes_is_started_by_torchrun(stepgauge):
     asked = ("plan", "--size", "nano", "--context", "64", "--top", "1", "--hardware", "dgx-h100")
-    for gpus, said in ((4, "\n  stepgauge bench layout"),
+    for gpus, message in ((4, "\n  stepgauge bench layout"),
                        (12, "torchrun --nnodes 2 --nproc-per-node 6 ")):  # fmt: skip
         status, out, err = stepgauge(*asked, "--gpus", str(gpus), "--global-batch", "12")
         assert status == 0, err
-        assert said in out
+        assert message in out
 
 
-def test_what_no_calibration_has_of_the_host_is_said(stepgauge):
+def test_missing_host_costs_are_listed_as_an_assumption(stepgauge):
     asked = ("plan", *SMALL, "--precision", "bf16", "--top", "1", "--hardware")
-    said = "assumed to be that of h200-sxm (calibrate --ranks measures it)"
+    message = "assumed to be that of h200-sxm (calibrate --ranks measures it)"
     text = stepgauge(*asked, "dgx-h100")[1]
-    assert said in text.split("\nAssumptions\n")[1] and "± is the possible error of a step" in text
+    assert (
+        message in text.split("\nAssumptions\n")[1] and "± is the possible error of a step" in text
+    )
     assert "values of a hidden state" in text
 
 
-def test_why_no_layout_that_fits_is_predicted_is_told(stepgauge):
+def test_the_reason_is_given_if_no_layout_can_be_predicted(stepgauge):
     asked = ("plan", "--size", "small", "--gpus", "7", "--global-batch", "8", "--hardware")
     status, _, err = stepgauge(*asked, HARDWARE / "h100-sxm.json")
     assert status == 2 and "layouts that fit can be predicted; the first: " in err
@@ -103,7 +105,7 @@ def two_cores(tmp_path):
 NANO = ("--size", "nano", "--context", "16", "--vocab-size", "256", "--device", "cpu")
 
 
-def test_the_best_that_can_be_run_here_are_run_beside_their_predictions(
+def test_verify_runs_the_best_layouts_that_this_machine_can_run(
     stepgauge, tmp_path, two_cores, monkeypatch
 ):
     monkeypatch.setattr(runnable, "available_cores", lambda: 2)
@@ -116,7 +118,7 @@ def test_the_best_that_can_be_run_here_are_run_beside_their_predictions(
     modelled, measured = RunStore(out).read().records
     assert (modelled.provenance, measured.provenance) == ("modelled", "measured")
     assert modelled.key == measured.key and measured.spec["layout"] in text
-    # more ranks than cores: the plan is shown, and why it cannot be run
+    # With more ranks than cores the plan is printed, and why it cannot be run.
     monkeypatch.setattr(runnable, "available_cores", lambda: 1)
     status, text, err = stepgauge(*asked, "--verify", "1", "--out", out)
     assert status == 2 and "Communication compared with computation" in text
@@ -156,7 +158,7 @@ def net():
 
 
 def device_us(row):
-    """What the device computes in the phases of a step, beside all waiting."""
+    """Returns the device's computing time in a step, without waiting."""
     head, *terms = row["tables"]["terms"]
     phases = ("forward", "backward", "optimizer")
     return sum(term[head.index("us")] for term in terms if term[0] in phases)
@@ -222,8 +224,8 @@ def test_a_users_network_is_ranked(stepgauge, tmp_path):
     assert status == 2 and "--tokens is '1B'; the tokens of a user's model are not known" in err
 
 
-def test_a_tiny_network_has_a_largest_micro_batch(stepgauge):
-    """A million sequences, more than any step takes, would fit."""
+def test_the_search_for_the_largest_micro_batch_ends_for_a_tiny_network(stepgauge):
+    """A million sequences would fit; the search stops before that."""
     status, out, err = stepgauge(
         "plan", "--size", "nano", "--num-layers", 1, "--d-model", 16, "--num-heads", 1, "--d-ff", 16,
         "--vocab-size", 11, "--context", 8, "--gpus", 1, "--global-batch", 1, "--hardware",

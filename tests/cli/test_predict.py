@@ -1,4 +1,4 @@
-"""`predict` and what it refuses, and a prediction beside its measurement."""
+"""`stepgauge predict` and its errors, and predictions next to measurements."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ PREDICT = ("predict", "--precision", "bf16", "--hardware", H100)
 NANO = ("--size", "nano", "--context", "64", "--vocab-size", "1024", "--device", "cpu")
 
 
-def test_rows_are_modelled_and_their_terms_can_be_seen(stepgauge):
+def test_rows_are_modelled_and_terms_prints_their_parts(stepgauge):
     status, out, err = stepgauge(*PREDICT, "--size", "medium", "2.7b", "--format", "json")
     assert status == 0, err
     rows = json.loads(out)
@@ -34,7 +34,7 @@ def test_rows_are_modelled_and_their_terms_can_be_seen(stepgauge):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--layout", "pp2 1f1b"), "has no send_recv"),
         (
@@ -46,13 +46,13 @@ def test_rows_are_modelled_and_their_terms_can_be_seen(stepgauge):
         (("--layout", "dp2", "--batch", "3"), "--batch is 3, which 2 data ranks do not divide"),
     ],
 )
-def test_what_is_not_predicted_is_told(stepgauge, arguments, said):
+def test_unpredictable_rows_are_refused(stepgauge, arguments, message):
     status, _, err = stepgauge(*PREDICT, *arguments)
     assert status == 2
-    assert said in err
+    assert message in err
 
 
-def test_what_does_not_fit_its_device_is_told(stepgauge):
+def test_rows_that_do_not_fit_the_device_say_so(stepgauge):
     asked = ("predict", "--size", "10b", "--context", "4096", "--precision", "bf16", "--batch", "32",
              "--hardware", H100.with_name("dgx-h100.json"), "--format", "json")  # fmt: skip
     status, out, err = stepgauge(*asked, "--layout", "none", "dp16", "dp8 zero3 tp4 overlap")
@@ -66,7 +66,7 @@ def test_what_does_not_fit_its_device_is_told(stepgauge):
 
 @pytest.fixture
 def linked(tmp_path):
-    """The H100's operations and the H200's links in one file."""
+    """Returns a file with the H100's operations and the H200's links."""
     h100 = HardwareFile.read(H100)
     h200 = HardwareFile.read(H100.with_name("h200-nvlink.json"))
     h100.with_links(h200.links).write(tmp_path / "linked.json")
@@ -82,7 +82,7 @@ def test_a_layout_gives_the_row_of_the_command_that_measures_it(stepgauge, linke
     assert status == 0, err
     rows = json.loads(out)
     assert [row["kind"] for row in rows] == ["step", "data-parallel", *["layout"] * 4]
-    # the batch is that of all ranks; bench data-parallel's rows have a rank's
+    # --batch is the global batch; rows of bench data-parallel have the batch of one rank
     assert [row["spec"]["batch"] for row in rows] == [8, 4, 8, 8, 8, 8]
     assert all(row["metrics"]["peak_bytes"]["median"] > 2**30 for row in rows)
     assert rows[3]["metrics"]["bubble"]["median"] > 0
@@ -94,45 +94,45 @@ def test_a_layout_gives_the_row_of_the_command_that_measures_it(stepgauge, linke
     assert "waits for other stages" in out
 
 
-def test_whether_each_axis_hides_is_told_by_closed_formula(stepgauge):
+def test_hides_prints_whether_each_axis_hides(stepgauge):
     asked = ("predict", "--size", "2.7b", "--precision", "bf16", "--hides", "--hardware",
              H100.with_name("dgx-h100.json"))  # fmt: skip
     layouts = ("none", "dp8", "pp2 1f1b m4 dp2 zero3 tp2")
     status, out, err = stepgauge(*asked, "--batch", "16", "--layout", *layouts)
     assert status == 0, err
-    for said in (
-        "forward FLOPs", "nothing is sent", "gradients over 8 data ranks, against backward",
-        "weights gathered over 2 ranks, against forward", "weights and gradients over 2 ranks",
-        "activations over 2 tensor ranks, against a block", "between stages of 16 blocks",
+    for message in (
+        "forward FLOPs", "nothing is sent", "gradients over 8 data ranks, during backward",
+        "weights gathered over 2 ranks, during forward", "weights and gradients over 2 ranks",
+        "activations over 2 tensor ranks, during a block", "between stages of 16 blocks",
     ):  # fmt: skip
-        assert said in out, said
+        assert message in out, message
     status, out, err = stepgauge(*asked, "--batch", "16", "--layout", "dp4 torch-fsdp")
-    assert status == 0 and "weights gathered over 4 ranks, against forward" in out, err
+    assert status == 0 and "weights gathered over 4 ranks, during forward" in out, err
     status, _, err = stepgauge(
         *asked, "--layout", "pp2 1f1b m4", "--phases", "backward", "--precision", "bf16-pure"
     )
     assert status == 2 and "--hides needs whole steps of a preset" in err
 
 
-def test_a_file_that_is_not_there(stepgauge, tmp_path):
+def test_a_missing_hardware_file(stepgauge, tmp_path):
     status, _, err = stepgauge("predict", "--hardware", tmp_path / "none.json")
     assert status == 2 and "no hardware file at" in err
 
 
-def test_no_time_of_a_gpu_is_taken_for_a_cpu_s_nor_the_other_way_round(stepgauge, tmp_path):
+def test_a_gpus_file_is_refused_for_a_cpu_and_vice_versa(stepgauge, tmp_path):
     path = tmp_path / "cpu.json"
     dataclasses.replace(made_up(), threads=2).write(path)
-    for asked, file, said in (
+    for asked, file, message in (
         ("cpu", H100, "is that of a GPU: choose cuda"),
         ("cuda", path, "of a CPU"),
     ):
         for layout in ("none", "tp2"):
             options = ("--size", "nano", "--layout", layout, "--device", asked)
             status, out, err = stepgauge("predict", *options, "--hardware", file)
-            assert status == 2 and out == "" and said in err
+            assert status == 2 and out == "" and message in err
 
 
-def test_the_device_is_that_of_the_file(stepgauge, tmp_path):
+def test_the_default_device_is_that_of_the_file(stepgauge, tmp_path):
     dataclasses.replace(made_up(), threads=2).write(tmp_path / "cpu.json")
     for file, device in ((tmp_path / "cpu.json", "cpu"), ("h100-sxm", "cuda")):
         asked = ("--size", "nano", "--context", "64", "--vocab-size", "1024", "--format", "json")
@@ -141,7 +141,7 @@ def test_the_device_is_that_of_the_file(stepgauge, tmp_path):
         assert json.loads(out)[0]["spec"]["device"] == device
 
 
-def test_a_file_that_lacks_what_every_step_does_is_one_sentence(stepgauge, tmp_path):
+def test_a_file_without_needed_operations_is_one_sentence(stepgauge, tmp_path):
     path = tmp_path / "cpu.json"
     machine = made_up()
     machine.operations.pop("traffic")
@@ -175,18 +175,18 @@ def test_a_step_is_predicted_before_it_is_measured(stepgauge, tmp_path):
     modelled, measured = RunStore(out).read().records
     assert (modelled.provenance, measured.provenance) == ("modelled", "measured")
     assert modelled.key == measured.key
-    # The same row validated is the one that the run has, with the prediction made before it.
+    # `validate` of the same row reuses the run's row and its prediction.
     status, text, err = stepgauge("validate", *asked, "--format", "json")
     assert status == 0, err
     table, groups = json.loads(text)
     assert table["rows"][0]["predicted ms"] == modelled.median("step_ms")
     assert "predicted after" not in table["rows"][0].get("remark", "") and groups["rows"] == []
     assert "Predicted and measured" in (out / "report.html").read_text()
-    assert groups["caption"] == ""  # there is no table that it would stand above
+    assert groups["caption"] == ""  # because its table is empty
 
 
 def test_accumulation_over_a_data_axis_gives_the_row_of_bench_layout(stepgauge):
-    """The command that a plan prints has it, and is predicted as it was planned."""
+    """`plan` prints such commands, so they must be predicted as they were planned."""
     asked = ("--size", "nano", "--context", 64, "--layout", "dp2 zero1", "none", "--hardware",
              "dgx-h100", "--format", "json")  # fmt: skip
     status, out, err = stepgauge("predict", *asked, "--accumulation", 2)

@@ -1,4 +1,4 @@
-"""`profile step` and `profile trace` as a user meets them."""
+"""The `profile` commands as a user sees them."""
 
 import gzip
 import json
@@ -53,7 +53,7 @@ def test_profile_step_then_its_trace(stepgauge, tmp_path):
         "profile", "step", *QUICK, "--attention", "eager", "--out", run, "--format", "csv"
     )
     assert status == 0
-    assert len(RunStore(run).read().records) == 1  # it was there
+    assert len(RunStore(run).read().records) == 1  # the row was reused
     status, out, err = stepgauge(
         "profile", "step", *QUICK, "--attention", "eager", "--out", run, "--hardware", H100
     )
@@ -68,7 +68,7 @@ def test_traces_of_one_name_keep_their_own_folders(stepgauge, tmp_path, gpu_trac
     files = [tmp_path / folder / "trace.json" for folder in ("first", "second")]
     status, out, err = stepgauge("profile", "trace", *files, "--out", tmp_path / "out")
     assert status == 0, err
-    assert "stopwatch" not in out  # another program's trace comes without one
+    assert "stopwatch" not in out  # another program's trace has no stopwatch time
     assert all(
         (tmp_path / "out" / folder / "trace" / "analysis.json").exists()
         for folder in ("first", "second")
@@ -82,7 +82,7 @@ def test_traces_of_one_name_keep_their_own_folders(stepgauge, tmp_path, gpu_trac
     assert "give each trace once" in one_sentence(err)
 
 
-def test_a_trace_and_its_packed_copy_are_two_and_the_report_is_offered(
+def test_a_trace_and_its_gzip_copy_are_two_traces_and_out_is_suggested(
     stepgauge, tmp_path, gpu_trace_text
 ):
     plain, packed = tmp_path / "trace.json", tmp_path / "trace.json.gz"
@@ -93,10 +93,10 @@ def test_a_trace_and_its_packed_copy_are_two_and_the_report_is_offered(
     assert "--out FOLDER also writes" in err
 
 
-def test_files_are_there_whatever_becomes_of_the_reader(
+def test_files_are_written_even_if_the_reader_closes_the_pipe(
     stepgauge, tmp_path, gpu_trace_text, closed_pipe
 ):
-    """As `stepgauge profile ... | head` has it, whose pipe closes first."""
+    """As in `stepgauge profile ... | head`."""
     path = tmp_path / "trace.json"
     path.write_text(gpu_trace_text)
     for command, folder in (
@@ -122,7 +122,7 @@ def test_json_of_several_tables_is_one_document(stepgauge, tmp_path, gpu_trace_t
     assert phases["rows"][-1]["trace ms"] > 0
 
 
-def test_rows_of_one_size_are_told_apart(stepgauge, tmp_path):
+def test_rows_of_one_size_are_labelled_by_what_differs(stepgauge, tmp_path):
     status, out, err = stepgauge(
         "profile", "step", *QUICK, "--attention", "eager", "sdpa", "--out", tmp_path / "run"
     )
@@ -183,16 +183,16 @@ def test_a_mistake_is_one_sentence_and_status_2(stepgauge, tmp_path, arguments, 
     assert not (tmp_path / "run").exists()
 
 
-def test_a_mistake_about_a_users_model_is_one_sentence(stepgauge, tmp_path):
+def test_mistakes_with_a_users_model_are_one_sentence(stepgauge, tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text("")
-    beside = "a user's model has its own network and batch"
+    own_network = "a user's model has its own network and batch"
     for arguments, words in (
         (("absent.py:make",), "there is no file absent.py"),
         (("mine",), "name it as FILE.py:factory"),
-        ((f"{mine}:make", "--size", "medium"), f"--size is 'medium'; {beside}"),
-        ((f"{mine}:make", "--context", "64"), f"--context is 64; {beside}"),
-        ((f"{mine}:make", "--batch", "8"), f"--batch is 8; {beside}"),
+        ((f"{mine}:make", "--size", "medium"), f"--size is 'medium'; {own_network}"),
+        ((f"{mine}:make", "--context", "64"), f"--context is 64; {own_network}"),
+        ((f"{mine}:make", "--batch", "8"), f"--batch is 8; {own_network}"),
         ((f"{mine}:make", "--checkpointing", "blocks"), "a user's model chooses its own"),
         (
             (f"{mine}:make", "--compile", "blocks"),
@@ -205,7 +205,7 @@ def test_a_mistake_about_a_users_model_is_one_sentence(stepgauge, tmp_path):
             assert words in one_sentence(err) or "tracked only with off" in err
 
 
-def test_types_have_no_options_that_change_none(stepgauge):
+def test_dtypes_has_no_options_that_change_no_type(stepgauge):
     status, out, _ = stepgauge("profile", "dtypes", "--help")
     assert status == 0
     assert "--precision" in out and "--model" in out
@@ -216,7 +216,7 @@ def test_types_have_no_options_that_change_none(stepgauge):
     assert "--phases" in one_sentence(err)
 
 
-def test_blocks_without_checkpointing_are_no_rows_of_their_own(stepgauge, tmp_path):
+def test_checkpoint_blocks_multiply_only_rows_with_checkpointing(stepgauge, tmp_path):
     run = tmp_path / "run"
     sweep = (
         "--predict",
@@ -234,15 +234,15 @@ def test_blocks_without_checkpointing_are_no_rows_of_their_own(stepgauge, tmp_pa
         (r.provenance, r.spec["checkpointing"], r.spec["checkpoint_blocks"])
         for r in RunStore(run).read().records
     ]
-    asked = [("none", 1), ("blocks", 2), ("blocks", 1)]
-    assert rows == [("modelled", *each) for each in asked]
+    expected = [("none", 1), ("blocks", 2), ("blocks", 1)]
+    assert rows == [("modelled", *each) for each in expected]
     assert (
         "--checkpoint-blocks has no effect in 1 of 4 rows; rows that differ only in it run once"
         in err
     )
 
 
-def test_a_row_of_an_own_model_has_its_file_and_function_for_a_name(stepgauge, tmp_path):
+def test_a_row_of_a_users_model_is_named_by_file_and_function(stepgauge, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "import torch\n\ndef perceptron():\n    return torch.nn.Linear(8, 8), (torch.randn(4, 8),)\n"
@@ -257,7 +257,7 @@ def test_a_row_of_an_own_model_has_its_file_and_function_for_a_name(stepgauge, t
     assert out.splitlines()[1].startswith("mine.py:perceptron,fp32,")
 
 
-def test_of_several_ranks_the_first_table_has_one_line_each(stepgauge, tmp_path, gpu_trace_text):
+def test_for_several_ranks_the_first_table_has_a_line_per_rank(stepgauge, tmp_path, gpu_trace_text):
     silent = json.loads(gpu_trace_text)
     silent["traceEvents"] = [
         e for e in silent["traceEvents"] if "nccl" not in e.get("name", "").lower()

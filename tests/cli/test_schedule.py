@@ -1,4 +1,4 @@
-"""`stepgauge schedule` as a user meets it."""
+"""`stepgauge schedule` as a user sees it."""
 
 import csv
 import io
@@ -20,7 +20,7 @@ def stepgauge(capfd):
     return run
 
 
-def test_show_writes_what_can_be_read_again(stepgauge, tmp_path):
+def test_show_prints_formats_that_can_be_read_again(stepgauge, tmp_path):
     wanted = build("zbv", ranks=3, micro_batches=6)
     asked = ("zbv", "--ranks", 3, "--microbatches", 6)
     status, text, _ = stepgauge("schedule", "show", *asked)
@@ -37,7 +37,7 @@ def test_show_writes_what_can_be_read_again(stepgauge, tmp_path):
     )
 
 
-def test_every_form_that_show_prints_is_read_back(stepgauge, tmp_path):
+def test_every_format_of_show_can_be_read(stepgauge, tmp_path):
     path = tmp_path / "mine"
     for format in ("text", "csv", "json"):
         for lowered in ((), ("--lowered",)):
@@ -52,7 +52,7 @@ def test_every_form_that_show_prints_is_read_back(stepgauge, tmp_path):
         assert status == 2 and "is not the JSON of a schedule" in err
 
 
-def test_simulate_draws_a_line_a_rank_and_says_what_waits(stepgauge, tmp_path):
+def test_simulate_draws_each_ranks_timeline_and_prints_bubbles(stepgauge, tmp_path):
     asked = ("schedule", "simulate", "1f1b", "--ranks", 2, "--microbatches", 2)
     status, out, err = stepgauge(*asked, "--report", tmp_path / "drawn.svg")
     lines = out.splitlines()
@@ -63,7 +63,7 @@ def test_simulate_draws_a_line_a_rank_and_says_what_waits(stepgauge, tmp_path):
     assert lines[0] == f"rank 0  {drawn}"
     assert lines[2].split()[2:] == ["F0──────B0──────────────F1──────B1──────────────"]
     assert "step 9, 1.500 × ideal" in out
-    # Below its computations what a rank holds: one of two micro-batches from 0 to 1 and from 6 to 9.
+    # Below its actions stands what a rank holds: one of two micro-batches from 0 to 1 and 6 to 9.
     assert (lines[1][:8], lines[3][:8]) == ("peak 2  ", "peak 1  ")
     assert lines[1][8:] == "▄" * 8 + "█" * 40 + "▄" * 24
     assert lines[3][8:].rstrip() == " " * 8 + "▄" * 48
@@ -107,13 +107,13 @@ def test_a_step_wider_than_the_page_is_drawn_in_bands_with_every_action_named(
         assert drawn.count(" ") == 4 * 3, "a rank waits 3 of 51: nothing else is empty"
 
 
-def test_of_a_long_step_the_kinds_are_drawn_and_it_is_said(stepgauge):
+def test_a_long_step_is_drawn_without_micro_batch_numbers_and_a_note_says_so(stepgauge):
     _, out, err = stepgauge("schedule", "simulate", "1f1b", "--microbatches", 64)
     assert "there is no room for the numbers" in err and not re.search(r"[FB]\d", out)
     assert max(map(len, out.splitlines())) == 80
 
 
-def test_check_says_what_is_held(stepgauge):
+def test_check_prints_what_each_rank_holds(stepgauge):
     status, out, _ = stepgauge("schedule", "check", "zb-h1", "--format", "json")
     assert status == 0
     assert [row["most held"] for row in json.loads(out)] == [4.0] * 4
@@ -152,7 +152,7 @@ def test_a_mistake_is_one_sentence(stepgauge, tmp_path, arguments, words):
 
 
 @pytest.mark.parametrize("option", ["ranks", "microbatches", "per-rank"])
-def test_a_count_of_nothing_is_refused(stepgauge, option):
+def test_a_count_of_zero_is_refused(stepgauge, option):
     status, out, err = stepgauge("schedule", "show", "interleaved", f"--{option}", "0")
     assert status != 0 and not out
     assert f"--{option} is 0; it must be at least 1" in err

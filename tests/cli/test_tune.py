@@ -1,4 +1,4 @@
-"""`tune`: a small search on this machine, and the file that it leaves."""
+"""`stepgauge tune`: a small search on this machine, and the file that it writes."""
 
 import dataclasses
 import shlex
@@ -15,7 +15,7 @@ from stepgauge.tune.search import rate
 H100 = Path(__file__).parents[2] / "hardware" / "h100-sxm.json"
 
 
-def test_the_winner_is_told_and_its_file_asks_for_the_same_row(stepgauge, tmp_path):
+def test_the_winners_command_and_file_give_the_same_row(stepgauge, tmp_path):
     out = tmp_path / "run"
     brief = ("--steps", "1", "--warmup", "1", "--seconds", "0")
     status, text, err = stepgauge(
@@ -37,7 +37,7 @@ def test_the_winner_is_told_and_its_file_asks_for_the_same_row(stepgauge, tmp_pa
     assert status == 0 and "1 of 1 rows were already in" in err
 
 
-def test_the_usual_step_and_the_winner_are_measured_again_in_turns(tmp_path, monkeypatch):
+def test_the_baseline_and_the_winner_are_measured_again_in_turns(tmp_path, monkeypatch):
     asked = {}
 
     def run_jobs(jobs, out, **settings):
@@ -50,7 +50,7 @@ def test_the_usual_step_and_the_winner_are_measured_again_in_turns(tmp_path, mon
     found = measured.in_turns(specs)
     assert asked == {"fresh": False, "turns": 3}
     assert [record.spec["batch"] for record in found] == [1, 2]
-    assert measured(specs) == found, "they take the place of those before"
+    assert measured(specs) == found, "the new records replace the old ones"
 
 
 NET = """
@@ -61,7 +61,7 @@ def net():
 """
 
 
-def test_a_users_network_is_predict_first_and_what_is_not_predict_is_measured(stepgauge, tmp_path):
+def test_a_users_network_is_predicted_and_unpredictable_values_are_measured(stepgauge, tmp_path):
     file, hardware = tmp_path / "mine.py", tmp_path / "cpu.json"
     file.write_text(NET)
     wired(1).write(hardware)  # which has no times of bf16
@@ -76,7 +76,7 @@ def test_a_users_network_is_predict_first_and_what_is_not_predict_is_measured(st
     assert "without a prediction: precision bf16, measured on the fastest" in err
 
 
-def test_a_candidate_that_needs_more_memory_than_there_is_is_ranked_last():
+def test_a_candidate_that_does_not_fit_is_ranked_last():
     hardware = HardwareFile.read(H100)
     model = ModelSpec.preset("2.7b")
     fits, too_large = (
@@ -87,12 +87,12 @@ def test_a_candidate_that_needs_more_memory_than_there_is_is_ranked_last():
     assert too_large.status == "oom" and rate(too_large) == 0
 
 
-def test_what_cannot_be_tuned_is_told(stepgauge):
-    for arguments, said in (
+def test_wrong_options_are_refused(stepgauge):
+    for arguments, message in (
         (("--size", "vast"), "--size is 'vast'"),
         (("--best", "0", "--device", "cpu"), "--best is 0"),
         (("--device", "cpu", "--ranks", "2", "--phases", "forward"), "phases is no option"),
         (("--device", "cpu", "--precision", "fp32", "--d-model", "7"), "--d-model 7"),
     ):
         status, _, err = stepgauge("tune", *arguments)
-        assert status == 2 and said in err, (arguments, err)
+        assert status == 2 and message in err, (arguments, err)

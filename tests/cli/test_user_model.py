@@ -13,7 +13,7 @@ from stepgauge.spec.store import RunStore
 MODEL = """
 import argparse, os, sys, torch
 from torch import nn
-options = argparse.ArgumentParser().parse_args()  # of the file: the command's are not its own
+options = argparse.ArgumentParser().parse_args()  # the file must not see the command's own options
 from blocks import WIDTH
 class Net(nn.Module):
     def __init__(self):
@@ -70,9 +70,7 @@ def rows(folder):
     return RunStore(folder).read().records
 
 
-def test_a_users_model_is_timed_swept_and_measured_again_when_its_source_changes(
-    stepgauge, tmp_path, file
-):
+def test_a_users_model_is_swept_and_measured_again_if_its_source_changes(stepgauge, tmp_path, file):
     run = tmp_path / "run"
     command = ("bench", "step", *QUICK, "--seconds", "0", "--model", f"{file}:net", "--out", run)
     status, out, err = stepgauge(*command, "--precision", "fp32", "bf16")
@@ -87,8 +85,8 @@ def test_a_users_model_is_timed_swept_and_measured_again_when_its_source_changes
     assert len(rows(run)) == 3
 
 
-def test_a_script_that_trains_as_it_is_imported_may_print_and_tables_stay_tables(tmp_path):
-    """Without a main guard it trains in each process; a table on standard output is to be read."""
+def test_a_script_that_prints_on_import_does_not_spoil_tables(tmp_path):
+    """Without a main guard the script trains in each process; its output goes to standard error."""
     (tmp_path / "script.py").write_text(SCRIPT)
     model = ("--model", f"{tmp_path / 'script.py'}:net", "--out", tmp_path / "run")
     command = [sys.executable, "-m", "stepgauge", "bench", "step", *QUICK, "--seconds", "0", *model]
@@ -98,8 +96,8 @@ def test_a_script_that_trains_as_it_is_imported_may_print_and_tables_stay_tables
     assert head.startswith("size,") and row.startswith("script.py:net,fp32")
 
 
-def test_the_residual_network_of_the_examples_is_trained(stepgauge, tmp_path, monkeypatch):
-    """Its batches are its own, of each step another, and so are those held out and its optimizer."""
+def test_the_examples_residual_network_can_be_trained(stepgauge, tmp_path, monkeypatch):
+    """It brings a new batch for each step, held-out batches and an optimizer."""
     file = Path(__file__).parents[2] / "examples/resnet.py"
     monkeypatch.chdir(tmp_path)
     command = ("train", "--device", "cpu", "--steps", "4")
@@ -129,17 +127,15 @@ def test_failing_user_code_is_named_by_file_and_line(stepgauge, tmp_path, file):
 
 def test_a_file_that_ends_the_process_is_one_sentence(stepgauge, tmp_path, file):
     (tmp_path / "ends.py").write_text("import os\nos.kill(os.getpid(), 15)")
-    for model, said in (
+    for model, message in (
         (f"{tmp_path / 'ends.py'}:net", "was ended by SIGTERM"),
         (f"{file}:nets", "has no function 'nets'; it has Net, net, breaks, leaves, dies"),
     ):
         status, _, err = stepgauge("bench", "step", "--device", "cpu", "--model", model)
-        assert status == 2 and said in err and "Traceback" not in err
+        assert status == 2 and message in err and "Traceback" not in err
 
 
-def test_five_commands_give_step_time_profile_memory_dtypes_scaling_and_a_report(
-    stepgauge, tmp_path, file
-):
+def test_five_commands_measure_one_model_into_one_report(stepgauge, tmp_path, file):
     run = tmp_path / "run"
     asked = ("--device", "cpu", "--model", f"{file}:net", "--out", run)
     status, out, err = stepgauge("profile", "dtypes", *asked)
@@ -162,20 +158,22 @@ def test_five_commands_give_step_time_profile_memory_dtypes_scaling_and_a_report
     assert len(text) < 1.5 * 2**20
 
 
-def test_a_users_model_is_trained_and_what_its_file_does_is_one_sentence(stepgauge, tmp_path, file):
+def test_a_users_model_is_trained_and_errors_of_its_file_are_one_sentence(
+    stepgauge, tmp_path, file
+):
     quick = ("--device", "cpu", "--steps", "3", "--warmup", "1")
     command = ("train", *quick, "--out", tmp_path / "run", "--model")
     status, out, err = stepgauge(*command, f"{file}:net", "--ranks", "2", "--data-parallel", "flat")
     assert status == 0 and out.startswith("loss 0.") and "58 parameters" in out, err
     (row,) = rows(tmp_path / "run")
     assert row.median("steps_per_s") > 0 and row.spec["model"]["factory"] == "net"
-    for name, said in (
+    for name, message in (
         ("breaks", "stepgauge: mine.py:15: RuntimeError: no such tile"),
         ("leaves", "stepgauge: mine.py:17: RuntimeError: SystemExit: 3"),
         ("dies", "was ended by SIGTERM"),
     ):
         status, _, err = stepgauge(*command, f"{file}:{name}")
-        assert status == 1 and said in err and "Traceback" not in err
+        assert status == 1 and message in err and "Traceback" not in err
 
 
 def test_a_users_model_is_timed_under_layouts_with_a_data_axis(stepgauge, tmp_path, file):
@@ -193,13 +191,13 @@ def test_a_users_model_is_timed_under_layouts_with_a_data_axis(stepgauge, tmp_pa
     assert shared < 0.8 * whole
     assert "Which layout trains fastest" in run_page(rows(run), run).html()
     assert "2 of 2 rows" in stepgauge(*command, "--accumulation", "2", "--layout", *layouts)[2]
-    for layout, said in (
+    for layout, message in (
         ("tp2", "give a table of names and rules, which the factory returns as 'table'"),
         ("pp2 1f1b", "the factory's module is a Net; a pipeline cuts an nn.Sequential"),
     ):
         for asked in ("bench", "layout"), ("train",):
             status, _, err = stepgauge(*asked, "--model", f"{file}:net", "--layout", layout)
-            assert status == 1 and said in err
+            assert status == 1 and message in err
     for asked in ("bench", "layout"), ("train",):
         status, _, err = stepgauge(*asked, "--model", f"{file}:net", "--layout", "dp2 cp2")
         assert status == 2 and "a user's model has no context axis" in err

@@ -53,4 +53,4 @@ def model(
     table = Table([*head, *figures_head], rows, numeric=frozenset([*head[1:], *figures_head]))
     print_table(table, format)
     if format == "table":
-        print(f"\nBatch {batch}. {FLOP_CONVENTION}.\n{PRESETS_NOTE}")
+        print(f"\nBatch {batch}; {FLOP_CONVENTION}.\n{PRESETS_NOTE}")

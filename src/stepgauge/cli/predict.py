@@ -22,7 +22,7 @@ from stepgauge.spec.steps import AnyStep, as_layout_step, kind_for, under
 from stepgauge.spec.user_model import UserModel
 from stepgauge.validate.predicted import predicted
 
-DEVICE_OF_FILE = "that of the file"  # the default of --device
+DEVICE_OF_FILE = "that of the hardware file"  # the default of --device
 
 
 @spec_options(

@@ -253,7 +253,7 @@ def run_jobs(
     interruption = _report_interruption(records, len(jobs), store.folder)
     with interruption, store.held(), progress(len(jobs), "rows") as (bar, task):
         bar.update(task, description="starting")
-        rows = _RowProgress(names, bar, task, turns)
+        rows = _RowProgress(names, bar, task)
         for problem in store.read().problems:
             warn(problem)
         run = sweep if turns == 1 else functools.partial(sweep_in_turns, turns=turns)
@@ -274,27 +274,22 @@ class _RowProgress:
     current row. Without a bar each row also prints a line when it starts.
     """
 
-    def __init__(
-        self, names: Mapping[tuple[str, ...], str], bar: "Progress", task: Any, turns: int
-    ):
+    def __init__(self, names: Mapping[tuple[str, ...], str], bar: "Progress", task: Any):
         self.names, self.bar, self.task = names, bar, task
-        self.again = "disturbed, measuring again: " if turns == 1 else "again: "
         self.is_single = len(names) == 1
         self.has_bar = not self.is_single and error_console.is_terminal
         self.name = ""
-        self.attempts: collections.Counter[str] = collections.Counter()
         if not self.is_single and not self.has_bar:
             info(f"{len(names)} rows; each prints a line when it is done, and a table follows")
 
-    def start(self, job: "Job") -> None:
-        """A row is about to be measured, for the first time or again."""
+    def start(self, job: "Job", again: str) -> None:
+        """A row is about to be measured, for the first time, or `again` for the given reason."""
         self.name = self.names[job.pending.identity]
         self.bar.update(self.task, description=self.name)
         activity = _activity(job)
-        again = self.again if self.attempts[self.name] else ""
-        self.attempts[self.name] += 1
         if activity and not self.has_bar:
-            info(f"{self.name}: {again}{activity}")
+            reason = f"measured again ({again}): " if again else ""
+            info(f"{self.name}: {reason}{activity}")
 
     def update(self, text: str) -> None:
         """Shows what the current row is doing."""
@@ -334,9 +329,13 @@ def _activity(job: "Job") -> str:
     compiling = "" if getattr(spec, "compile", "off") == "off" else "compiling, "
     seconds = f" and {spec.seconds:g} s" if getattr(spec, "seconds", 0.0) else ""
     return (
-        f"{compiling}warming up for {spec.warmup} steps, then timing at least {spec.steps} steps"
-        f"{seconds}"
+        f"{compiling}warming up for {_steps(spec.warmup)}, then timing at least "
+        f"{_steps(spec.steps)}{seconds}"
     )
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
 
 
 def print_notes(records: Sequence["Record"], folder: Path, reused: int) -> None:
