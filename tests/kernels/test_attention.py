@@ -385,7 +385,7 @@ def test_tiles_are_dealt_to_who_is_free():
 def test_causal_tiles_are_dealt_evenly(length, heads):
     """16,384 tokens of width 2048 at D 128 on an H200."""
     steps, programs = range(1, length // 128 + 1), 132
-    least = heuristics.heads_beside_longest(len(steps), programs)
+    least = heuristics.min_heads_per_section(len(steps), programs)
     section = heuristics.heads_per_section(
         head_bytes=4 * length * 128, l2_bytes=50 << 20, num_heads=heads, least=least
     )
@@ -450,7 +450,7 @@ def test_sections_leave_no_long_tile_to_the_end():
         ]
         return heuristics._makespan(works, 132, 2, 4)
 
-    least = heuristics.heads_beside_longest(num_tiles, num_slots)
+    least = heuristics.min_heads_per_section(num_tiles, num_slots)
     size = heuristics.heads_per_section(
         head_bytes=4 << 20, l2_bytes=60 << 20, num_heads=8, least=least
     )

@@ -114,13 +114,13 @@ def test_refuses():
         flash_attention(q, k, v, window=-1)
     q = q[0].transpose(0, 1)
     for numbers in ([1, 20], [0, 9, 5], [0, 21]):
-        with pytest.raises(ValueError, match="do not fall"):
+        with pytest.raises(ValueError, match="do not decrease"):
             flash_attention_varlen(q, q, q, torch.tensor(numbers))
     with pytest.raises(ValueError, match="at least 2"):
         flash_attention_varlen(q, q, q, torch.tensor([0]))
     with pytest.raises(ValueError, match="float32"):
         flash_attention_varlen(q, q, q, torch.tensor([0.0, 20.0]))
-    with pytest.raises(ValueError, match="of one T"):
+    with pytest.raises(ValueError, match="with the same T"):
         flash_attention_varlen(q, q[:5], q[:5], torch.tensor([0, 5]))
 
 

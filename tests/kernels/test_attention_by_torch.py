@@ -1,4 +1,6 @@
-"""Small eager attention that torch computes: which, and that it is right."""
+"""Small eager attention in torch's scaled_dot_product_attention: which calls use it, and their
+results.
+"""
 
 import pytest
 
@@ -10,7 +12,7 @@ from tests.kernels.test_attention import float64_reference  # noqa: E402
 
 from stepgauge.kernels.attention import by_torch, flash_attention, libraries  # noqa: E402
 
-SMALL = (4, 512, 12, 64)  # as a projection leaves them: tokens outside of heads
+SMALL = (4, 512, 12, 64)  # (B, T, H, D), the order in which a projection leaves them in memory
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +21,7 @@ def allowed(monkeypatch):
 
 
 def on_gpu(shape, dtype=torch.bfloat16):
-    """(B, H, T, D) of memory in the order that is given."""
+    """A (B, H, T, D) tensor with memory in the order of `shape`, (B, T, H, D)."""
     return like(torch.empty(shape, dtype=dtype, device="meta").transpose(1, 2))
 
 
@@ -31,10 +33,10 @@ def takes(q, k=None, v=None, scale=None, window=0, cu_seqlens=None):
     return by_torch.takes(q, k or q, v or q, scale, window, cu_seqlens)
 
 
-def test_small_ones_are_torchs():
+def test_takes_small_calls():
     q = on_gpu(SMALL)
     assert takes(q) and takes(on_gpu((2, 300, 3, 40), torch.float16))
-    assert not takes(on_gpu((4, 512, 13, 64)))  # more than was measured
+    assert not takes(on_gpu((4, 512, 13, 64)))  # larger than MOST_PRODUCTS
     assert not takes(on_gpu(SMALL, torch.float32)) and not takes(q, v=on_gpu(SMALL, torch.float16))
     assert not takes(q, k=on_gpu((4, 512, 4, 64)))
     assert not takes(on_gpu((2, 300, 3, 36)))
@@ -42,12 +44,12 @@ def test_small_ones_are_torchs():
     assert not any([takes(q, scale=0.1), takes(q, window=8), takes(q, cu_seqlens=object())])
 
 
-def test_heads_outside_of_tokens_keep_their_order():
+def test_takes_only_tensors_in_torchs_memory_order():
     assert not takes(like(torch.empty(4, 12, 512, 64, dtype=torch.bfloat16, device="meta")))
     assert takes(like(torch.empty(4, 1, 512, 64, dtype=torch.bfloat16, device="meta")))
 
 
-def test_who_asks_for_determinism_or_without_flash_gets_ours(monkeypatch):
+def test_takes_nothing_if_deterministic_or_without_flash_or_turned_off(monkeypatch):
     q = on_gpu(SMALL)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         assert not takes(q)

@@ -1,11 +1,11 @@
-"""Attention without the score matrix: FlashAttention-2 as a function, two autograd functions and a
-custom operator.
+"""FlashAttention-2, which never holds the score matrix: as a function, as two autograd functions
+and as a custom operator.
 
 Legend: B batch, H query heads, K key heads, T_q queries, T_k keys, D head width; `...` any leading
 dimensions.
 
     flash_attention(q, k, v, *, is_causal, scale, window)   the public function, on (B, H, T, D)
-    flash_attention_varlen(q, k, v, cu_seqlens)             of packed sequences, (T, H, D)
+    flash_attention_varlen(q, k, v, cu_seqlens)             for packed sequences, (T, H, D)
     FlashAttentionTriton.apply(q, k, v, is_causal)          on (..., T, D), CUDA
     FlashAttentionReference.apply(q, k, v, is_causal)       the same in plain PyTorch, any device
     torch.ops.stepgauge.flash_attention                     what torch.compile and fake tensors see
@@ -37,8 +37,8 @@ _INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def flash_attention(q, k, v, *, is_causal=False, scale=None, window=0):
-    """`softmax(scale q k^T) v` by FlashAttention-2 (Dao 2023): no score matrix is held, forward or
-    backward.
+    """Returns `softmax(scale q k^T) v`, computed by FlashAttention-2 (Dao 2023): neither forward
+    nor backward holds the score matrix.
 
     Shapes: q (B, H, T_q, D), k and v (B, K, T_k, D) with H a multiple of K (grouped-query heads:
     query head h reads key head h // (H / K)); returns o (B, H, T_q, D) in q's type and order of
@@ -47,33 +47,33 @@ def flash_attention(q, k, v, *, is_causal=False, scale=None, window=0):
     `scale` is 1/sqrt(D) if None. Under autocast inputs are cast as scaled_dot_product_attention
     casts them.
 
-    Causal: query i sees key j when i >= j, both counted from the first, also where T_q != T_k: the
-    upper left corner, as torch's `is_causal`, not the lower right one of FlashAttention's own
-    package.
+    Causal: query i sees key j when i >= j, both counted from the first. If T_q != T_k, the mask is
+    aligned to the upper left corner, like torch's `is_causal`; the flash-attn package aligns it to
+    the lower right one.
 
-    A `window` of W lets query i see the W keys i - W + 1 to i where causal, and i - W + 1 to
-    i + W - 1 otherwise: window_size=(W - 1, 0) and (W - 1, W - 1) of FlashAttention's package. Tiles
-    outside of it are neither read nor computed. 0: none. Hopper's kernels in Gluon leave it to the
-    portable ones.
+    With a `window` of W, query i sees keys i - W + 1 to i if causal, and i - W + 1 to i + W - 1
+    otherwise. The flash-attn package calls these window_size=(W - 1, 0) and (W - 1, W - 1). Tiles
+    outside the window are neither read nor computed. 0 means no window. Windows run in the portable
+    Triton kernels, not in the Gluon kernels for Hopper.
 
-    On Hopper FlashAttention-4, where it is installed, and cuDNN run the shapes where they were measured
-    faster (libraries.py); STEPGAUGE_FA4=0 and STEPGAUGE_CUDNN=0 leave them out. The kernels here make
-    their sums in a fixed order, so that gradients have the same bits every time; libraries do not, and
-    are left out under `torch.use_deterministic_algorithms(True)`.
+    On Hopper, cuDNN and (if installed) FlashAttention-4 run the shapes for which they were measured
+    faster (libraries.py); STEPGAUGE_CUDNN=0 and STEPGAUGE_FA4=0 turn them off. The kernels here sum
+    in a fixed order, so gradients are bitwise reproducible. The libraries' are not, so they are not
+    used under `torch.use_deterministic_algorithms(True)`.
 
-    Small eager calls whose tokens lie outside of heads in memory, as a network's do, run in torch's
-    scaled_dot_product_attention (by_torch.py), which the host launches faster; STEPGAUGE_ATTENTION_BY_TORCH=0,
-    a `scale`, a window or deterministic algorithms keep the kernels here.
+    Small eager calls run in torch's scaled_dot_product_attention (by_torch.py), which costs the
+    host less, if q, k and v are transposed from (B, T, H, D) in memory, as in a network. It is not
+    used with STEPGAUGE_ATTENTION_BY_TORCH=0, a `scale`, a window or deterministic algorithms.
 
-    Without CUDA (and outside of Triton's interpreter) the plain PyTorch version runs, which takes
-    float64 too. Raises ValueError for shapes, types, a scale or a window that it does not take, and
-    RuntimeError for a second derivative.
+    Without CUDA (and outside Triton's interpreter) a plain PyTorch version runs, which also accepts
+    float64. Raises ValueError for unsupported shapes, types, scales or windows, and RuntimeError
+    for a second derivative.
     """
     return attend(q, k, v, is_causal, scale, window)
 
 
 def attend(q, k, v, is_causal, scale, window=0, cu_seqlens=None):
-    """`flash_attention`, of packed sequences where there are `cu_seqlens` (packed.py)."""
+    """`flash_attention`, within packed sequences if `cu_seqlens` are passed (packed.py)."""
     if q.ndim != 4 or k.ndim != 4:
         raise ValueError(
             f"flash_attention takes (B, H, T, D), not q {tuple(q.shape)}, k {tuple(k.shape)}"
@@ -95,7 +95,7 @@ def attend(q, k, v, is_causal, scale, window=0, cu_seqlens=None):
 
 
 def _in_plain_pytorch(q, k, v, is_causal, scale, window, cu_seqlens):
-    """FlashAttention-2 in PyTorch, with float64 as well; autocast has cast q, k and v by then."""
+    """Runs FlashAttention-2 in plain PyTorch, which also accepts float64."""
     device = q.device.type
     q, k, v = _autocast(q, k, v)
     _check_types(q, k, v, (*_DTYPES, torch.float64))
@@ -109,13 +109,11 @@ def _in_plain_pytorch(q, k, v, is_causal, scale, window, cu_seqlens):
 
 
 class FlashAttentionTriton(torch.autograd.Function):
-    """FlashAttention-2 in Triton: `.apply(q, k, v, is_causal=False, scale=None,
-    window=0)`.
+    """FlashAttention-2 in Triton: `.apply(q, k, v, is_causal=False, scale=None, window=0)`.
 
-    q (..., T_q, D), k and v (..., T_k, D) with the same leading dimensions (the last of them may be
-    grouped: q's a multiple of k's); returns o (..., T_q, D). Saves q, k, v, o and the fp32
-    log-sum-exp (..., T_q), nothing else. Causal: query i sees key j when i >= j, both counted from
-    the first. Other terms as in `flash_attention`.
+    q (..., T_q, D), k and v (..., T_k, D) with the same leading dimensions; with grouped heads, q's
+    last leading dimension is a multiple of k's. Returns o (..., T_q, D). Saves q, k, v, o and the
+    fp32 log-sum-exp (..., T_q) for backward. Everything else is as in `flash_attention`.
     """
 
     @staticmethod
@@ -143,16 +141,16 @@ class FlashAttentionTriton(torch.autograd.Function):
     def backward(ctx, grad_o):
         q, k, v, o, lse, *rest = ctx.saved_tensors
         cu_seqlens = rest[0] if rest else None
-        # With create_graph the operator is called: it refuses a second derivative.
+        # With create_graph, call the operator, because it raises for a second derivative.
         by_operator = torch.is_grad_enabled() or not is_plain_eager(q)
         run = torch.ops.stepgauge.flash_attention_backward if by_operator else operator.backward
         tensors = [_four_dims(x) for x in (grad_o, q, k, v, o)]
         options = ctx.is_causal, ctx.scale, ctx.window, cu_seqlens
-        nothing = (None,) * len(options)
+        no_grads = (None,) * len(options)
         if q.ndim == 4:
-            return *run(*tensors, lse, *options), *nothing
+            return *run(*tensors, lse, *options), *no_grads
         dq, dk, dv = run(*tensors, lse.view(tensors[1].shape[:3]), *options)
-        return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), *nothing
+        return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), *no_grads
 
 
 def _has_kernels(device):
@@ -160,8 +158,8 @@ def _has_kernels(device):
 
 
 def _autocast(*tensors):
-    """The tensors as autocast would hand them to scaled_dot_product_attention: float64 is left
-    alone.
+    """Casts the tensors as autocast does for scaled_dot_product_attention, which leaves float64
+    unchanged.
     """
     kind = tensors[0].device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
@@ -173,7 +171,7 @@ def _autocast(*tensors):
 
 
 def _four_dims(x):
-    """(..., T, D) as (B, H, T, D): a view wherever the leading dimensions allow it."""
+    """Returns (..., T, D) as (B, H, T, D), as a view if the strides allow it."""
     if x.ndim == 4:
         return x
     if x.ndim < 4:
@@ -182,33 +180,34 @@ def _four_dims(x):
 
 
 def _check(q, k, v, scale):
-    """The scale to use; ValueError for shapes that do not fit or a scale that is not positive."""
+    """Returns the scale to use. Raises ValueError for shapes that do not fit and for a scale that
+    is not positive and finite.
+    """
     if q.ndim < 2 or q.ndim != k.ndim or k.shape != v.shape or q.shape[-1] != k.shape[-1]:
         raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: accepted are q (..., T_q, D) "
-            "and k, v of one shape (..., T_k, D)"
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected q (..., T_q, D) "
+            "and k, v both of shape (..., T_k, D)"
         )
     if (
         q.ndim > 2
         and q.shape[:-2] != k.shape[:-2]
-        and (  # equal in most models: then nothing more is looked at
+        and (  # most models have equal shapes and skip these slower comparisons
             q.shape[:-3] != k.shape[:-3] or k.shape[-3] == 0 or q.shape[-3] % k.shape[-3] != 0
         )
     ):
         raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}: leading dimensions must be equal, but for the last of them, "
-            "where q's may be a multiple of k's (grouped heads)"
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}: the leading dimensions must be equal, except "
+            "that the number of q's heads may be a multiple of k's (grouped heads)"
         )
     if k.shape[-2] == 0:
-        raise ValueError(
-            f"k {tuple(k.shape)} has no keys: the softmax over none is not defined; at least 1 is needed"
-        )
+        raise ValueError(f"k {tuple(k.shape)} has no keys: softmax needs at least 1")
     if not 1 <= q.shape[-1] <= heuristics.MAX_HEAD_WIDTH:
         raise ValueError(f"head width {q.shape[-1]}: accepted are 1 to {heuristics.MAX_HEAD_WIDTH}")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not 0 < scale < math.inf:
         raise ValueError(
-            f"scale {scale}: accepted are positive numbers (the row maximum is taken before scaling)"
+            f"scale {scale}: expected a positive, finite number "
+            "(the row maximum is taken before scaling)"
         )
     return scale
 
@@ -216,12 +215,13 @@ def _check(q, k, v, scale):
 def _check_types(q, k, v, accepted):
     if q.dtype not in accepted or k.dtype != q.dtype or v.dtype != q.dtype:
         raise ValueError(
-            f"types q {q.dtype}, k {k.dtype}, v {v.dtype}: accepted is one of {accepted} for all three"
+            f"types q {q.dtype}, k {k.dtype}, v {v.dtype}: all three must have the same type, "
+            f"one of {accepted}"
         )
     if k.device != q.device or v.device != q.device:
         raise ValueError(
-            f"devices q {q.device}, k {k.device}, v {v.device}: one device for all three is needed"
+            f"q is on {q.device}, k on {k.device}, v on {v.device}: all three must be on one device"
         )
 
 
-from .packed import flash_attention_varlen  # noqa: E402 - it builds on `attend`
+from .packed import flash_attention_varlen  # noqa: E402 - it imports `attend`

@@ -1,6 +1,7 @@
-"""Small eager attention by torch's scaled_dot_product_attention: where launches are all that counts, an
-operator in C++ takes the host less time than what is written in Python here. Torch chooses whether
-FlashAttention-2 or cuDNN runs.
+"""Runs small eager attention in torch's scaled_dot_product_attention.
+
+A small call is limited by its launch, and torch's C++ operator costs the host less than our Python.
+Torch chooses between FlashAttention-2 and cuDNN.
 
 Legend: B batch, H heads, T tokens, D head width.
 """
@@ -14,16 +15,18 @@ from . import heuristics
 
 TITLE = "torch's scaled_dot_product_attention, its backward too"
 IS_ALLOWED = os.environ.get("STEPGAUGE_ATTENTION_BY_TORCH") != "0"
-# The largest B H T^2 D that it takes, of the size small at 4 x 512. There one H200's host takes 0.29 ms
-# less a layer for forward and backward (docs/log/2026-11-23-launches.md).
+# The largest B H T^2 D that runs in torch: that of model size "small" at batch 4, length 512. There
+# the host of an H200 saves 0.29 ms per layer, forward and backward
+# (docs/log/2026-11-23-launches.md).
 MOST_PRODUCTS = 4 * 12 * 512**2 * 64
 _DTYPES = (torch.bfloat16, torch.float16)
-_STEP = 8  # head widths that need no padding
+_STEP = 8  # torch pads head widths that are no multiple of this
 
 
 def takes(q, k, v, scale, window, cu_seqlens):
-    """True if torch computes this call. Tokens must be outside of heads in memory, as a network's
-    projections leave them: torch's result has that order, ours the order of q. One head has both.
+    """True if torch computes this call. q must be transposed from (B, T, H, D) in memory, as a
+    network's projections leave it, because torch's result always has that order, while ours has the
+    order of q. With one head the two orders are the same.
     """
     batch, heads, length, width = q.shape
     _, of_head, of_token, _ = q.stride()
@@ -36,7 +39,7 @@ def takes(q, k, v, scale, window, cu_seqlens):
         and q.shape == k.shape == v.shape
         and (heads == 1 or of_head <= of_token)
         and width % _STEP == 0
-        and width <= heuristics.MAX_HEAD_WIDTH  # wider ones are refused, whatever their length
+        and width <= heuristics.MAX_HEAD_WIDTH  # wider heads must raise at every length
         and scale is None
         and not window
         and cu_seqlens is None

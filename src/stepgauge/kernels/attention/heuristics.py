@@ -1,7 +1,7 @@
-"""What to launch: tile sizes for each (direction, architecture, type, head width), and how many
-ways to split a loop.
+"""Chooses what to launch: tile sizes for each (kernel, architecture, type, head width), and the
+number of programs that share a loop.
 
-Pure Python, no torch and no triton, so that the choices can be tested anywhere. Legend: D head
+Pure Python without torch and triton, so that the choices can be tested anywhere. Legend: D head
 width.
 """
 
@@ -12,31 +12,30 @@ from dataclasses import dataclass, replace
 
 MIN_HEAD_WIDTH, MAX_HEAD_WIDTH = 16, 256
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-# Fitted to one-head sweeps on an H100 (docs/log/2026-11-21-attention.md): what a program costs beside its
-# inner tiles, what a kernel that adds parts costs to launch and to start, and how fast parts are
-# written and read.
+# Fitted to one-head sweeps on an H100 (docs/log/2026-11-21-attention.md): the overhead of a program
+# in addition to its inner tiles, the launch and start of a kernel that sums parts, and the rate at
+# which parts are written and read.
 _PROGRAM_US, _REDUCE_US, _PART_BYTES_PER_US = 1.0, 7.0, 3e6
-# A multiprocessor with w resident warps works at a rate in proportion to w / (w +
-# _HALF_RATE_WARPS).
+# A multiprocessor with w resident warps works at a rate proportional to w / (w + _HALF_RATE_WARPS).
 _HALF_RATE_WARPS = 4.0
-# Tensor-core rate of one multiprocessor, FLOPs a microsecond, where a tile's time was not measured:
-# 400 TFLOP/s of an H100's 132 multiprocessors; a tenth of it in float32.
+# Tensor-core rate of one multiprocessor, used for tiles whose time was not measured: 400 TFLOP/s
+# over the 132 multiprocessors of an H100. float32 has a tenth of it.
 _FLOPS_PER_US = 3e6
-_TILE_STEPS = 1  # what a tile costs beside its loop, in steps of it: a guess
+_TILE_STEPS = 1  # overhead of a tile in addition to its loop, in steps of the loop; a guess
 _PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4}
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """One kernel's launch choices.
+    """The tile sizes and options of one kernel's launch.
 
-    `programs_per_sm` is what registers and shared memory allow, and `tile_us` the measured
-    microseconds of one inner tile on a full multiprocessor (0: not measured): both for splitting.
-    `fp32_products` is how a float32 product is made where tf32 is not allowed: "ieee" on the
-    ordinary units, "tf32x3", three tf32 products of the upper and lower halves, or "bf16x6", six
-    bf16 products of upper, middle and lower parts; the error of both is that of float32. `order`:
-    whether dkdv multiplies for dP before the exponentials ("early") or after them ("late": fewer
-    registers).
+    `programs_per_sm` is the number that registers and shared memory allow, and `tile_us` the
+    measured microseconds of one inner tile on a full multiprocessor (0: not measured); both decide
+    how a loop is split. `fp32_products` says how float32 products are made if tf32 is not allowed:
+    "ieee" on the ordinary units; "tf32x3" as three tf32 products of upper and lower halves;
+    "bf16x6" as six bf16 products of upper, middle and lower parts. All three have float32's error.
+    `order` says whether dkdv computes dP before the exponentials ("early") or after them ("late",
+    fewer registers).
     """
 
     block_q: int
@@ -51,19 +50,19 @@ class Tiles:
 
 
 def block_width(head_width):
-    """The power of two that a head width is padded to in a tile."""
+    """Returns the power of two to which a tile pads a head width."""
     return max(MIN_HEAD_WIDTH, 1 << (head_width - 1).bit_length())
 
 
 def choose_num_splits(
     kernel, tiles, *, num_heads, num_queries, num_keys, head_width, itemsize, num_sms, is_causal
 ):
-    """How many programs share the loop of one tile, so that few heads still fill the chip: the
-    fastest by prediction.
+    """Returns how many programs share the loop of one tile, so that few heads still fill the chip.
+    It is the number with the shortest predicted time.
 
-    The prediction plays the launch: programs in the order of the grid, each on the first
-    multiprocessor with room, and adds what the parts cost. More parts are only considered while
-    there are few programs, so the memory for them is bounded by the chip and not by the length.
+    The prediction simulates the launch (programs start in the order of the grid, each on the first
+    multiprocessor with room) and adds the cost of the parts. Splits are only considered while there
+    are few programs, so the memory for parts is bounded by the chip and not by the length.
     """
     own, other = (num_keys, num_queries) if kernel == "dkdv" else (num_queries, num_keys)
     block, loop_block = (
@@ -85,7 +84,9 @@ def choose_num_splits(
 
 def predict_us(kernel, tiles, num_splits, *, num_heads, num_queries, num_keys, head_width, itemsize, num_sms,
                is_causal):  # fmt: skip
-    """Microseconds of one kernel and of adding its parts, without the first launch."""
+    """Returns the predicted microseconds of one kernel and of summing its parts, without the cost
+    of launching the kernel itself.
+    """
     loops = _loop_tiles(kernel, tiles, num_splits, num_queries, num_keys, is_causal)
     tile_us = tiles.tile_us
     if not tile_us:
@@ -101,7 +102,9 @@ def predict_us(kernel, tiles, num_splits, *, num_heads, num_queries, num_keys, h
 
 
 def _loop_tiles(kernel, tiles, num_splits, num_queries, num_keys, is_causal):
-    """How many inner tiles each program of one head loops over, in the order of the grid."""
+    """Returns how many inner tiles each program of one head loops over, in the order of the
+    grid.
+    """
     over_queries = kernel == "dkdv"
     own, other = (num_keys, num_queries) if over_queries else (num_queries, num_keys)
     block, step = (tiles.block_k, tiles.block_q) if over_queries else (tiles.block_q, tiles.block_k)
@@ -120,12 +123,13 @@ def _loop_tiles(kernel, tiles, num_splits, num_queries, num_keys, is_causal):
 
 
 def _makespan(works, num_sms, per_sm, num_warps):
-    """When the last program ends, each started in order as soon as a multiprocessor has room.
+    """Returns when the last program ends, if each starts in order as soon as a multiprocessor has
+    room.
 
-    Programs on one multiprocessor share it evenly. `works` are in microseconds of a full
-    multiprocessor; with n programs of w warps it runs at the rate of n w warps. Since all residents
-    of one progress equally, a resident ends when its multiprocessor's own progress reaches a number
-    fixed at its start: `ends` holds these.
+    `works` are in microseconds of a full multiprocessor. A multiprocessor with n programs of w
+    warps runs at the rate of n * w warps and shares it evenly among them. Since all programs
+    resident on it progress equally, a program ends when the multiprocessor's progress reaches a
+    value that is fixed when the program starts. `ends` holds these values.
     """
 
     def rate(programs):
@@ -135,7 +139,7 @@ def _makespan(works, num_sms, per_sm, num_warps):
     share = [0.0] + [n * rate(per_sm) / rate(n) for n in range(1, per_sm + 1)]
     waiting = iter(works)
     ends = [[] for _ in range(num_sms)]
-    for _ in range(per_sm):  # the chip fills breadth first
+    for _ in range(per_sm):  # every multiprocessor gets its first program before any gets a second
         for sm, work in zip(ends, waiting):  # noqa: B905 - shorter on purpose
             heapq.heappush(sm, work)
     events = [(sm[0] * share[len(sm)], index) for index, sm in enumerate(ends) if sm]
@@ -154,40 +158,40 @@ def _makespan(works, num_sms, per_sm, num_warps):
 
 
 def schedule_tiles(steps, *, num_heads, section, num_programs):
-    """The tiles of each of `num_programs` persistent programs: each tile goes to the program that is
-    free first.
+    """Assigns tiles to `num_programs` persistent programs; each tile goes to the program that is
+    free first. Returns the tile numbers of each program.
 
-    `steps` has the inner tiles that each tile of a head loops over; a tile's number is head *
-    len(steps) + tile. As in a grid of a program a tile, sections of heads come one after another,
-    and within one the longest tiles first.
+    `steps` has the number of inner tiles that each tile of a head loops over; the number of a tile
+    is head * len(steps) + tile. As in a grid with one program per tile, sections of heads follow
+    one another, and within a section the longest tiles come first.
     """
-    dealt = [[] for _ in range(num_programs)]
+    tiles_of_program = [[] for _ in range(num_programs)]
     free = [(0, program) for program in range(num_programs)]
     longest_first = sorted(range(len(steps)), key=lambda tile: -steps[tile])
     for first in range(0, num_heads, section):
         for tile in longest_first:
             for head in range(first, min(first + section, num_heads)):
                 time, program = free[0]
-                dealt[program].append(head * len(steps) + tile)
+                tiles_of_program[program].append(head * len(steps) + tile)
                 heapq.heapreplace(free, (time + steps[tile] + _TILE_STEPS, program))
-    return dealt
+    return tiles_of_program
 
 
 def chunk_length(length, num_splits, granule):
-    """Rows a split covers: a multiple of `granule`, such that `num_splits` of them cover `length`.
+    """Returns the rows of one split: a multiple of `granule` such that `num_splits` cover `length`.
 
-    The granule is the larger tile edge, so that a chunk never begins inside a diagonal tile: every
-    row of a program that does not exit at once then sees the first key of its chunk, and no row is
-    wholly masked.
+    The granule is the larger tile edge, so that a chunk never begins inside a diagonal tile. Every
+    row of a program that does not exit at once then sees the first key of its chunk, so that no row
+    is completely masked.
     """
     return max(1, math.ceil(length / (num_splits * granule))) * granule
 
 
 def heads_per_section(*, head_bytes, l2_bytes, num_heads, least=1):
-    """How many heads run side by side: as many as keep what their loops read within half of the L2
-    cache.
+    """Returns how many heads run concurrently: as many as keep the data that their loops read
+    within half of the L2 cache.
 
-    No section has fewer than `least` (but all heads may be fewer), the last one included.
+    Every section, also the last, has at least `least` heads, unless there are fewer in total.
     """
     size = min(num_heads, max(1, least, int(l2_bytes / 2 // max(1, head_bytes))))
     while 0 < num_heads % size < least:
@@ -195,13 +199,13 @@ def heads_per_section(*, head_bytes, l2_bytes, num_heads, least=1):
     return size
 
 
-def heads_beside_longest(num_tiles, num_slots):
-    """Heads whose causal tiles, shared out over the chip, take as long as the longest one by
-    itself.
+def min_heads_per_section(num_tiles, num_slots):
+    """Returns how many heads a section needs so that its causal tiles, spread over the chip, take
+    as long as the longest tile. The lengths of a head's tiles are 1 to num_tiles.
 
-    With fewer in the last section its longest tiles start when little else is left, and end alone:
-    8 heads in sections of 7 and 1 take almost twice as long as 8 side by side. A head's tiles are 1
-    to num_tiles long.
+    If the last section has fewer heads, its longest tiles start when little other work is left and
+    leave most of the chip idle: 8 heads in sections of 7 and 1 take almost twice as long as 8 heads
+    in one section.
     """
     return math.ceil(2 * num_slots / (num_tiles + 1))
 
@@ -213,7 +217,9 @@ _OVERRIDES: dict[str, Tiles] = {}
 
 @contextlib.contextmanager
 def override_tiles(**tiles):
-    """Uses the given Tiles for the named kernels (as for select_tiles): for tests and for tuning."""
+    """Uses the given Tiles for the named kernels (as for select_tiles): for tests and for
+    tuning.
+    """
     before = dict(_OVERRIDES)
     _OVERRIDES.update(tiles)
     try:
@@ -224,18 +230,18 @@ def override_tiles(**tiles):
 
 
 def overrides():
-    """The overridden tiles as a hashable value, part of the key that launches are cached under."""
+    """Returns the overridden tiles as a hashable value, which is part of the launch key."""
     return tuple(sorted(_OVERRIDES.items())) if _OVERRIDES else ()
 
 
 def select_tiles(
     kernel, *, arch, itemsize, head_width, is_causal=True, tma=False, is_bounded=False
 ):
-    """The Tiles of `kernel` on compute capability `arch` (90 for sm_90; 0: interpreter).
+    """Returns the Tiles of `kernel` on compute capability `arch` (90 is sm_90, 0 the interpreter).
 
-    Kernels are forward, dq and dkdv; of bf16x3.py, dq_bf16x3 and dkdv_bf16x3. `tma` says
-    that the copy engine can read the tensors, `is_bounded` that there is a window or sequences are
-    packed.
+    The kernels are forward, dq and dkdv, and in bf16x3.py dq_bf16x3 and dkdv_bf16x3. `tma` means
+    that the copy engine can read the tensors, `is_bounded` that there is a window or packed
+    sequences.
     """
     if kernel in _OVERRIDES:
         tiles = _OVERRIDES[kernel]
@@ -250,7 +256,7 @@ def select_tiles(
         table = _SM90_TMA if arch == 90 and tma else _BY_POINTER
     width = block_width(head_width)
     if is_bounded and table is _BY_POINTER and kernel == "dkdv":
-        width = max(width, 128)  # with two masked loops the wide tiles spill 880 words on sm_80
+        width = max(width, 128)  # with two masked loops, the larger tiles spill 880 words on sm_80
     if table is _SM90_TMA and not is_causal and (kernel, width) in _SM90_FULL:
         return _SM90_FULL[kernel, width]
     return table[kernel][width]
@@ -260,14 +266,14 @@ def _by_width(d16, d32, d64, d128, d256):
     return {16: d16, 32: d32, 64: d64, 128: d128, 256: d256}
 
 
-def _six(block_q, block_k, num_warps, num_stages, programs_per_sm=1, tile_us=0.0):
+def _bf16x6(block_q, block_k, num_warps, num_stages, programs_per_sm=1, tile_us=0.0):
     return Tiles(block_q, block_k, num_warps, num_stages, False, programs_per_sm, tile_us, "bf16x6")
 
 
-# Each line: head widths 16, 32, 64, 128, 256. Every entry was compiled ahead of time for the
-# architectures it serves: no register spills but where a comment says so, and shared memory within
-# the limit. `_BY_POINTER` keeps to the 99 KiB of the smallest of these chips, and serves sm_90 too
-# where the copy engine cannot read or is not worth its set-up.
+# Each line has head widths 16, 32, 64, 128, 256. Every entry was compiled ahead of time for its
+# architectures: it fits in shared memory and spills no registers unless a comment says so.
+# `_BY_POINTER` fits in the 99 KiB of the smallest of these chips. sm_90 uses it too if the copy
+# engine cannot read the tensors or is not worth its set-up.
 
 _BY_POINTER = {
     "forward": _by_width(
@@ -284,11 +290,11 @@ _BY_POINTER = {
     ),
 }  # fmt: skip
 
-# Widths 64 and 128 are the fastest of 7 to 14 measured on an H100 on 2026-11-21, 16384 tokens (2 x
-# 8192), causal; 16, 32 and 256 are guesses from them. A tile's time is that measurement less a
-# program's, over the inner tiles; at 16 and 32 it is what makes the model above give one head of T
-# 32768 on an H200 (0.276 and 0.294 ms forward, 0.616 and 0.662 backward, of which dq has the share
-# that it has at 64).
+# Widths 64 and 128 are the fastest of 7 to 14 candidates measured on an H100 on 2026-11-21 (16384
+# tokens as 2 x 8192, causal); 16, 32 and 256 are extrapolated. `tile_us` is that measurement minus
+# the programs' overhead, divided by the number of inner tiles. At 16 and 32 it is fitted so that
+# the model above predicts the measured time of one head of length 32768 on an H200 (forward 0.276
+# and 0.294 ms, backward 0.616 and 0.662 ms, assuming that dq takes the same share of it as at 64).
 _SM90_TMA = {
     "forward": _by_width(
         Tiles(64, 64, 4, 3, True, 4, 0.256), Tiles(64, 64, 4, 3, True, 4, 0.272), Tiles(64, 64, 4, 3, True, 3, 0.304),
@@ -305,8 +311,9 @@ _SM90_TMA = {
     ),
 }  # fmt: skip
 
-# Where another tile was the fastest without a mask: by 4 % (forward) and by 19 % (dq). dkdv's
-# causal tile at 64 was not measured there; this one was the fastest of those that were.
+# Kernels for which another tile is the fastest without a causal mask: by 4 % (forward) and 19 %
+# (dq). For dkdv at 64, this is the fastest tile that was measured; the causal one was not measured
+# here.
 _SM90_FULL = {
     ("forward", 64): Tiles(128, 64, 8, 3, False, 2, 0.583),
     ("forward", 128): Tiles(128, 64, 8, 3, False, 1, 1.041),
@@ -314,9 +321,8 @@ _SM90_FULL = {
     ("dkdv", 64): Tiles(128, 64, 4, 2, True, 2, 1.094),
 }
 
-# float32 as three tf32 products holds two halves of every operand, which is why tiles are small.
-# Widths 128 and 256 spill on sm_80 where the tile cannot shrink further; they are there to be
-# right, not fast.
+# float32 as three tf32 products keeps two halves of every operand, so tiles are small. Widths 128
+# and 256 spill on sm_80, where the tile cannot shrink further: they are correct but slow.
 _FP32 = {
     "forward": _by_width(
         Tiles(64, 64, 4, 2, programs_per_sm=2), Tiles(64, 32, 4, 2, programs_per_sm=2), Tiles(64, 32, 8, 1),
@@ -332,29 +338,33 @@ _FP32 = {
     ),
 }  # fmt: skip
 
-# As six bf16 products, whose operands' parts fit where halves in tf32 do not. The fastest of 8
-# measured on an H200 on 2026-11-21, 8 heads, T 4096, without a mask; 16 and 32 by analogy, compiled
-# without spills; at 64 and 128 most spill, and win nonetheless. A tile's time is what makes the
-# model above give that measurement. dq and dkdv were measured as a whole backward with one of the
-# two changed: what the other takes of it is by the times that these tiles replace.
+# float32 as six bf16 products, whose parts fit in larger tiles than halves in tf32. These are the
+# fastest of 8 candidates measured on an H200 on 2026-11-21 (8 heads, T 4096, no mask); 16 and 32
+# are by analogy and compile without spills. At 64 and 128 most candidates spill and are the fastest
+# nonetheless. `tile_us` is fitted so that the model above predicts the measurement. dq and dkdv
+# were measured in a whole backward in which one of them changed; the other's share was taken from
+# the tiles that these replace.
 _SM90_FP32 = {
     "forward": _by_width(
-        _six(128, 64, 8, 1, 2), _six(128, 64, 8, 1), _six(128, 64, 8, 1, 1, 4.676), _six(64, 64, 4, 1, 2, 4.202),
+        _bf16x6(128, 64, 8, 1, 2), _bf16x6(128, 64, 8, 1),
+        _bf16x6(128, 64, 8, 1, 1, 4.676), _bf16x6(64, 64, 4, 1, 2, 4.202),
         Tiles(16, 16, 4, 1),
     ),
     "dq": _by_width(
-        _six(64, 64, 4, 1, 2), _six(64, 64, 4, 1, 2), _six(64, 64, 4, 1, 2, 3.191), _six(128, 32, 8, 1, 1, 7.177),
+        _bf16x6(64, 64, 4, 1, 2), _bf16x6(64, 64, 4, 1, 2),
+        _bf16x6(64, 64, 4, 1, 2, 3.191), _bf16x6(128, 32, 8, 1, 1, 7.177),
         Tiles(16, 16, 4, 1),
     ),
     "dkdv": _by_width(
-        _six(64, 128, 8, 1), _six(64, 128, 8, 1), _six(64, 128, 8, 1, 1, 7.898), _six(16, 64, 4, 1, 2, 3.806),
+        _bf16x6(64, 128, 8, 1), _bf16x6(64, 128, 8, 1),
+        _bf16x6(64, 128, 8, 1, 1, 7.898), _bf16x6(16, 64, 4, 1, 2, 3.806),
         Tiles(16, 16, 4, 1),
     ),
 }  # fmt: skip
 
 
-# Operands in bf16 parts (bf16x3.py), by head width: those that the compiler spills nothing of. Not
-# timed beside others.
+# For operands split into bf16 parts (bf16x3.py), by head width. These compile without spills; other
+# tiles were not timed.
 _SM90_BF16X3 = {
     "dq_bf16x3": {64: Tiles(128, 64, 8, 2, True), 128: Tiles(64, 32, 4, 2, True)},
     "dkdv_bf16x3": {64: Tiles(32, 64, 4, 2, True, 2), 128: Tiles(32, 64, 4, 2, True)},

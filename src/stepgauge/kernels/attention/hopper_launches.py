@@ -1,4 +1,6 @@
-"""Launches of attention's kernels in Gluon: where they are taken, and which program has which tiles."""
+"""Launches of attention's Gluon kernels: when they are used, and which tiles each program
+computes.
+"""
 
 import itertools
 import math
@@ -15,16 +17,17 @@ from .hopper_dkdv import DKDV_STAGES, dkdv_kernel
 from .hopper_dq import BLOCK, DQ_STAGES, dq_kernel
 from .hopper_forward import BLOCK_N, NUM_STAGES, forward_kernel
 from .hopper_ops import REGISTERS, ROWS, TILE_ROWS
-from .launching import PlannedLaunch, kept_on
+from .launching import PlannedLaunch, permanent_copy
 
 OPT_OUT = "STEPGAUGE_GLUON"
 DTYPES = (torch.bfloat16, torch.float16)
-# Gluon is experimental: it is taken where this kernel was compiled. It has run with 3.6.
-IS_KNOWN = triton.__version__.startswith(("3.6.", "3.8."))
+# Gluon is experimental, so it is used only with versions of Triton that these kernels compile with.
+# They have run with 3.6.
+IS_TRITON_SUPPORTED = triton.__version__.startswith(("3.6.", "3.8."))
 
 
 def takes_forward(key):
-    """Whether the forward is the one written here."""
+    """True if the forward runs in the Gluon kernel."""
     views = (key.q, key.k, key.v, key.o)
     return tile_width(key) in NUM_STAGES and can_run(key, *views) and fills_chip(key, key.q)
 
@@ -34,11 +37,11 @@ def tile_width(key):
 
 
 def can_run(key, *views):
-    """Whether the chip, the type and the views are those that kernels in Gluon run on, and nobody
-    chose otherwise.
+    """True if the Gluon kernels support the chip, the type and the views, and neither the user nor
+    an override turned them off.
     """
     return (
-        IS_KNOWN
+        IS_TRITON_SUPPORTED
         and os.environ.get(OPT_OUT) != "0"
         and key.chip.arch == 90
         and key.dtype in DTYPES
@@ -50,14 +53,14 @@ def can_run(key, *views):
 
 
 def fills_chip(key, owned):
-    """Whether there is a tile for each multiprocessor: with fewer, portable tiles, half as long,
-    busy more of it.
+    """True if there is a tile for each multiprocessor. With fewer, the portable kernels' tiles,
+    half as long, keep more of the chip busy.
     """
     return math.prod(owned.shape[:2]) * _tiles_of_head(owned) >= key.chip.num_sms
 
 
 def forward_launch(key):
-    """The launch on q, k, v, o and lse."""
+    """Returns the launch; its tensors are q, k, v, o and lse."""
     steps = [triton.cdiv(keys, BLOCK_N.value) for keys in _keys_seen(key)]
     return launch_of(
         forward_kernel, key, owned=key.q, schedule=schedule_of(key, key.q, steps, loop_length=key.k.shape[2]),
@@ -67,14 +70,14 @@ def forward_launch(key):
 
 
 def _keys_seen(key):
-    """How many keys each tile of queries sees."""
+    """Returns how many keys each tile of queries sees."""
     ends = range(TILE_ROWS.value, (_tiles_of_head(key.q) + 1) * TILE_ROWS.value, TILE_ROWS.value)
     return [min(key.k.shape[2], end) if key.is_causal else key.k.shape[2] for end in ends]
 
 
 class TileSchedule(NamedTuple):
-    """Persistent programs, one a multiprocessor, and what the kernel reads of which tiles each of
-    them has.
+    """The number of persistent programs (one per multiprocessor), and a tensor from which the
+    kernel reads each program's tiles.
     """
 
     programs: int
@@ -82,39 +85,45 @@ class TileSchedule(NamedTuple):
 
 
 def schedule_of(key, owned, steps, *, loop_length):
-    """steps: of each tile of a head of `owned`, which loops over `loop_length` rows at most."""
+    """Returns the schedule of the tiles of `owned`. `steps` has the number of steps in the loop of
+    each tile of a head, and `loop_length` is the most rows that a loop covers.
+    """
     heads = math.prod(owned.shape[:2])
     programs = min(heads * len(steps), key.chip.num_sms)
     section = key.section(loop_length, num_heads=heads, num_tiles=len(steps))
     return TileSchedule(programs, _schedule(key.device, programs, heads, section, tuple(steps)))
 
 
-_kept: dict[tuple, torch.Tensor] = {}  # for good: launches keep the address
+_schedules: dict[tuple, torch.Tensor] = {}  # never cleared, because launches keep the address
 
 
-def _schedule(*given):
-    """The one list of given numbers, whichever thread makes it first."""
-    return _kept[given] if given in _kept else _kept.setdefault(given, _make_schedule(*given))
+def _schedule(*args):
+    """Returns the cached schedule; if several threads make it, they all get the same one."""
+    return (
+        _schedules[args]
+        if args in _schedules
+        else _schedules.setdefault(args, _make_schedule(*args))
+    )
 
 
 def _make_schedule(device, programs, heads, section, steps):
-    """Where each program's tiles begin, where the last one's end, then all tiles and one number
-    that is read ahead.
+    """Returns one int32 tensor: the index at which each program's tiles begin, the end of the last
+    program's tiles, all tile numbers, and a padding number, because kernels read one tile ahead.
     """
-    dealt = heuristics.schedule_tiles(
+    tiles = heuristics.schedule_tiles(
         steps, num_heads=heads, section=section, num_programs=programs
     )
-    begins = itertools.accumulate(map(len, dealt), initial=programs + 1)
-    schedule = torch.tensor([*begins, *itertools.chain(*dealt), 0], dtype=torch.int32, device="cpu")
-    return schedule if device is None else kept_on(device, schedule)
+    begins = itertools.accumulate(map(len, tiles), initial=programs + 1)
+    schedule = torch.tensor([*begins, *itertools.chain(*tiles), 0], dtype=torch.int32, device="cpu")
+    return schedule if device is None else permanent_copy(device, schedule)
 
 
 def launch_of(kernel, key, *, owned, boxes, scalars, constants, schedule=None, strides=()):
-    """The launch of a kernel whose programs own tiles of `owned`: those of a schedule, or else one
-    each.
+    """Returns the launch of a kernel whose programs own the tiles of `owned` that a schedule gives
+    them, or one tile each without a schedule.
 
-    boxes: (position, view, rows of the box). The kernel's numbers are `strides`, what is counted
-    here, and `scalars`.
+    `boxes` has (position, view, rows of the box). The kernel's numeric arguments are `strides`, the
+    counts from the key, and `scalars`.
     """
     batch, num_heads = owned.shape[:2]
     num_tiles = _tiles_of_head(owned)
@@ -156,7 +165,7 @@ def _takes(key, owned, widths, *outs):
 
 
 def dq_launch(key, dq):
-    """The launch on q, k, v, do, o, lse, delta and dq."""
+    """Returns the launch; its tensors are q, k, v, do, o, lse, delta and dq."""
     heads = math.prod(key.q.shape[:2])
     section = key.section(
         key.k.shape[2], num_heads=heads, num_tiles=triton.cdiv(key.q.shape[2], TILE_ROWS.value)
@@ -170,7 +179,7 @@ def dq_launch(key, dq):
 
 
 def dkdv_launch(key, dk, dv):
-    """The launch on q, k, v, do, lse, delta, dk and dv."""
+    """Returns the launch; its tensors are q, k, v, do, lse, delta, dk and dv."""
     steps = [tiles * key.group for tiles in _query_tiles_seen(key)]
     return launch_of(
         dkdv_kernel, key, owned=key.k, schedule=schedule_of(key, key.k, steps, loop_length=key.q.shape[2] * key.group),
@@ -181,8 +190,8 @@ def dkdv_launch(key, dk, dv):
 
 
 def _query_tiles_seen(key):
-    """How many tiles of queries each tile of keys is seen by, at least one: `_place_keys` on the
-    host.
+    """Returns how many tiles of queries see each tile of keys, at least 1, like `_place_keys` in
+    the kernel.
     """
     stop = triton.cdiv(key.q.shape[2], BLOCK.value)
     begins = range(0, key.k.shape[2], TILE_ROWS.value)

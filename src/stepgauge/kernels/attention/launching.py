@@ -1,5 +1,5 @@
-"""How attention's kernels are launched: the device, the key (all that a launch depends on), and
-the launch itself.
+"""How attention's kernels are launched: the device, the key that launches are cached under, and the
+launch itself.
 """
 
 import functools
@@ -21,7 +21,7 @@ except ImportError:  # pragma: no cover - a Triton without host descriptors: pla
 
 
 class Device(NamedTuple):
-    """What the choices depend on. `arch` 0 stands for the interpreter."""
+    """The GPU's properties that tile sizes and splits depend on. `arch` 0 is the interpreter."""
 
     arch: int
     num_sms: int
@@ -41,13 +41,14 @@ def device_of(index):
 
 
 class PlannedLaunch:
-    """One kernel with everything but the tensors' addresses fixed.
+    """A kernel launch in which everything but the tensors' addresses is fixed.
 
-    The first call goes through Triton's own launcher, which compiles. That launcher spends 20 us
-    and more of host time a call on types, alignments and copy descriptors that the plan's key fixes
-    already, so later calls hand the driver addresses. `boxes`: for each argument that the kernel
-    reads by descriptor, its position, view and box. `describe` makes the descriptor that Triton's
-    own launcher takes of (tensor, shape, strides, box).
+    The first call goes through Triton's launcher, which compiles. That launcher spends 20 us or
+    more of host time per call on types, alignments and copy descriptors that the launch key already
+    fixes, so later calls pass addresses straight to the driver.
+
+    `boxes` has the position, view and box of each argument that the kernel reads by descriptor.
+    `describe` makes a descriptor for Triton's launcher from (tensor, shape, strides, box).
     """
 
     def __init__(
@@ -79,26 +80,26 @@ class PlannedLaunch:
         self.launch = None
 
     def __call__(self, stream, *tensors):
-        # a profiler that hooks launches sees them in Triton's launcher only
+        # Hooks of a profiler run only in Triton's own launcher.
         if self.launch is None or hooks_present():
-            self._by_triton(tensors)
+            self._launch_by_triton(tensors)
             return
-        given = [x.data_ptr() for x in tensors]
+        args = [x.data_ptr() for x in tensors]
         for position, shape, strides, box in self.described:
-            given[position] = Descriptor(Address(given[position]), shape, strides, box)
-        self.launch(self.grid, stream, (*given, *self.tail))
+            args[position] = Descriptor(Address(args[position]), shape, strides, box)
+        self.launch(self.grid, stream, (*args, *self.tail))
 
-    def _by_triton(self, tensors):
-        given = list(tensors)
+    def _launch_by_triton(self, tensors):
+        args = list(tensors)
         for position, shape, strides, box in self.described:
-            given[position] = self.describe(tensors[position], shape, strides, box)
-        compiled = self.kernel[self.grid](*given, *self.scalars, **self.constants, **self.options)
+            args[position] = self.describe(tensors[position], shape, strides, box)
+        compiled = self.kernel[self.grid](*args, *self.scalars, **self.constants, **self.options)
         if self.launch is None and hasattr(compiled, "packed_metadata"):  # not in the interpreter
             self.launch = launcher_of(compiled)
 
 
 class View(NamedTuple):
-    """The part of a 4-dimensional tensor's description that launches depend on. `offset`: address
+    """The properties of a 4-dimensional tensor that launches depend on. `offset` is its address
     modulo 16.
     """
 
@@ -115,7 +116,9 @@ class View(NamedTuple):
         return self.stride[:3]
 
     def tma_reads(self, itemsize):
-        """Whether the copy engine can read it: base and strides in 16-byte steps, none of them 0."""
+        """True if the copy engine (TMA) can read the tensor: its address and strides are multiples
+        of 16 bytes, and no stride is 0.
+        """
         strides = [
             stride
             for stride, length in zip(self.stride[:3], self.shape[:3], strict=True)
@@ -128,30 +131,31 @@ class View(NamedTuple):
 
 def tma_shape(view):
     shape = list(view.shape)
-    # A dimension of length 1 may carry any stride, one that the copy engine refuses too: give it
-    # one that it takes.
+    # A dimension of length 1 may have any stride, also one that the copy engine does not accept.
+    # Replace it by one that it does.
     strides = [s if n > 1 else 16 * shape[-1] for s, n in zip(view.stride, shape, strict=True)]
     strides[-1] = 1
     return shape, strides
 
 
 def boxes_of(tiles, width, *views):
-    """(position, view, box) of leading arguments of a kernel; a view comes with the tile edge that
-    it is read by.
+    """Returns (position, view, box) for a kernel's leading arguments, if it reads them by TMA.
+
+    `views` has pairs of a view and the number of rows in its tiles.
     """
     if not tiles.use_tma:
         return ()
     return tuple((i, view, [1, 1, rows, width]) for i, (view, rows) in enumerate(views))
 
 
-def rows_last(x):
-    """x with the head width contiguous, as every kernel here reads it."""
+def with_contiguous_rows(x):
+    """Returns x, copied if its head width is not contiguous, as every kernel here needs it."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def matmul_precision(dtype):
-    """Triton's name for how float32 products are made: true float32 unless torch allows tf32 for
-    its own.
+    """Returns Triton's name for the precision of products: "tf32" if torch allows it for float32
+    matrix products, "ieee" otherwise.
     """
     if dtype != torch.float32:
         return "ieee"
@@ -162,7 +166,7 @@ def matmul_precision(dtype):
 
 
 class LaunchKey(NamedTuple):
-    """Everything that a forward's or backward's launches depend on: the key they are cached under."""
+    """Everything that the launches of a forward or backward depend on, and so their cache key."""
 
     device: int | None
     dtype: torch.dtype
@@ -178,11 +182,11 @@ class LaunchKey(NamedTuple):
     do: View | None = None
     window: int = 0
     is_packed: bool = False
-    libraries: tuple = ()  # that may take what the table gives them
+    libraries: tuple = ()  # names of the libraries that may run the launch
 
     @property
     def is_bounded(self):
-        """Whether a query sees some of the keys only, beside the causal mask."""
+        """True if a window or packed sequences limit the keys that a query sees."""
         return self.window > 0 or self.is_packed
 
     @property
@@ -212,7 +216,7 @@ class LaunchKey(NamedTuple):
         )
 
     def products(self, tiles):
-        """The `input_precision` of the kernels' products."""
+        """Returns the `input_precision` of the kernels' products."""
         return (
             tiles.fp32_products
             if self.dtype == torch.float32 and self.precision == "ieee"
@@ -220,7 +224,7 @@ class LaunchKey(NamedTuple):
         )
 
     def split(self, kernel, tiles):
-        """(number of splits, rows in each) of a kernel's loop."""
+        """Returns the number of splits of a kernel's loop, and the rows in each."""
         over_queries = kernel == "dkdv"
         num_queries, num_keys = self.q.shape[2], self.k.shape[2]
         length = num_queries if over_queries else num_keys
@@ -241,16 +245,16 @@ class LaunchKey(NamedTuple):
         return triton.cdiv(length, chunk), chunk
 
     def section(self, loop_length, *, num_heads, num_tiles, per_sm=1):
-        """How many of `num_heads` run side by side, each in `num_tiles` tiles, `per_sm` of these on
-        a multiprocessor.
+        """Returns how many of `num_heads` heads run concurrently.
 
-        Two tensors of `loop_length` rows are read over and over for each.
+        A head has `num_tiles` tiles, of which `per_sm` fit on a multiprocessor. Each tile's loop
+        reads two tensors of `loop_length` rows, which should stay in L2.
         """
         return heuristics.heads_per_section(
             head_bytes=2 * loop_length * self.q.shape[3] * self.dtype.itemsize,
             l2_bytes=self.chip.l2_bytes,
             num_heads=num_heads,
-            least=heuristics.heads_beside_longest(num_tiles, per_sm * self.chip.num_sms)
+            least=heuristics.min_heads_per_section(num_tiles, per_sm * self.chip.num_sms)
             if self.is_causal
             else 1,
         )
@@ -272,22 +276,23 @@ def _stream_for_copies(device):
     return torch.cuda.Stream(device)
 
 
-def kept_on(device, values):
-    """A copy on the GPU that may be kept for good, ready when this returns.
+def permanent_copy(device, values):
+    """Copies a CPU tensor to the GPU, where it may be kept for the life of the process. The copy is
+    complete when this returns.
 
-    Made by a thread with a stream of its own: under torch.compile's CUDA graphs what the calling
-    thread allocates is the graph's, which takes it back.
+    A separate thread with its own stream makes the copy: under torch.compile's CUDA graphs, memory
+    that the calling thread allocates belongs to the graph and is reused by it.
     """
 
-    def make():
+    def copy():
         stream = _stream_for_copies(device)
         with torch.cuda.device(device), torch.cuda.stream(stream):
-            made = values.pin_memory().to(torch.device("cuda", device), non_blocking=True)
+            copied = values.pin_memory().to(torch.device("cuda", device), non_blocking=True)
             stream.synchronize()
-        return made
+        return copied
 
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(make).result()
+        return thread.submit(copy).result()
 
 
 def stream_of(x):
@@ -295,7 +300,7 @@ def stream_of(x):
 
 
 def on_device(function):
-    """Triton launches on the current device: make it the tensors' own."""
+    """Makes the tensors' device current during the call, because Triton launches on that device."""
 
     @functools.wraps(function)
     def wrapper(x, *args, **kwargs):

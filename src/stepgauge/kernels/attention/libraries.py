@@ -1,14 +1,14 @@
-"""Attention by a library, for the shapes where one was measured faster than the kernels here.
+"""Runs attention in a library for the shapes where one was measured faster than the kernels here.
 
-The table says which pass of which shapes, and by whom; of those that the process has, the first row
-that fits runs. A library's call stands in the place of a launch, below autograd: what is
-differentiated, compiled, cast and refused does not depend on who computes, and a forward of one
-hands its log-sum-exp (natural, fp32) to the backward of another.
+TABLE lists the passes and shapes of each library; the first matching row whose library is available
+runs. A library replaces a kernel launch, below autograd. Differentiation, compilation, autocast and
+argument checks are therefore the same for every library, and the log-sum-exp (natural, fp32) of one
+library's forward serves another's backward.
 
-Libraries add dq up in any order: `torch.use_deterministic_algorithms(True)` leaves every shape to the
-kernels here. Each has an environment variable that leaves it out.
+The libraries sum dq in no fixed order, so none is used under
+`torch.use_deterministic_algorithms(True)`. An environment variable turns each of them off.
 
-docs/log/2026-11-23-attention.md has the figures and what was weighed.
+docs/log/2026-11-23-attention.md has the measurements and the reasons.
 """
 
 import collections
@@ -19,15 +19,20 @@ import torch
 from . import by_torch, cudnn, flash_attention_4
 
 ARCH, DTYPES = 90, (torch.bfloat16, torch.float16)
-# By the name that rows use. A library has TITLE, is_allowed(), refusal(passes, key, *tensors): why
-# it does not take a launch, asked once a launch; forward(key, cu_seqlens, q, k, v) and backward(key,
-# cu_seqlens, q, k, v, do, o, lse), None where it finds out later that it does not; backward_bytes(q, k).
+# By the name used in TABLE. Each module has TITLE, is_allowed() and
+#   refusal(passes, key, cu_seqlens, *tensors): why it cannot run the launch, or None;
+#   forward(key, cu_seqlens, q, k, v), backward(key, cu_seqlens, q, k, v, do, o, lse): the results, or
+#   None if only the attempt shows that the launch is not supported;
+#   backward_bytes(q, k).
 LIBRARIES = {"fa4": flash_attention_4, "cudnn": cudnn}
 TITLES = {name: module.TITLE for name, module in {**LIBRARIES, "torch": by_torch}.items()}
 
 
 class Measured(NamedTuple):
-    """Milliseconds of one pass of batch x heads x length, bf16, causal, in one process."""
+    """Milliseconds of one causal bf16 pass, ours and the library's in the same process.
+
+    `shape` is (batch, heads, length).
+    """
 
     gpu: str
     shape: tuple[int, int, int]
@@ -36,29 +41,32 @@ class Measured(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A pass that a library runs: of heads `narrowest` to `widest`, of at least `least_length`
-    queries and keys, and `least_queries` in all heads and sequences. `seen` is what a query sees
-    beside the causal mask: "all" keys, those of a "window", or those of its "packed" sequence (with
-    a window or without). No row of TABLE has a window or packed sequences, which no library was
-    faster at; tests and benchmarks have such rows.
+    """A pass ("forward" or "backward") that a library runs, for head widths `min_width` to
+    `max_width`, at least `min_length` queries and keys, and at least `min_queries` queries over all
+    heads and sequences.
+
+    `seen` says what limits the keys of a query in addition to the causal mask: "all" (nothing), a
+    "window", or "packed" sequences (with or without a window). No row of TABLE has a window or
+    packed sequences, because no library was faster there; tests and benchmarks use such rows.
     """
 
     library: str
     passes: str
-    narrowest: int
-    widest: int
-    least_length: int
-    least_queries: int
+    min_width: int
+    max_width: int
+    min_length: int
+    min_queries: int
     measured: tuple[Measured, ...]
     seen: str = "all"
 
 
-# Everything else is faster here or was not measured. FlashAttention-4's rows are of 0.5 ms and more,
-# for a pass of it takes the host about 0.4 ms (20 heads of 3001 x 96: 0.36 ms here, 0.77 by it, of
-# which the GPU works 0.31), but where a backward of 1 ms hides it. With few heads a loop of ours is
-# split over the chip: one head of 16,384 is faster here (0.225 ms, cuDNN 0.393), one of 32,768 is
-# not. Records in benchmarks/results: 2026-11-23-h100-attention-libraries and -second of
-# FlashAttention-4, 2026-11-22-h200-handed-over and 2026-11-21-h200-kernels-second of cuDNN.
+# Everything else is faster here or was not measured. FlashAttention-4 costs the host about 0.4 ms
+# per pass (20 heads of 3001 x 96 take 0.36 ms here and 0.77 ms there, of which the GPU works 0.31
+# ms), so its rows have passes of 0.5 ms or more, or a backward of 1 ms that hides the host. With
+# few heads, the kernels here split the loop over the chip: they are faster at one head of 16,384
+# (0.225 ms, cuDNN 0.393 ms) but not at one of 32,768. Records in benchmarks/results: for
+# FlashAttention-4 2026-11-23-h100-attention-libraries and -second, for cuDNN
+# 2026-11-22-h200-handed-over and 2026-11-21-h200-kernels-second.
 TABLE = (
     Row("fa4", "forward", 64, 64, 8192, 262_144, (Measured("H100", (1, 16, 16384), 1.207, 0.998),)),
     Row("fa4", "forward", 256, 256, 4096, 65_536, (Measured("H100", (2, 8, 4096), 0.404, 0.207),)),
@@ -104,87 +112,93 @@ TABLE = (
 
 
 def allowed():
-    """The names of the libraries that the process has and lets take what the table gives them."""
+    """Returns the names of the libraries that are available and not turned off."""
     if torch.are_deterministic_algorithms_enabled():
         return ()
     return tuple(name for name, library in LIBRARIES.items() if library.is_allowed())
 
 
 def rows_of(passes, key):
-    """The table's rows for the launch, the fastest first."""
+    """Returns the rows of TABLE that match the launch, in the order to try them."""
     if key.chip.arch != ARCH or key.overrides or key.num_splits or not key.libraries:
         return []
-    seen = _seen(key.window, key.is_packed)
-    rows = rows_for(passes, key.dtype, key.q.shape, key.k.shape[2], key.is_causal, seen)
-    return [row for row in rows if row.library in key.libraries]
+    shapes = key.q.shape, key.k.shape[2]
+    return _matching_rows(
+        passes, key.dtype, *shapes, key.is_causal, key.window, key.is_packed, key.libraries
+    )
 
 
-def _seen(window, is_packed):
-    return "packed" if is_packed else "window" if window else "all"
-
-
-def rows_for(passes, dtype, shape, num_keys, is_causal, seen="all"):
-    """The table's rows for queries of that shape."""
+def _matching_rows(passes, dtype, shape, num_keys, is_causal, window, is_packed, names):
     batch, heads, length, width = shape
-    # where lengths differ, causal masks have two corners to start from
+    # if lengths differ, the libraries align the causal mask to another corner
     if dtype not in DTYPES or (is_causal and num_keys != length):
         return []
+    seen = "packed" if is_packed else "window" if window else "all"
     return [
         row
         for row in TABLE
-        if (row.passes, row.seen) == (passes, seen)
-        and row.narrowest <= width <= row.widest
-        and min(length, num_keys) >= row.least_length
-        and batch * heads * length >= row.least_queries
+        if row.library in names
+        and (row.passes, row.seen) == (passes, seen)
+        and row.min_width <= width <= row.max_width
+        and min(length, num_keys) >= row.min_length
+        and batch * heads * length >= row.min_queries
     ]
 
 
 def backward_bytes(arguments):
-    """What the library that runs the backward takes beside its results, of the operator's arguments
-    on Hopper.
+    """Returns the temporary bytes of the library that would run this backward on Hopper, 0 if none
+    would. `arguments` are those of the operator.
     """
-    _, q, k, _, _, _, is_causal, *_ = arguments
-    window, cu_seqlens = [*arguments[8:], *(0, None)[len(arguments) - 8 :]]
-    seen, present = _seen(window, cu_seqlens is not None), allowed()
-    rows = rows_for("backward", q.dtype, q.shape, k.shape[2], is_causal, seen)
-    taken = [LIBRARIES[row.library] for row in rows if row.library in present]
-    return taken[0].backward_bytes(q, k) if taken else 0
+    _, q, k, _, _, _, is_causal, _, *bounds = arguments
+    window, cu_seqlens = [*bounds, *(0, None)[len(bounds) :]]  # fills in the operator's defaults
+    rows = _matching_rows(
+        "backward",
+        q.dtype,
+        q.shape,
+        k.shape[2],
+        is_causal,
+        window,
+        cu_seqlens is not None,
+        allowed(),
+    )
+    return LIBRARIES[rows[0].library].backward_bytes(q, k) if rows else 0
 
 
 calls: collections.Counter[tuple[str, str]] = collections.Counter()  # by pass and library
-_refusals: dict[tuple, str | None] = {}  # by launch, why it is not taken; None: it is
-_MOST_KEPT = 4096  # launches; then it is asked again
+# By (library, pass, key): why the library does not run it, or None if it does.
+_refusals: dict[tuple, str | None] = {}
+_MAX_REFUSALS = 4096  # then the dictionary is cleared
 
 
 def titles_by_pass():
-    """Of each pass that libraries ran since `calls` was cleared, their titles."""
+    """Returns the titles of the libraries that ran each pass since `calls` was cleared."""
     passes = sorted({passes for passes, _ in calls}, reverse=True)
     titles = {each: [TITLES[name] for ran, name in calls if ran == each] for each in passes}
     return {each: " and ".join(of_pass) for each, of_pass in titles.items()}
 
 
 def forward(key, q, k, v, cu_seqlens=None):
-    """(o, log-sum-exp) by a library, or None where the kernels here run."""
-    return _tried("forward", key, cu_seqlens, q, k, v)
+    """Returns (o, log-sum-exp) from a library, or None if none runs this launch."""
+    return _run_in_library("forward", key, cu_seqlens, q, k, v)
 
 
 def backward(key, do, q, k, v, o, lse, cu_seqlens=None):
-    """(dq, dk, dv) by a library, or None where the kernels here run."""
-    return _tried("backward", key, cu_seqlens, q, k, v, do, o, lse)
+    """Returns (dq, dk, dv) from a library, or None if none runs this launch."""
+    return _run_in_library("backward", key, cu_seqlens, q, k, v, do, o, lse)
 
 
-def _tried(passes, key, *given):
+def _run_in_library(passes, key, *args):
     for row in rows_of(passes, key):
         library, launch = LIBRARIES[row.library], (row.library, passes, key)
         if launch not in _refusals:
-            if len(_refusals) >= _MOST_KEPT:
+            if len(_refusals) >= _MAX_REFUSALS:
                 _refusals.clear()
-            _refusals[launch] = library.refusal(passes, key, *given)
+            _refusals[launch] = library.refusal(passes, key, *args)
         if _refusals[launch]:
             continue
-        outputs = getattr(library, passes)(key, *given)
+        outputs = getattr(library, passes)(key, *args)
         if outputs is not None:
             calls[passes, row.library] += 1
             return outputs
-        _refusals[launch] = "it has no plan for it"
+        _refusals[launch] = "the library has no plan for this shape"
     return None

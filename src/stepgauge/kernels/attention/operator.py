@@ -1,4 +1,4 @@
-"""The custom operators of attention: what compilers, fake tensors and FLOP counters see."""
+"""The custom operators of attention, for torch.compile, fake tensors and FLOP counters."""
 
 import functools
 
@@ -11,7 +11,7 @@ from .visible import num_pairs
 
 @functools.cache
 def kernels():
-    # Late, so that importing this package neither needs triton nor pays for its import.
+    # Imported here, so that importing the package neither needs triton nor pays for its import.
     from . import triton
 
     return triton
@@ -25,8 +25,8 @@ def backward(grad_o, q, k, v, o, lse, is_causal, scale, window=0, cu_seqlens=Non
     return kernels().backward(grad_o, q, k, v, o, lse, is_causal, scale, window, cu_seqlens)
 
 
-# What is returned depends on the order of an input's dimensions alone: Inductor need not copy views
-# into their strides.
+# The results depend only on the order of an input's dimensions, not on its exact strides, so
+# Inductor need not copy views.
 _DECLARED = {"mutates_args": (), "tags": (torch.Tag.needs_fixed_stride_order,)}
 _OPTIONS = "bool is_causal, float scale, int window=0, Tensor? cu_seqlens=None"
 _forward_op = torch.library.custom_op(
@@ -49,7 +49,7 @@ def _setup(ctx, inputs, output):
     o, lse = output
     ctx.save_for_backward(q, k, v, o, lse, *(() if cu_seqlens is None else (cu_seqlens,)))
     ctx.mark_non_differentiable(lse)
-    ctx.set_materialize_grads(False)  # no zeros for lse
+    ctx.set_materialize_grads(False)  # otherwise autograd allocates zeros as the gradient of lse
 
 
 def _differentiate(ctx, grad_o, grad_lse):
@@ -82,9 +82,9 @@ def _like(x):
     return torch.empty_like(x if x.stride(-1) == 1 else x.contiguous())
 
 
-# Counted as torch counts its own attention, so that swapping one for the other leaves a model's
-# count alone: every score, also when causal, two products forward and five backward (the second of
-# the scores among them). Of a window and of packed sequences, the scores within.
+# FLOPs follow torch's formula for its own attention, so that both give a model the same count: all
+# scores even if causal, two matrix products forward and five backward (one recomputes the scores).
+# A window and packed sequences count only the scores within them.
 def _flops_of_scores(q, k, is_causal, scale, window=0, cu_seqlens=None):
     pairs = num_pairs(q.shape[2], k.shape[2], is_causal, window, cu_seqlens)
     return 2 * q.numel() // max(1, q.shape[2]) * pairs

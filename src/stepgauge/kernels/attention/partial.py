@@ -1,5 +1,5 @@
-"""Attention over some of the keys, from which attention over all of them can be put together: as
-ring attention does (parallel/context_parallel/ring_attention.py).
+"""Attention over some of the keys. Ring attention (parallel/context_parallel/ring_attention.py)
+combines such partial results into attention over all keys.
 
 Legend: B batch, H query heads, K key heads, T_q queries, T_k keys, D head width.
 """
@@ -11,8 +11,8 @@ from . import _check, _has_kernels, reference
 
 
 def partial_forward(q, k, v, is_causal, scale) -> tuple[Tensor, Tensor]:
-    """o (B, H, T_q, D) over these keys, and the log-sum-exp (B, H, T_q) of their scores: fp32, or
-    float64 of float64. Nothing is remembered for a backward.
+    """Returns o (B, H, T_q, D) over these keys and the log-sum-exp (B, H, T_q) of their scores,
+    which is float64 for float64 inputs and fp32 otherwise. Nothing is saved for backward.
 
     Shapes: q (B, H, T_q, D), k and v (B, K, T_k, D). Raises ValueError as `flash_attention` does.
     """
@@ -25,8 +25,9 @@ def partial_forward(q, k, v, is_causal, scale) -> tuple[Tensor, Tensor]:
 
 
 def partial_backward(grad_o, q, k, v, o, lse, is_causal, scale) -> tuple[Tensor, Tensor, Tensor]:
-    """The share of (dq, dk, dv) that comes from these keys, where o and lse are those of all keys:
-    p = exp(scale q kᵀ - lse) needs no more of the others.
+    """Returns what these keys contribute to dq, and their dk and dv. o and lse are those of
+    attention over all keys: with them, p = exp(scale q kᵀ - lse) needs nothing else from the other
+    keys.
     """
     if _has_kernels(q.device):
         run = torch.ops.stepgauge.flash_attention_backward

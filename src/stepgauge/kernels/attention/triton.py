@@ -1,7 +1,7 @@
-"""Attention's launches: which kernels a call runs, in which order, on which tensors.
+"""Runs attention's kernels: which ones a call launches, in which order, on which tensors.
 
-The kernels are in forward.py, backward.py and split.py (Triton), hopper_*.py
-(Gluon) and bf16x3.py; docs/log/2026-11-21-attention.md has the derivation, the floors and what was tried.
+The kernels are in forward.py, backward.py and split.py (Triton), hopper_*.py (Gluon) and bf16x3.py.
+docs/log/2026-11-21-attention.md has the derivation, the lower bounds and the experiments.
 """
 
 import functools
@@ -14,17 +14,26 @@ import triton
 from . import bf16x3, libraries
 from .backward import dkdv_kernel, dq_kernel
 from .forward import forward_kernel
-from .launching import PlannedLaunch, View, boxes_of, launch_key, on_device, rows_last, stream_of
+from .launching import (
+    PlannedLaunch,
+    View,
+    boxes_of,
+    launch_key,
+    on_device,
+    stream_of,
+    with_contiguous_rows,
+)
 from .split import combine_kernel, sum_parts_kernel
 from .visible import spans_of
 
 try:
     from . import hopper_launches as hopper
-except ImportError:  # pragma: no cover - a Triton without Gluon, or with another
+except ImportError:  # pragma: no cover - a Triton without Gluon, or with an incompatible one
     hopper = None
 
 
-# ---- forward, host side --------------------------------------------------------------------------------------------
+# ---- forward, host side
+# --------------------------------------------------------------------------------------------
 
 
 class _ForwardPlan(NamedTuple):
@@ -70,7 +79,9 @@ def _forward_launch(key, tiles, num_splits, chunk):
 
 
 def no_spans(key):
-    """What stands for `spans`, the last tensor of a kernel, where sequences are not packed."""
+    """Returns None as the argument for `spans`, a kernel's last tensor, unless sequences are
+    packed.
+    """
     return () if key.is_packed else (None,)
 
 
@@ -90,19 +101,20 @@ def _combine_launch(key, num_splits, chunk):
 
 
 def _part_sizes(key):
-    """Numbers of a part of o, and of one of lse."""
+    """Returns the number of elements in one part of o and in one part of lse."""
     num_rows = math.prod(key.q.shape[:3])
     return num_rows * key.q.shape[3], num_rows
 
 
 @on_device
 def forward(q, k, v, is_causal, scale, window=0, cu_seqlens=None, *, num_splits=None):
-    """o and the log-sum-exp of q (B, H, T_q, D) and k, v (B, K, T_k, D), H a multiple of K. lse is
-    fp32 (B, H, T_q).
+    """Returns o (B, H, T_q, D) and the fp32 log-sum-exp (B, H, T_q).
+
+    q is (B, H, T_q, D), k and v are (B, K, T_k, D), with H a multiple of K.
     """
-    q, k, v = rows_last(q), rows_last(k), rows_last(v)
-    seen = {"window": window, "is_packed": cu_seqlens is not None}
-    key = launch_key(q, k, v, is_causal, scale, num_splits, o=torch.empty_like(q), **seen)
+    q, k, v = (with_contiguous_rows(x) for x in (q, k, v))
+    bounds = {"window": window, "is_packed": cu_seqlens is not None}
+    key = launch_key(q, k, v, is_causal, scale, num_splits, o=torch.empty_like(q), **bounds)
     if (by_library := libraries.forward(key, q, k, v, cu_seqlens)) is not None:
         return by_library
     o = torch.empty_like(q)
@@ -115,7 +127,9 @@ def forward(q, k, v, is_causal, scale, window=0, cu_seqlens=None, *, num_splits=
 
 
 def _spans(cu_seqlens, q):
-    """What kernels read of packed sequences."""
+    """Returns the kernels' `spans` argument in a tuple, which is empty if sequences are not
+    packed.
+    """
     return () if cu_seqlens is None else (spans_of(cu_seqlens, q.shape[2]),)
 
 
@@ -131,11 +145,12 @@ def _run_forward(step, stream, q, k, v, o, lse, *spans):
     step.combine(stream, o_parts, lse_parts, o, lse)
 
 
-# ---- backward, host side -------------------------------------------------------------------------------------------
+# ---- backward, host side
+# -------------------------------------------------------------------------------------------
 
 
 class _BackwardPlan(NamedTuple):
-    """Of dq, or of dk and dv."""
+    """The launches that compute dq, or dk and dv."""
 
     num_splits: int
     mains: tuple[PlannedLaunch, ...]
@@ -144,7 +159,7 @@ class _BackwardPlan(NamedTuple):
 
     @property
     def main(self):
-        """The first, which is the only one but where dk and dv are made apart."""
+        """The first launch. There is a second one only if dk and dv have separate launches."""
         return self.mains[0]
 
 
@@ -154,7 +169,7 @@ def _part_steps(view):
 
 
 def _view_of(like, steps):
-    """A fresh tensor's view: of that shape, with rows that lie together."""
+    """Returns the view of a new tensor of that shape with contiguous rows."""
     return View(like.shape, (*steps, 1), 0)
 
 
@@ -263,15 +278,16 @@ def _dkdv_launch(key, tiles, num_splits, chunk, steps):
 
 @on_device
 def backward(do, q, k, v, o, lse, is_causal, scale, window=0, cu_seqlens=None, *, num_splits=None):
-    """(dq, dk, dv) of `forward`, each in its input's type and order of dimensions.
+    """Returns (dq, dk, dv) of `forward`, each in its input's type and order of dimensions.
 
-    Seven products in two kernels, and sums in a fixed order: the same bits every time.
+    Two kernels compute seven matrix products and sum in a fixed order: results are bitwise
+    reproducible.
     """
-    do, q, k, v, o = (rows_last(x) for x in (do, q, k, v, o))
+    do, q, k, v, o = (with_contiguous_rows(x) for x in (do, q, k, v, o))
     if q.numel() == 0:
         return torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    seen = {"window": window, "is_packed": cu_seqlens is not None}
-    key = launch_key(q, k, v, is_causal, scale, num_splits, o=o, do=do, **seen)
+    bounds = {"window": window, "is_packed": cu_seqlens is not None}
+    key = launch_key(q, k, v, is_causal, scale, num_splits, o=o, do=do, **bounds)
     if (by_library := libraries.backward(key, do, q, k, v, o, lse, cu_seqlens)) is not None:
         return by_library
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
