@@ -86,9 +86,8 @@ def _trace(phases: Phases, device: torch.device, folder: Path) -> None:
 def _record(
     spec: LayoutSpec, plan: RecomputePlan, times: dict[str, list[float]], device: torch.device
 ) -> Record:
-    flops = spec.network.step_flops(batch=1, sequence=spec.network.context_length)
     metrics: dict[str, Any] = {f"{name}_ms": Sample.of(ms, "ms") for name, ms in times.items()}
-    metrics |= rates(spec, times["step"], tokens=spec.tokens_per_step, flops=flops)
+    metrics |= rates(spec, times["step"], sequences=spec.batch, ranks=2)
     found = devices.peak_memory(device)
     metrics |= {name: Sample.exact(value, "bytes") for name, value in found.items()}
     where = {**environment(device), "checkpointing": str(plan)}

@@ -20,9 +20,12 @@ def test_an_interrupted_tune_counts_the_rows_of_all_its_phases(tmp_path):
     for batch in (1, 2):
         record = Record(kind="step", spec={"batch": batch}, metrics={}, status="ok")
         store.append(record)
-    with pytest.raises(TerminatedError, match="2 rows are in .*; rerun"), tune.saved_rows(tmp_path):
+    with (
+        pytest.raises(TerminatedError, match=r"2 rows are in .*; rerun"),
+        tune.saved_rows(tmp_path),
+    ):
         raise TerminatedError("no row has been measured yet")
-    with pytest.raises(TerminatedError, match="^no row"), tune.saved_rows(tmp_path / "empty"):
+    with pytest.raises(TerminatedError, match=r"^no row"), tune.saved_rows(tmp_path / "empty"):
         raise TerminatedError("no row has been measured yet")
 
 

@@ -174,3 +174,13 @@ def test_given_values_override_the_candidates_of_the_device():
     assert given.choices["layout"] == ("tp2", "dp2 bucketed")
     with pytest.raises(ValueError, match="seconds is no option of a step over 4 ranks"):
         space({"seconds": (1.0,)}, device="cuda", ranks=4)
+
+
+def test_with_nothing_to_choose_the_sentence_says_so():
+    machine = Machine()
+    only = {name: values[:1] for name, values in NANO.items()}
+    tuned = tune(
+        Space(StepSpec, only), machine.measure, lambda spec: None, in_turns=machine.measure
+    )
+    assert sentence(tuned).endswith("There was nothing to choose: every option has one value.")
+    assert "times" not in sentence(tuned)

@@ -4,6 +4,7 @@ spec is measured.
 
 import contextlib
 import dataclasses
+import itertools
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ from stepgauge.spec.turns import of_turns, turns_together
 preload(*(f"{bench.__name__}.{module.name}" for module in pkgutil.iter_modules(bench.__path__)))
 MOST_TRIES = 3  # measurements of a disturbed row
 MOST_HOPELESS = 3  # after so many rows that stayed disturbed, the machine is busy: no more retries
+DISTURBED = "it was disturbed"  # why a row is measured again
 LEAST_REPETITIONS = 5  # with fewer, a row's spread does not show whether it was disturbed
 
 
@@ -62,12 +64,15 @@ class JobResult:
     is_reused: bool  # True if an earlier run of the same sweep measured it
 
 
+Starting = Callable[[Job, str], None]
+
+
 def sweep(
     jobs: Sequence[Job],
     store: RunStore,
     *,
     fresh: bool = False,
-    starting: Callable[[Job], None] = lambda job: None,
+    starting: Starting = lambda job, again: None,
     hear: Listener = lambda text: None,
     is_command: bool = False,
 ) -> Iterator[JobResult]:
@@ -75,7 +80,7 @@ def sweep(
 
     fresh       measure all rows. By default a row is reused if the store has one with the same spec,
                 device and torch version that did not fail.
-    starting    called with the job before each of its measurements
+    starting    called before each measurement with the job and why it is measured again ("" at first)
     hear        called with progress messages of the running job
     is_command  True if nothing in this process has changed its number of threads
 
@@ -102,7 +107,7 @@ def sweep_in_turns(
     *,
     turns: int,
     fresh: bool = False,
-    starting: Callable[[Job], None] = lambda job: None,
+    starting: Starting = lambda job, again: None,
     hear: Listener = lambda text: None,
     is_command: bool = False,
 ) -> Iterator[JobResult]:
@@ -123,13 +128,15 @@ def sweep_in_turns(
             return
         began = now()
         records_by_job: list[list[Record]] = [[] for _ in jobs]
-        for turns_left in reversed(range(turns)):
+        for turn in range(turns):
+            turns_left = turns - 1 - turn
             pairs = list(zip(jobs, records_by_job, strict=True))
             if turns_left % 2:  # the last round runs forward and yields the rows in order
                 pairs.reverse()
             for job, records in pairs:
                 if not records or records[-1].status == "ok":
-                    records.append(rows.measure(job))
+                    again = f"turn {turn + 1} of {turns}" if turn else ""
+                    records.append(rows.measure(job, again))
                     store.append(of_turns(records, began))
                 if not turns_left:
                     yield JobResult(job, of_turns(records, began), is_reused=False)
@@ -143,9 +150,7 @@ def _reusable(store: RunStore) -> dict[tuple[str, ...], Record]:
 class _Rows:
     """Measures jobs in worker processes and logs failures in the store's folder."""
 
-    def __init__(
-        self, folder: Path, workers: Workers, starting: Callable[[Job], None], is_command: bool
-    ):
+    def __init__(self, folder: Path, workers: Workers, starting: Starting, is_command: bool):
         self.folder, self.workers, self.starting = folder, workers, starting
         self.is_command = is_command
         self.environments: dict[str, dict[str, Any]] = {}
@@ -159,16 +164,19 @@ class _Rows:
             self.environments[device] = here
         return dataclasses.replace(job.pending, environment=self.environments[device])
 
-    def measure(self, job: Job) -> Record:
-        """Measures the job, again if it was disturbed, and returns the record with its time."""
+    def measure(self, job: Job, again: str = "") -> Record:
+        """Measures the job, again if it was disturbed, and returns the record with its time. `again`
+        says why a job that was measured before is measured now.
+        """
         pending = self.pending(job)
-        record = stamped(self.retries.run(lambda: self._measure_once(job, pending)))
+        reasons = itertools.chain([again], itertools.repeat(DISTURBED))
+        record = stamped(self.retries.run(lambda: self._measure_once(job, pending, next(reasons))))
         if record.status != "ok":
             self.workers.close()
         return record
 
-    def _measure_once(self, job: Job, pending: Record) -> Record:
-        self.starting(job)
+    def _measure_once(self, job: Job, pending: Record, again: str) -> Record:
+        self.starting(job, again)
         try:
             if isinstance(job.run, OnRanks):
                 record = self.workers.call(job.run, job.spec, **job.run.settings(job.spec))

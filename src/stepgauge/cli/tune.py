@@ -1,8 +1,9 @@
 """`stepgauge tune`: finds the fastest configuration of a model on this machine, by measurement."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,8 +74,9 @@ def tune(
     the other is measured. At the end the winner and the baseline are measured again, alternating.
     Prints what each choice gains and the winner's command, and writes a file for --config.
     """
-    if best < 1 or ranks < 1:
-        raise ValueError(f"best is {best} and ranks is {ranks}; both must be at least 1")
+    for name, count in (("best", best), ("ranks", ranks)):
+        if count < 1:
+            raise ValueError(f"{name} is {count}; it must be at least 1")
     has_file = bool(values.keys() & {"hf_config", "model"})
     given = {name: value for name, value in values.items() if name != "size" or not has_file}
     requested = space(given, device=device, ranks=ranks)
@@ -88,8 +90,25 @@ def tune(
     file = HardwareFile.read(path) if path else None
     measure = _Measurements(out, path, fresh)
     predict = functools.partial(_predict, file)
-    tuned = search.tune(candidates, measure, predict, in_turns=measure.in_turns, best=best)
+    with saved_rows(out):
+        tuned = search.tune(candidates, measure, predict, in_turns=measure.in_turns, best=best)
     _print_result(tuned, candidates, measure, out)
+
+
+@contextlib.contextmanager
+def saved_rows(out: Path) -> Iterator[None]:
+    """Adds to an interrupt how many rows all phases have saved; run_jobs only knows its own phase."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        store = RunStore(out)
+        rows = store.read().latest() if store.path.exists() else []
+        saved = sum(row.provenance == "measured" for row in rows)
+        if not saved:
+            raise
+        are = "rows are" if saved > 1 else "row is"
+        message = f"{saved} {are} in {out}; rerun the command to continue"
+        raise type(interrupt)(message) from None
 
 
 def _print_result(

@@ -33,6 +33,9 @@ def gain_table(tuned: Tuned) -> Table:
 def sentence(tuned: Tuned) -> str:
     """Returns the winner's speed, its speedup over the default step, and how it was found."""
     unit = "tokens/s" if "tokens_per_s" in tuned.winner.metrics else "steps/s"
+    speed, name = f"{number(rate(tuned.winner))} {unit}", describe(tuned.winner)
+    if tuned.candidates == 1:
+        return f"{speed} ({name}). There was nothing to choose: every option has one value."
     turns = turns_together([tuned.default, tuned.winner])
     in_turns = f", in {turns} turns" if turns > 1 else ""
     times = f", {tuned.speedup:.2f} times the default step's{in_turns}" if tuned.speedup else ""
@@ -49,7 +52,7 @@ def sentence(tuned: Tuned) -> str:
             f"None of {tuned.candidates} candidates could be predicted, so that one choice after the "
             "other was measured"
         )
-    return f"{number(rate(tuned.winner))} {unit}{times} ({describe(tuned.winner)}). {how}."
+    return f"{speed}{times} ({name}). {how}."
 
 
 def command_line(tuned: Tuned, space: Space) -> str:
