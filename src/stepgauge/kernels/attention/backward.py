@@ -1,8 +1,8 @@
-"""The backward of FlashAttention-2 (Dao 2023) in Triton: dq by tiles of queries, dk and dv by tiles
-of keys.
+"""The backward of FlashAttention-2 (Dao 2023) in Triton: one kernel computes dq per tile of
+queries, one computes dk and dv per tile of keys.
 
-Legend: H query heads, K key heads, T_q queries, T_k keys, D head width. q_MD is a tile of M queries,
-k_ND of N keys; s_MN scores, s_NM scores transposed.
+Legend: H query heads, K key heads, T_q queries, T_k keys, D head width. q_MD is a tile of M
+queries, k_ND of N keys; s_MN scores, s_NM scores transposed.
 """
 
 import triton
@@ -63,16 +63,16 @@ def dq_kernel(
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     USE_TMA: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """dq = scale (P * (do v^T - delta)) k for one tile of queries and one chunk of the keys; writes
-    delta as well.
+    """Computes dq = scale (P * (do v^T - delta)) k for one tile of queries and one chunk of the
+    keys, and writes delta.
 
-    delta is made here because this kernel holds do already and runs first: one launch and one
-    reading of do fewer.
+    delta is computed here because this kernel runs first and loads do anyway, which saves a launch
+    and a read of do.
     """
     BOUNDED: tl.constexpr = WINDOW > 0 or PACKED
     row, head, b, h, kv_h, split, first, last = _query_program(
         num_tiles, num_heads, all_heads, num_keys, section, chunk, IS_CAUSAL, GROUP, BLOCK_M)  # fmt: skip
-    if IS_CAUSAL and SPLIT:  # noqa: SIM102 - this tile sees nothing of the chunk, and the sum over parts knows
+    if IS_CAUSAL and SPLIT:  # noqa: SIM102 - a tile that sees no key of the chunk; sum_parts_kernel skips it
         if first >= last:
             return
     rows_M = row + tl.arange(0, BLOCK_M)
@@ -88,7 +88,7 @@ def dq_kernel(
     delta_M = tl.sum(o_MD.to(tl.float32) * do_MD.to(tl.float32), 1)
     own = head.to(tl.int64) * num_queries
     if SPLIT:
-        if split == 0:  # never empty
+        if split == 0:  # the only split that every tile sees
             tl.store(delta + own + rows_M, delta_M, mask=rows_M < num_queries)
     else:
         tl.store(delta + own + rows_M, delta_M, mask=rows_M < num_queries)
@@ -130,8 +130,8 @@ def _dkdv_loop(
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     USE_TMA: tl.constexpr, ORDER: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """Rows start .. stop of every query head that shares the key head: one loop over both, to
-    pipeline as one.
+    """Adds the contributions of rows start .. stop of every query head that shares the key head.
+    One loop covers heads and rows, so that loads are pipelined across heads.
     """
     cols_N = col + tl.arange(0, BLOCK_N)
     local_M = tl.arange(0, BLOCK_M)
@@ -151,8 +151,8 @@ def _dkdv_loop(
         do_MD = _load_rows(
             do, b, h, row, do_b, do_h, do_t, num_queries, HEAD_WIDTH, BLOCK_M, BLOCK_D, USE_TMA, True
         )  # fmt: skip
-        # A query past the end has an infinite log-sum-exp: its probabilities are zero without
-        # another mask.
+        # A query past the end gets an infinite log-sum-exp, so that its probabilities are zero
+        # without another mask.
         lse2_M = (
             _load_numbers(lse + own + rows_M, rows_M < num_queries, float("inf"), BLOCK_M, THREADS)
             * LOG2_E
@@ -161,8 +161,8 @@ def _dkdv_loop(
             delta_M = _load_numbers(
                 delta + own + rows_M, rows_M < num_queries, 0.0, BLOCK_M, THREADS
             )
-        # Scores transposed, so that P^T and dS^T leave the matrix unit in the registers they are
-        # needed in next.
+        # Scores are transposed, so that P^T and dS^T are in the registers that the next product
+        # reads.
         s_NM = tl.dot(k_ND, q_MD.T, input_precision=PRECISION)
         if ORDER == "early":
             dp_NM = tl.dot(v_ND, do_MD.T, input_precision=PRECISION)
@@ -175,7 +175,7 @@ def _dkdv_loop(
             p_NM = tl.where(visible, p_NM, 0.0)
         dv_ND = tl.dot(p_NM.to(do_MD.dtype), do_MD, dv_ND, input_precision=PRECISION)
         if ORDER == "late":
-            # dP and delta only now: with the scores still in registers they would not fit.
+            # dP and delta come only now, because they do not fit in registers next to the scores.
             dp_NM = tl.dot(v_ND, do_MD.T, input_precision=PRECISION)
             delta_M = _load_numbers(
                 delta + own + rows_M, rows_M < num_queries, 0.0, BLOCK_M, THREADS
@@ -195,14 +195,14 @@ def dkdv_kernel(
     USE_TMA: tl.constexpr, ORDER: tl.constexpr, THREADS: tl.constexpr,
     WINDOW: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """dv = P^T do and dk = scale (P * (do v^T - delta))^T q for one tile of keys and one chunk of
-    the queries.
+    """Computes dv = P^T do and dk = scale (P * (do v^T - delta))^T q for one tile of keys and one
+    chunk of the queries.
     """
     BOUNDED: tl.constexpr = WINDOW > 0 or PACKED
     col, _, b, kv_h, split, first, last = _key_program(
         num_tiles, num_heads, all_kv_heads, num_queries, section, chunk, IS_CAUSAL, GROUP, BLOCK_M, BLOCK_N
     )  # fmt: skip
-    if IS_CAUSAL and SPLIT:  # noqa: SIM102 - part 0 is written in any key: with zeros, if no query sees this tile
+    if IS_CAUSAL and SPLIT:  # noqa: SIM102 - split 0 is always written: with zeros if no query sees the tile
         if first >= last and split != 0:
             return
     k_ND = _load_rows(
@@ -224,7 +224,7 @@ def dkdv_kernel(
             q_b, q_h, q_t, do_b, do_h, do_t, num_heads, num_queries, scale_log2,
             BOUNDED, True, GROUP, HEAD_WIDTH, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, USE_TMA, ORDER,
             THREADS)  # fmt: skip
-    elif IS_CAUSAL:  # from here on, the tile's first query sees the last key of this tile
+    elif IS_CAUSAL:  # from `whole` on, all queries see the last key of this tile
         whole = tl.minimum(tl.cdiv(col + BLOCK_N - 1, BLOCK_M) * BLOCK_M, tl.maximum(first, last))
         whole = tl.maximum(whole, first)
     if IS_CAUSAL or BOUNDED:

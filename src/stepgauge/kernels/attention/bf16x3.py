@@ -1,11 +1,10 @@
-"""The float32 backward on sm_90 with operands cut once: each is written as three bf16 tensors, and
-loops only multiply.
+"""The float32 backward on sm_90, with each operand split once into three bf16 tensors.
 
-A float32 number is the sum of three bf16 numbers, 8 bits each: x = x0 + x1 + x2, and a product of
-two tiles the sum of the six products that are not below float32's own rounding (x2 y2, x2 y1 and x1
-y2 are). The portable kernels cut both operands in every step of every loop; here one kernel does it
-beforehand, and only P and dS are cut in the loop. What is computed is that of `dq_kernel` and
-`dkdv_kernel` of backward.py: no atomics, the same bits every time.
+A float32 number is the sum of three bf16 numbers of 8 bits each, x = x0 + x1 + x2. A product of two
+tiles is the sum of six bf16 products; the other three (x2 y2, x2 y1 and x1 y2) are below float32's
+rounding. The portable kernels split both operands in every step of every loop. Here a kernel splits
+them beforehand, and the loops split only P and dS. The kernels compute the same as `dq_kernel` and
+`dkdv_kernel` of backward.py, without atomics and bitwise reproducibly.
 
 Legend: B batch, H query heads, K key heads (H = K * group), T_q queries, T_k keys, D head width; M
 queries and N keys of a tile. q3 etc. are a tensor's parts, (3, B * H, T, D).
@@ -32,13 +31,13 @@ from .tile_ops import (
 
 OPT_OUT = "STEPGAUGE_BF16X3"
 WIDTHS = (64, 128)
-_BLOCK = 64  # rows that a program cuts
-# Which gradients one kernel makes, 1 dv, 2 dk, 3 both: at 128 the sums of both and a product do not
-# fit in registers.
+_BLOCK = 64  # rows that a program of cut_kernel splits
+# The gradients that one launch computes, by head width: 1 dv, 2 dk, 3 both. At 128 the sums of both
+# and a product do not fit in registers.
 _GRADS = {64: (3,), 128: (1, 2)}
 
 
-# ---- cutting -------------------------------------------------------------------------------------------------------
+# ---- splitting -----------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -85,7 +84,7 @@ def cut_kernel(
     num_heads, all_heads, num_queries, num_kv_heads, all_kv_heads, num_keys, num_tiles,
     D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The parts of q, k, v and do, and delta = rowsum(o * do)."""
+    """Writes the three parts of q, k, v and do, and delta = rowsum(o * do)."""
     head, row, which = (
         tl.program_id(0) // num_tiles,
         tl.program_id(0) % num_tiles * BLOCK,
@@ -116,8 +115,8 @@ def cut_kernel(
 def _load_parts(
     x3, head, row, part, num_rows, BLOCK: tl.constexpr, D: tl.constexpr, USE_TMA: tl.constexpr
 ):
-    # Rows past the end come as zeros. A head's step is made here, in 64 bits: it may exceed what an
-    # argument holds.
+    # Rows past the end are loaded as zeros. The step between heads is computed here in 64 bits,
+    # because a 32-bit argument may not hold it.
     step = tl.cast(num_rows, tl.int64) * D
     upper = _load_rows(x3, 0, head, row, part, step, D, num_rows, D, BLOCK, D, USE_TMA, True)
     middle = _load_rows(x3, 1, head, row, part, step, D, num_rows, D, BLOCK, D, USE_TMA, True)
@@ -127,8 +126,8 @@ def _load_parts(
 
 @triton.jit
 def _multiply(a, b):
-    """a b, small products first. In a fresh sum: the tensor cores add by truncation, so not over a
-    whole loop.
+    """Returns a b, adding the small products first. Each call starts a new sum, because the tensor
+    cores truncate when they add, and the error would grow over a whole loop.
     """
     s = tl.dot(a[2], b[0])
     s = tl.dot(a[0], b[2], s)
@@ -140,7 +139,7 @@ def _multiply(a, b):
 
 @triton.jit
 def _multiply_transposed(a, b):
-    """a b^T."""
+    """Returns a b^T."""
     return _multiply(a, (b[0].T, b[1].T, b[2].T))
 
 
@@ -155,10 +154,12 @@ def dq_kernel(
     IS_CAUSAL: tl.constexpr, HAS_TAIL: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
-    """dq = scale (P * (do v^T - delta)) k for one tile of queries and one chunk of the keys."""
+    """Computes dq = scale (P * (do v^T - delta)) k for one tile of queries, one chunk of the
+    keys.
+    """
     row, head, b, h, _, split, first, last = _query_program(
         num_tiles, num_heads, all_heads, num_keys, section, chunk, IS_CAUSAL, GROUP, BLOCK_M)  # fmt: skip
-    if IS_CAUSAL and SPLIT:  # noqa: SIM102 - this tile sees nothing of the chunk, and the sum over parts knows
+    if IS_CAUSAL and SPLIT:  # noqa: SIM102 - a tile that sees no key of the chunk; sum_parts_kernel skips it
         if first >= last:
             return
     rows_M = row + tl.arange(0, BLOCK_M)
@@ -195,8 +196,8 @@ def dkdv_kernel(
     IS_CAUSAL: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr, GRADS: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """dv = P^T do and dk = scale (P * (do v^T - delta))^T q for one tile of keys and one chunk of
-    the queries.
+    """Computes dv = P^T do and dk = scale (P * (do v^T - delta))^T q for one tile of keys and one
+    chunk of the queries.
     """
     col, head, b, h, split, first, last = _key_program(
         num_tiles,
@@ -210,7 +211,7 @@ def dkdv_kernel(
         BLOCK_M,
         BLOCK_N,
     )
-    if IS_CAUSAL and SPLIT:  # noqa: SIM102 - part 0 is written in any key: with zeros, if no query sees this tile
+    if IS_CAUSAL and SPLIT:  # noqa: SIM102 - split 0 is always written: with zeros if no query sees the tile
         if first >= last and split != 0:
             return
     cols_N = col + tl.arange(0, BLOCK_N)
@@ -221,7 +222,7 @@ def dkdv_kernel(
     dk_ND = tl.zeros([BLOCK_N, D], tl.float32)
     dv_ND = tl.zeros([BLOCK_N, D], tl.float32)
     tiles = tl.cdiv(tl.maximum(last - first, 0), BLOCK_M)
-    # every query head that shares the key head, as one loop
+    # one loop over all query heads that share the key head
     for index in tl.range(0, tiles * GROUP, 1):
         q_head = head * GROUP + index // tl.maximum(tiles, 1)
         row = first + (index % tl.maximum(tiles, 1)) * BLOCK_M
@@ -229,8 +230,8 @@ def dkdv_kernel(
         own = q_head.to(tl.int64) * num_queries
         q_MD = _load_parts(q3, q_head, row, q_part, num_queries, BLOCK_M, D, USE_TMA)
         do_MD = _load_parts(do3, q_head, row, q_part, num_queries, BLOCK_M, D, USE_TMA)
-        # A query past the end has an infinite log-sum-exp: its probabilities are zero without
-        # another mask.
+        # A query past the end gets an infinite log-sum-exp, so that its probabilities are zero
+        # without another mask.
         lse2_M = (
             _load_numbers(lse + own + rows_M, rows_M < num_queries, float("inf"), BLOCK_M, THREADS)
             * LOG2_E
@@ -258,7 +259,7 @@ def dkdv_kernel(
 
 
 def takes(key):
-    """Whether the backward is the one written here."""
+    """True if the backward runs in the kernels of this file."""
     return (
         os.environ.get(OPT_OUT) != "0"
         and key.chip.arch == 90
@@ -272,7 +273,7 @@ def takes(key):
 
 
 def cut(key, q, k, v, do, o, delta):
-    """The parts of q, k, v and do, each (3, B * H, T, D) in bf16; writes delta."""
+    """Returns the parts of q, k, v and do, each (3, B * H, T, D) in bf16, and writes delta."""
     parts = [
         torch.empty(_parts_view(x).shape, dtype=torch.bfloat16, device=x.device)
         for x in (q, k, v, do)
@@ -283,7 +284,9 @@ def cut(key, q, k, v, do, o, delta):
 
 @functools.lru_cache(maxsize=512)
 def cut_launch(key):
-    """The launch on q, k, v, do, o, their parts without o's, and delta."""
+    """Returns the launch; its tensors are q, k, v, do, o, the parts of q, k, v and do, and
+    delta.
+    """
     batch, num_heads, num_queries, head_width = key.q.shape
     num_kv_heads, num_keys = key.k.shape[1:3]
     num_tiles = triton.cdiv(max(num_queries, num_keys), _BLOCK)
@@ -297,7 +300,9 @@ def cut_launch(key):
 
 
 def dq_launch(key, tiles, num_splits, chunk, steps):
-    """The launch on the parts of q, k, v and do, any tensor, lse, delta and dq."""
+    """Returns the launch; its tensors are the parts of q, k, v and do, an unused one, lse, delta
+    and dq.
+    """
     batch, num_heads, num_queries, head_width = key.q.shape
     num_keys = key.k.shape[2]
     num_tiles = triton.cdiv(num_queries, tiles.block_q)
@@ -318,7 +323,9 @@ def dq_launch(key, tiles, num_splits, chunk, steps):
 
 
 def dkdv_launches(key, tiles, num_splits, chunk, steps):
-    """The launches, each on the parts of q, k, v and do, lse, delta, dk and dv."""
+    """Returns the launches; the tensors of each are the parts of q, k, v and do, lse, delta, dk and
+    dv.
+    """
     batch, num_heads, num_queries, head_width = key.q.shape
     num_kv_heads, num_keys = key.k.shape[1:3]
     num_tiles = triton.cdiv(num_keys, tiles.block_k)
@@ -342,7 +349,7 @@ def dkdv_launches(key, tiles, num_splits, chunk, steps):
 
 
 def _parts_view(like):
-    """The view of the parts of a (B, H, T, D) tensor, or of its description."""
+    """Returns the view of the parts of a (B, H, T, D) tensor, which may itself be a View."""
     batch, num_heads, num_rows, head_width = like.shape
     shape = (3, batch * num_heads, num_rows, head_width)
     return View(shape, (math.prod(shape[1:]), num_rows * head_width, head_width, 1), 0)
@@ -363,7 +370,7 @@ def _boxes(key, tiles):
 
 
 def _section(key, loop_length, num_heads, num_tiles, tiles):
-    # The three parts are half as long again as what they are made of.
+    # Three bf16 parts take 3/2 of the float32 bytes.
     return key.section(
         loop_length * 3 // 2, num_heads=num_heads, num_tiles=num_tiles, per_sm=tiles.programs_per_sm
     )

@@ -1,7 +1,7 @@
-"""The forward of FlashAttention-2 (Dao 2023) in Triton: one tile of queries a program.
+"""The forward of FlashAttention-2 (Dao 2023) in Triton: each program computes one tile of queries.
 
-Legend: H query heads, K key heads, T_q queries, T_k keys, D head width. q_MD is a tile of M queries,
-k_ND of N keys; s_MN scores, s_NM scores transposed.
+Legend: H query heads, K key heads, T_q queries, T_k keys, D head width. q_MD is a tile of M
+queries, k_ND of N keys; s_MN scores, s_NM scores transposed.
 """
 
 import math
@@ -20,8 +20,8 @@ from .tile_ops import (
 )
 
 LN_2 = tl.constexpr(math.log(2.0))
-# The maximum before a row has seen a key, where a tile may hide all of its keys: finite, so that
-# exp2(-inf - it) is zero.
+# The initial row maximum where a tile may mask all keys of a row. It is finite, so that
+# exp2(-inf - LOWEST) is zero and not NaN.
 LOWEST = tl.constexpr(-1e30)
 
 
@@ -47,8 +47,8 @@ def _forward_loop(
             elif IS_CAUSAL:
                 visible = visible & (rows_M[:, None] >= (col + cols_N)[None, :])
             s_MN = tl.where(visible, s_MN, float("-inf"))
-        # One fused multiply-add an element: the scale is positive, so the maximum may be taken
-        # before it.
+        # One fused multiply-add per element. The maximum may be taken before scaling, because the
+        # scale is positive.
         new_max_M = tl.maximum(max_M, tl.max(s_MN, 1) * scale_log2)
         p_MN = tl.exp2(s_MN * scale_log2 - new_max_M[:, None])
         shrink_M = tl.exp2(max_M - new_max_M)
@@ -64,7 +64,8 @@ def _forward_loop(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def forward_kernel(
-    # pointers; k and v are descriptors of boxes (1, 1, BLOCK_N, BLOCK_D) if USE_TMA, q likewise
+    # Pointers; if USE_TMA, q, k and v are descriptors, of boxes (1, 1, BLOCK_M or BLOCK_N,
+    # BLOCK_D).
     q, k, v, o, lse, spans,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
     num_heads, all_heads, num_queries, num_keys, num_tiles, section, chunk, o_split, lse_split, scale_log2,
@@ -72,13 +73,14 @@ def forward_kernel(
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     USE_TMA: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries against one chunk of the keys: o (normalised by the chunk's own sum) and
-    its log-sum-exp. With a window or packed sequences (never split), against the keys they leave.
+    """Computes o (normalised by the chunk's own sum) and its log-sum-exp for one tile of queries
+    and one chunk of the keys. With a window or packed sequences, which are never split, the program
+    loops only over the keys that the tile sees.
     """
     BOUNDED: tl.constexpr = WINDOW > 0 or PACKED
     row, head, b, h, kv_h, split, first, last = _query_program(
         num_tiles, num_heads, all_heads, num_keys, section, chunk, IS_CAUSAL, GROUP, BLOCK_M)  # fmt: skip
-    if IS_CAUSAL and SPLIT:  # noqa: SIM102 - this tile sees nothing of the chunk, and the sum over parts knows
+    if IS_CAUSAL and SPLIT:  # noqa: SIM102 - a tile that sees no key of the chunk; the combining kernel skips it
         if first >= last:
             return
     q_MD = _load_rows(

@@ -1,14 +1,15 @@
-"""dk and dv of the attention backward in Gluon for sm_90: one warp copies, two groups of four multiply.
+"""dk and dv of the attention backward in Gluon for sm_90: one warp copies, two groups of four
+multiply.
 
-As in hopper_dq.py with queries and keys exchanged: each consumer owns 64 keys and loops over the
-queries, on transposed scores, so that the probabilities are in the registers in which the next
-product wants them. In a step the exponentials run beside the product for dP, and what follows dP
-beside the next products. It computes what `dkdv_kernel` of backward.py does: no atomics, the same
-bits every time. The kernel is persistent.
+It is hopper_dq.py with queries and keys exchanged: each consumer owns 64 keys and loops over the
+queries. Scores are transposed, so that the probabilities are in the registers that the next product
+reads. In each step, the exponentials overlap with the product for dP, and dS with the product for
+dV. The kernel computes the same as `dkdv_kernel` of backward.py, without atomics and bitwise
+reproducibly. It is persistent.
 
-Legend: B batch, H query heads, K key heads, T_q queries, T_k keys, D head width of a tile: the
-tensors' may be smaller, the copy engine reads zeros beyond it and writes nothing there; M queries
-and N keys of a tile.
+Legend: B batch, H query heads, K key heads, T_q queries, T_k keys, M queries and N keys of a tile,
+D head width of a tile. The tensors' head width may be smaller: the copy engine then reads zeros
+beyond it and writes nothing there.
 """
 
 from triton.experimental import gluon
@@ -39,22 +40,22 @@ from .hopper_ops import (
     _tiles,
 )
 
-DKDV_STAGES = {64: 4, 128: 2}  # tiles of queries and their gradients
-# tiles of keys and values that each consumer owns: it has the next one's early
+DKDV_STAGES = {64: 4, 128: 2}  # tiles in the ring of q and do, by head width
+# tiles of keys and values in each consumer's ring, so that the next tile's are copied early
 KV_STAGES = gl.constexpr(2)
 
 
 @gluon.jit
 def _place_keys(number, sizes, IS_CAUSAL: gl.constexpr):
-    """(batch, key head, first key, first query tile, how many of a head need a mask, how many of it
-    need none).
+    """Returns (batch, key head, first key, first query tile, number of a head's query tiles that
+    need a mask, number that need none).
     """
     num_kv_heads, num_queries, _, num_tiles = sizes
     tile, head = number % num_tiles, number // num_tiles
     col = tile * TILE_ROWS
     stop = gl.cdiv(num_queries, BLOCK)
     first, masked = 0, 0
-    # at least one tile, also where no query sees these keys: masked, it makes the zeros
+    # at least one tile: if no query sees these keys, it is fully masked and produces the zeros
     if IS_CAUSAL:
         first = gl.minimum(col // BLOCK, stop - 1)
         masked = gl.minimum(gl.cdiv(col + TILE_ROWS, BLOCK), stop) - first
@@ -63,8 +64,8 @@ def _place_keys(number, sizes, IS_CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _query_tile(step, first, masked, whole, group):
-    """(query head of the group, query tile) of a step: all masked tiles of the group's heads come
-    first.
+    """Returns (query head in the group, query tile) of a step. The masked tiles of all heads in the
+    group come first.
     """
     unmasked = step - masked * group
     is_masked = unmasked < 0
@@ -75,8 +76,8 @@ def _query_tile(step, first, masked, whole, group):
 
 @gluon.jit
 def _produce_dkdv(inputs, numbers, rings, sizes, group, schedule, IS_CAUSAL: gl.constexpr):
-    """Copies tiles, and beside those of queries their log-sum-exp, to base 2 and infinite past the
-    end, and delta.
+    """Copies tiles of all four inputs, and for each tile of queries their log-sum-exp (to base 2,
+    and infinite past the end) and delta.
     """
     q, k, v, do = inputs
     lse, delta = numbers
@@ -91,7 +92,7 @@ def _produce_dkdv(inputs, numbers, rings, sizes, group, schedule, IS_CAUSAL: gl.
     number = gl.load(own)
     for round_ in range(rounds):
         b, kv_h, col, first, masked, whole = _place_keys(number, sizes, IS_CAUSAL)
-        number = gl.load(own + round_ + 1)  # early, and one more than there are
+        number = gl.load(own + round_ + 1)  # loaded early; the last one is the schedule's padding
         num_steps = (masked + whole) * group
         for step in range(num_steps):
             in_group, tile = _query_tile(step, first, masked, whole, group)
@@ -115,7 +116,8 @@ def _produce_dkdv(inputs, numbers, rings, sizes, group, schedule, IS_CAUSAL: gl.
             lse_tiles.index(slot).store(lse2_M)
             delta_tiles.index(slot).store(delta_M)
             mbarrier.arrive(ready.index(slot))
-            # Queries go ahead as far as the ring is long: keys wait for the end of the tile before.
+            # Queries are copied first, as far as their ring is long, because the keys must wait for
+            # the end of the previous tile.
             if step == gl.minimum(STAGES, num_steps) - 1:
                 for consumer in gl.static_range(CONSUMERS):
                     place = consumer * KV_STAGES + kv_slot
@@ -131,7 +133,7 @@ def _dkdv_steps(
     dk_ND, dv_ND, k_ND, v_ND, rings, start, stop, first, per_head, slot, phase, cols_N, scale_log2,
     MASK: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Steps start .. stop: the exponentials run beside dP's product, dS beside dV's."""
+    """Runs steps start .. stop. The exponentials overlap with dP's product, dS with dV's."""
     _, _, _, _, q_tiles, do_tiles, lse_tiles, delta_tiles, ready, free = rings
     STAGES: gl.constexpr = q_tiles.shape[0]
     for step in range(start, stop):
@@ -140,15 +142,15 @@ def _dkdv_steps(
         dp_NM = _issue_scores(v_ND, do_tiles.index(slot), S_LAYOUT)
         lse2_M = lse_tiles.index(slot).load(gl.SliceLayout(0, S_LAYOUT))
         s_NM = warpgroup_mma_wait(1, deps=(s_NM,))
-        # here, or the masked loop has 66 instructions more
+        # computed here, because elsewhere it adds 66 instructions to the masked loop
         row = (first + (step - start) % per_head) * BLOCK
         p_NM = gl.exp2(s_NM * scale_log2 - lse2_M[None, :])
         if MASK:
             rows_M = row + gl.arange(0, BLOCK, gl.SliceLayout(0, S_LAYOUT))
             p_NM = gl.where(rows_M[None, :] >= cols_N[:, None], p_NM, 0.0)
         p = gl.convert_layout(_round(p_NM, q_tiles.dtype), P_LAYOUT)
-        # Known to be ready: this only ends the basic block. Within one, ptxas moves the
-        # exponentials behind the wait.
+        # This barrier is already complete; waiting only ends the basic block. Within one block,
+        # ptxas moves the exponentials after the wait.
         mbarrier.wait(ready.index(slot), phase)
         dv_ND = _issue_output(p, do_tiles.index(slot), dv_ND)
         dp_NM = warpgroup_mma_wait(1, deps=(dp_NM,))
@@ -163,7 +165,7 @@ def _dkdv_steps(
 
 @gluon.jit
 def _consume_dkdv(work, INDEX: gl.constexpr, IS_CAUSAL: gl.constexpr):
-    """Consumer INDEX: dk and dv of its 64 rows of every tile of keys that this program has."""
+    """Computes dk and dv for consumer INDEX's 64 rows of every tile of keys of this program."""
     dk, dv, rings, sizes, group, schedule, scale_log2, scale = work
     k_tiles, v_tiles, kv_ready, kv_free, q_tiles, _, _, _, _, _ = rings
     D: gl.constexpr = q_tiles.shape[4]
@@ -175,7 +177,7 @@ def _consume_dkdv(work, INDEX: gl.constexpr, IS_CAUSAL: gl.constexpr):
     number = gl.load(own)
     for round_ in range(rounds):
         b, kv_h, col, first, masked, whole = _place_keys(number, sizes, IS_CAUSAL)
-        number = gl.load(own + round_ + 1)  # early, and one more than there are
+        number = gl.load(own + round_ + 1)  # loaded early; the last one is the schedule's padding
         col += INDEX * ROWS
         cols_N = col + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
         place = INDEX * KV_STAGES + kv_slot
@@ -190,7 +192,7 @@ def _consume_dkdv(work, INDEX: gl.constexpr, IS_CAUSAL: gl.constexpr):
         dk_ND, dv_ND, slot, phase = _dkdv_steps(
             dk_ND, dv_ND, k_ND, v_ND, rings, masked * group, (masked + whole) * group, first, whole, slot, phase,
             cols_N, scale_log2, False, S_LAYOUT, P_LAYOUT)  # fmt: skip
-        # The keys and values are not read again: their gradients go out through their place.
+        # The keys and values are not read again, so their memory holds dk and dv on their way out.
         v_ND.store(dv_ND.to(q_tiles.dtype))
         k_ND.store((dk_ND * scale).to(q_tiles.dtype))
         fence_async_shared()
@@ -211,8 +213,8 @@ def dkdv_kernel(
     schedule, num_kv_heads, group, num_queries, num_keys, num_tiles, scale_log2, scale,
     IS_CAUSAL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """dv = P^T do and dk = scale (P * (do v^T - delta))^T q, for the tiles of TILE_ROWS keys that
-    `schedule` deals out.
+    """Computes dv = P^T do and dk = scale (P * (do v^T - delta))^T q for the tiles of TILE_ROWS
+    keys that `schedule` gives each program.
     """
     numbers: gl.constexpr = [STAGES, BLOCK]
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

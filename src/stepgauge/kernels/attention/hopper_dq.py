@@ -1,12 +1,12 @@
 """dq of the attention backward in Gluon for sm_90: one warp copies, two groups of four multiply.
 
 As in hopper_forward.py, each consumer owns 64 query rows and loops over keys, which come through a
-ring that a producer warp fills. In a step the exponentials run beside the product for dP. It
-computes what `dq_kernel` of backward.py does: no atomics, the same bits every time.
+ring that a producer warp fills. In each step, the exponentials overlap with the product for dP. The
+kernel computes the same as `dq_kernel` of backward.py, without atomics and bitwise reproducibly.
 
-Legend: B batch, H query heads, K key heads, T_q queries, T_k keys, D head width of a tile: the
-tensors' may be smaller, the copy engine reads zeros beyond it and writes nothing there; M queries
-and N keys of a tile.
+Legend: B batch, H query heads, K key heads, T_q queries, T_k keys, M queries and N keys of a tile,
+D head width of a tile. The tensors' head width may be smaller: the copy engine then reads zeros
+beyond it and writes nothing there.
 """
 
 from triton.experimental import gluon
@@ -35,15 +35,15 @@ from .hopper_ops import (
     _tiles,
 )
 
-BLOCK = gl.constexpr(64)  # rows of a tile of what is looped over
-# tiles of keys and values, by their width; at 64 the portable dq is the faster one
+BLOCK = gl.constexpr(64)  # rows of a tile in the loop (keys for dq, queries for dk and dv)
+# tiles in the ring of keys and values, by head width; at 64 the portable dq is faster
 DQ_STAGES = {128: 3}
 
 
 @gluon.jit
 def _number(all_heads, num_tiles, section, IS_CAUSAL: gl.constexpr):
-    """The number of this program's tile: sections of heads that fit in L2 together, within one the
-    longest first.
+    """Returns the number of this program's tile. Programs are ordered by section of heads (which
+    fit in L2 together), and within a section the longest tiles come first.
     """
     index = gl.program_id(0)
     first = (index // (num_tiles * section)) * section
@@ -58,7 +58,7 @@ def _produce_dq(inputs, rings, number, sizes, group, IS_CAUSAL: gl.constexpr):
     q, k, v, do = inputs
     q_tiles, do_tiles, q_ready, k_tiles, v_tiles, ready, free = rings
     STAGES: gl.constexpr = k_tiles.shape[0]
-    slot, phase = 0, 1  # a fresh barrier counts as past its phase 1: every slot is free
+    slot, phase = 0, 1  # a new barrier counts as having completed phase 1, so every slot is free
     b, h, row, num_steps = _place(number, sizes, IS_CAUSAL, BLOCK)
     for step in range(num_steps):
         mbarrier.wait(free.index(slot), phase)
@@ -84,7 +84,7 @@ def _dq_steps(
     dq_MD, q_MD, do_MD, lse2_M, delta_M, rings, start, stop, slot, phase, rows_M, num_keys, scale_log2,
     MASK: gl.constexpr, IS_CAUSAL: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Steps start .. stop: the exponentials run beside dP's product."""
+    """Runs steps start .. stop. The exponentials overlap with the product for dP."""
     _, _, _, k_tiles, v_tiles, ready, free = rings
     STAGES: gl.constexpr = k_tiles.shape[0]
     for step in range(start, stop):
@@ -99,8 +99,8 @@ def _dq_steps(
             if IS_CAUSAL:
                 seen_M = gl.minimum(rows_M + 1, num_keys)
             p_MN = gl.where(cols_N[None, :] < (seen_M - step * BLOCK)[:, None], p_MN, 0.0)
-        # Known to be ready: this only ends the basic block. Within one, ptxas moves the
-        # exponentials behind the wait.
+        # This barrier is already complete; waiting only ends the basic block. Within one block,
+        # ptxas moves the exponentials after the wait.
         mbarrier.wait(ready.index(slot), phase)
         dp_MN = warpgroup_mma_wait(0, deps=(dp_MN,))
         ds = gl.convert_layout(_round(p_MN * (dp_MN - delta_M[:, None]), k_tiles.dtype), P_LAYOUT)
@@ -113,7 +113,7 @@ def _dq_steps(
 
 @gluon.jit
 def _consume_dq(work, INDEX: gl.constexpr, IS_CAUSAL: gl.constexpr, HEAD_WIDTH: gl.constexpr):
-    """Consumer INDEX: dq, and delta on the way, of its 64 rows of this program's tile of queries."""
+    """Computes dq and delta for consumer INDEX's 64 rows of this program's tile of queries."""
     o, o_strides, lse, delta, dq, rings, number, sizes, scale_log2, scale = work
     q_tiles, do_tiles, q_ready, k_tiles, _, _, _ = rings
     num_heads, num_queries, num_keys = sizes[0], sizes[1], sizes[2]
@@ -126,8 +126,8 @@ def _consume_dq(work, INDEX: gl.constexpr, IS_CAUSAL: gl.constexpr, HEAD_WIDTH: 
     own_rows = (b * num_heads + h).to(gl.int64) * num_queries
     rows_M = row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
     exists_M = rows_M < num_queries
-    # A query past the end has an infinite log-sum-exp: its probabilities are zero without another
-    # mask.
+    # A query past the end gets an infinite log-sum-exp, so that its probabilities are zero without
+    # another mask.
     lse2_M = gl.load(lse + own_rows + rows_M, mask=exists_M, other=float("inf")) * LOG2_E
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, D_LAYOUT))
     cols = gl.arange(0, D, gl.SliceLayout(0, D_LAYOUT))
@@ -150,7 +150,7 @@ def _consume_dq(work, INDEX: gl.constexpr, IS_CAUSAL: gl.constexpr, HEAD_WIDTH: 
     delta_M = gl.sum(o_MD.to(gl.float32) * do_MD.load(D_LAYOUT).to(gl.float32), 1)
     delta_M = gl.convert_layout(delta_M, gl.SliceLayout(1, S_LAYOUT))
     gl.store(delta + own_rows + rows_M, delta_M, mask=exists_M)
-    # Whole tiles need no mask: every key of theirs exists and is seen by the first row.
+    # Whole tiles need no mask, because the first row sees all their keys.
     whole = num_keys // BLOCK
     if IS_CAUSAL:
         whole = gl.minimum(whole, (row + 1) // BLOCK)
@@ -162,7 +162,7 @@ def _consume_dq(work, INDEX: gl.constexpr, IS_CAUSAL: gl.constexpr, HEAD_WIDTH: 
     dq_MD, slot, phase = _dq_steps(
         dq_MD, q_MD, do_MD, lse2_M, delta_M, rings, whole, num_steps, slot, phase, rows_M, num_keys, scale_log2, True,
         IS_CAUSAL, S_LAYOUT, P_LAYOUT)  # fmt: skip
-    # The rows of q are not read again: what they become goes out through their place.
+    # The rows of q are not read again, so their memory holds dq on its way out.
     q_MD.store((dq_MD * scale).to(k_tiles.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(dq, [b, h, row, 0], q_tiles.index(INDEX))
@@ -187,8 +187,8 @@ def dq_kernel(
     o_b, o_h, o_t, num_heads, group, num_queries, num_keys, num_tiles, all_heads, section, scale_log2, scale,
     IS_CAUSAL: gl.constexpr, STAGES: gl.constexpr, HEAD_WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """dq = scale (P * (do v^T - delta)) k and delta = rowsum(o * do), for one tile of TILE_ROWS
-    queries.
+    """Computes dq = scale (P * (do v^T - delta)) k and delta = rowsum(o * do) for one tile of
+    TILE_ROWS queries.
     """
     rings = (
         _tiles(q, CONSUMERS), _tiles(do, CONSUMERS), _barriers(CONSUMERS, 1), _tiles(k, STAGES), _tiles(v, STAGES),

@@ -1,14 +1,15 @@
 """The attention forward in Gluon for sm_90: one warp copies, two groups of four warps multiply.
 
-Follows FlashAttention-3 (Shah et al. 2024): a producer warp fills rings of key and value tiles
-through the copy engine; each of two consumers owns 64 query rows and lets the scores of the next
-tile and the product of this one run while it exponentiates. The kernel is persistent: one program a
-multiprocessor, which fetches its next tile while it finishes this one. It computes what
-`forward_kernel` of forward.py does; docs/log/2026-11-21-attention.md says why it is written so.
+Follows FlashAttention-3 (Shah et al. 2024). A producer warp fills rings of key and value tiles
+through the copy engine. Each of two consumers owns 64 query rows, and computes exponentials while
+the scores of the next tile and the product of this one run. The kernel is persistent: there is one
+program per multiprocessor, which fetches its next tile while it finishes the current one. It
+computes the same as `forward_kernel` of forward.py. docs/log/2026-11-21-attention.md explains the
+design.
 
-Legend: B batch, H query heads, K key heads, T_q queries, T_k keys, D head width of a tile: the
-tensors' may be smaller, the copy engine reads zeros beyond it and writes nothing there; M queries
-and N keys of a tile.
+Legend: B batch, H query heads, K key heads, T_q queries, T_k keys, M queries and N keys of a tile,
+D head width of a tile. The tensors' head width may be smaller: the copy engine then reads zeros
+beyond it and writes nothing there.
 """
 
 from triton.experimental import gluon
@@ -37,27 +38,27 @@ from .hopper_ops import (
 )
 
 BLOCK_N = gl.constexpr(128)
-Q_STAGES = gl.constexpr(2)  # tiles of queries of each consumer
-# tiles of keys, and of values, by a tile's width: at 128 shared memory holds no more
+Q_STAGES = gl.constexpr(2)  # tiles of queries in each consumer's ring
+# tiles in the ring of keys and in that of values, by head width; shared memory limits them at 128
 NUM_STAGES = {64: 3, 128: 2}
 
 
 @gluon.jit
 def _produce(inputs, rings, sizes, group, schedule, IS_CAUSAL: gl.constexpr):
-    """Copies what the consumers read, as far ahead as the rings are long."""
+    """Copies the consumers' tiles, as far ahead as the rings are long."""
     q, k, v = inputs
     q_ring, k_ring, v_ring = rings
     q_tiles, q_ready, q_free = q_ring
     k_tiles, k_ready, k_free = k_ring
     v_tiles, v_ready, v_free = v_ring
     STAGES: gl.constexpr = k_tiles.shape[0]
-    # a fresh barrier counts as past its phase 1: every slot is free
+    # a new barrier counts as having completed phase 1, so every slot is free
     slot, phase, q_slot, q_phase = 0, 1, 0, 1
     own, rounds = _own_tiles(schedule)
     number = gl.load(own)
     for round_ in range(rounds):
         b, h, row, num_steps = _place(number, sizes, IS_CAUSAL, BLOCK_N)
-        number = gl.load(own + round_ + 1)  # early, and one more than there are
+        number = gl.load(own + round_ + 1)  # loaded early; the last one is the schedule's padding
         for step in range(num_steps):
             mbarrier.wait(k_free.index(slot), phase)
             _copy(k, b, h // group, step * BLOCK_N, k_ready.index(slot), k_tiles.index(slot))
@@ -86,7 +87,7 @@ def _softmax(
     MASK: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
 ):
-    """(p, max, total, what to multiply earlier sums by) after one more tile of scores."""
+    """Returns (p, maximum, total, factor for earlier sums) after one more tile of scores."""
     if MASK:
         cols_N = gl.arange(0, s_MN.shape[1], gl.SliceLayout(0, s_MN.type.layout))
         if IS_CAUSAL:
@@ -94,8 +95,8 @@ def _softmax(
             s_MN = gl.where(cols_N[None, :] < seen_M[:, None], s_MN, float("-inf"))
         else:
             s_MN = gl.where((cols_N < num_keys - col)[None, :], s_MN, float("-inf"))
-    # One fused multiply-add an element: the scale is positive, so the maximum may be taken before
-    # it.
+    # One fused multiply-add per element. The maximum may be taken before scaling, because the scale
+    # is positive.
     new_max_M = gl.maximum(max_M, gl.max(s_MN, 1) * scale_log2)
     p_MN = gl.exp2(s_MN * scale_log2 - new_max_M[:, None])
     shrink_M = gl.exp2(max_M - new_max_M)
@@ -113,8 +114,8 @@ def _overlapped(
     scale_log2, MASK: gl.constexpr, IS_CAUSAL: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
     P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Steps start .. stop: the scores of a step and the product of the step before are issued
-    together.
+    """Runs steps start .. stop. Each issues its scores together with the product of the step
+    before.
     """
     k_tiles, k_ready, k_free = k_ring
     v_tiles, v_ready, v_free = v_ring
@@ -129,8 +130,8 @@ def _overlapped(
         p_MN, max_M, total_M, shrink_M = _softmax(
             s_MN, max_M, total_M, rows_M, step * BLOCK_N, num_keys, scale_log2, MASK, IS_CAUSAL)  # fmt: skip
         p_MN = _round(p_MN, k_tiles.dtype)
-        # Known to be ready: this only ends the basic block. Within one, ptxas moves the
-        # exponentials behind the wait for the product, and nothing overlaps.
+        # This barrier is already complete; waiting only ends the basic block. Within one block,
+        # ptxas moves the exponentials after the wait for the product, and nothing overlaps.
         mbarrier.wait(v_ready.index(v_slot), v_phase)
         acc_MD = warpgroup_mma_wait(0, deps=(acc_MD,))
         mbarrier.arrive(v_free.index(v_slot))
@@ -143,7 +144,9 @@ def _overlapped(
 
 @gluon.jit
 def _consume(work, INDEX: gl.constexpr, IS_CAUSAL: gl.constexpr):
-    """Consumer INDEX: its 64 rows of every tile of queries that this program has."""
+    """Computes consumer INDEX's 64 rows of every tile of queries that the schedule gives this
+    program.
+    """
     o, lse, rings, sizes, schedule, scale_log2 = work
     q_ring, k_ring, v_ring = rings
     q_tiles, q_ready, q_free = q_ring
@@ -160,10 +163,10 @@ def _consume(work, INDEX: gl.constexpr, IS_CAUSAL: gl.constexpr):
     number = gl.load(own)
     for round_ in range(rounds):
         b, h, row, num_steps = _place(number, sizes, IS_CAUSAL, BLOCK_N)
-        number = gl.load(own + round_ + 1)  # early, and one more than there are
+        number = gl.load(own + round_ + 1)  # loaded early; the last one is the schedule's padding
         row += INDEX * ROWS
         rows_M = row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
-        # Whole tiles need no mask: every key of theirs exists and is seen by the first row.
+        # Whole tiles need no mask, because the first row sees all their keys.
         whole = num_keys // BLOCK_N
         if IS_CAUSAL:
             whole = gl.minimum(whole, (row + 1) // BLOCK_N)
@@ -174,8 +177,8 @@ def _consume(work, INDEX: gl.constexpr, IS_CAUSAL: gl.constexpr):
         q_tile = q_tiles.index(place)
         q_MD = _rows(q_tile)
         mbarrier.wait(q_ready.index(place), q_phase)
-        # The first tile's scores go ahead: from there on a step has the scores of its tile and the
-        # product of the last.
+        # The first tile's scores are computed before the loop. Each step then computes the scores
+        # of its tile and the product of the previous one.
         mbarrier.wait(k_ready.index(k_slot), k_phase)
         s_MN = _issue_scores(q_MD, k_tiles.index(k_slot), S_LAYOUT)
         s_MN = warpgroup_mma_wait(0, deps=(s_MN,))
@@ -196,7 +199,7 @@ def _consume(work, INDEX: gl.constexpr, IS_CAUSAL: gl.constexpr):
         acc_MD = warpgroup_mma_wait(0, deps=(acc_MD,))
         mbarrier.arrive(v_free.index(v_slot))
         v_slot, v_phase = _advance(v_slot, v_phase, STAGES)
-        # The rows of q are not read again: what they become goes out through their place.
+        # The rows of q are not read again, so their memory holds o on its way out.
         q_MD.store(_shrink(acc_MD, 1.0 / total_M, O_LAYOUT).to(k_tiles.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(o, [b, h, row, 0], q_tile)
@@ -228,8 +231,8 @@ def forward_kernel(
     lse, schedule, num_heads, group, num_queries, num_keys, num_tiles, scale_log2,
     IS_CAUSAL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """o and its log-sum-exp for the tiles of TILE_ROWS queries that `schedule` deals out to the
-    programs.
+    """Computes o and its log-sum-exp for the tiles of TILE_ROWS queries that `schedule` gives each
+    program.
     """
     rings = (
         _ring(q, CONSUMERS * Q_STAGES, 1),

@@ -1,6 +1,7 @@
-"""What attention's kernels in Gluon share: sizes, copies, rings and the products of a tile.
+"""Sizes and functions that attention's Gluon kernels share: copies, ring buffers and a tile's
+products.
 
-A ring is (tiles, barriers of what is ready to be read, barriers of what is free to be filled).
+A ring is (tiles, barriers for "ready to be read", barriers for "free to be filled").
 """
 
 import math
@@ -10,10 +11,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 
 CONSUMERS = gl.constexpr(2)
-ROWS = gl.constexpr(64)  # a wgmma's, and so a consumer's
+ROWS = gl.constexpr(64)  # the rows of a wgmma, and therefore of a consumer
 TILE_ROWS = gl.constexpr(CONSUMERS.value * ROWS.value)
-# Registers of a thread as launched, of a consumer's and of the producer's: they move within 64 Ki a
-# program.
+# Registers per thread at launch, then per thread of a consumer and of the producer; a program has
+# 64 Ki in total.
 REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, gl.constexpr(240), gl.constexpr(24)
 LN_2 = gl.constexpr(math.log(2.0))
 LOG2_E = gl.constexpr(math.log2(math.e))
@@ -21,14 +22,14 @@ LOG2_E = gl.constexpr(math.log2(math.e))
 
 @gluon.jit
 def _own_tiles(schedule):
-    """(where this program's tiles stand in what `_make_schedule` made, how many they are)."""
+    """Returns (pointer to this program's tiles in the tensor of `_make_schedule`, their number)."""
     first = gl.load(schedule + gl.program_id(0))
     return schedule + first, gl.load(schedule + gl.program_id(0) + 1) - first
 
 
 @gluon.jit
 def _place(number, sizes, IS_CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
-    """(batch, head, first row, number of key tiles) of the number of a tile of queries."""
+    """Returns (batch, head, first row, number of key tiles) for the number of a tile of queries."""
     num_heads, _, num_keys, num_tiles = sizes
     tile, head = number % num_tiles, number // num_tiles
     last = num_keys
@@ -39,7 +40,7 @@ def _place(number, sizes, IS_CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _advance(slot, phase, STAGES: gl.constexpr):
-    """The next slot of a ring, and the phase of its barriers."""
+    """Returns the next slot of a ring, and the phase of its barriers."""
     at_end = slot == STAGES - 1
     return gl.where(at_end, 0, slot + 1), gl.where(at_end, phase ^ 1, phase)
 
@@ -52,8 +53,8 @@ def _copy(x, b, h, row, ready, tile):
 
 @gluon.jit
 def _round(p_MN, DTYPE: gl.constexpr):
-    """Two numbers an instruction, and out of sight of LLVM, which would keep them in float32 until
-    they are read.
+    """Rounds to DTYPE, two numbers per instruction. Inline assembly, because LLVM would otherwise
+    postpone the rounding and keep float32 values in registers.
     """
     if gl.bfloat16 == DTYPE:
         p_MN = gl.inline_asm_elementwise(
@@ -68,7 +69,7 @@ def _round(p_MN, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _rows(tile):
-    """A copied tile as rows of the head width."""
+    """Reshapes a copied tile to (rows, head width)."""
     return tile.reshape([tile.shape[2], tile.shape[3]])
 
 
@@ -100,7 +101,7 @@ def _barriers(LENGTH: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def _copy_pair(first, second, b, h, row, ready, first_tile, second_tile):
-    """One tile of each of two tensors, behind one barrier."""
+    """Copies one tile of each of two tensors; one barrier signals both."""
     mbarrier.expect(ready, first.block_type.nbytes + second.block_type.nbytes)
     tma.async_copy_global_to_shared(first, [b, h, row, 0], ready, first_tile)
     tma.async_copy_global_to_shared(second, [b, h, row, 0], ready, second_tile)

@@ -1,9 +1,10 @@
-"""Kernels that add the parts of a loop that was split over programs, so that few heads fill the chip.
+"""Kernels that combine the parts of a loop that was split over programs to fill the chip with few
+heads.
 
-Splitting the keys of a forward is Flash-Decoding's idea; here it serves training as well.
+Flash-Decoding splits the keys of a forward; here backward's loops are split too.
 
-Legend: H query heads, K key heads, T_q queries, T_k keys, D head width. q_MD is a tile of M queries,
-k_ND of N keys; s_MN scores, s_NM scores transposed.
+Legend: H query heads, K key heads, T_q queries, T_k keys, D head width. q_MD is a tile of M
+queries, k_ND of N keys; s_MN scores, s_NM scores transposed.
 """
 
 import triton
@@ -18,15 +19,15 @@ def combine_kernel(
     o_b, o_h, o_t, num_heads, num_queries, num_splits, chunk, o_split, lse_split,
     IS_CAUSAL: tl.constexpr, HEAD_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """o = sum_s exp(lse_s - lse) o_s with lse = log sum_s exp(lse_s), over the splits that the
-    tile's rows see.
+    """Computes o = sum_s exp(lse_s - lse) o_s with lse = log sum_s exp(lse_s) over the splits that
+    the tile's rows see.
     """
     head = tl.program_id(0)
     row = tl.program_id(1) * BLOCK_M
     if IS_CAUSAL:
-        # A split wrote this tile if its first key is not after the tile's last row. Tiles here are
-        # no larger than the forward's and divide them, so a split that a row needs was written for
-        # all rows of this tile.
+        # A split wrote this tile if its first key is not after the tile's last row. Tiles here
+        # divide the forward's tiles, so a split that one row needs was written for all rows of the
+        # tile.
         num_splits = tl.minimum(num_splits, (row + BLOCK_M - 1) // chunk + 1)
     rows_M = row + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
@@ -76,12 +77,12 @@ def sum_parts_kernel(
     FROM_FIRST: tl.constexpr, TO_LAST: tl.constexpr, HEAD_WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out = sum over the splits that were written, in their order: the same bits in every run. One
-    or two outputs.
+    """Sums the splits that were written into one or two outputs, always in the same order, so that
+    results are bitwise reproducible.
 
     FROM_FIRST (causal dq): rows see the chunks up to their own. TO_LAST (causal dk, dv): keys are
-    seen by the chunks from their own on, or by none, and then split 0 holds zeros. Both repeat the
-    writer's arithmetic.
+    seen by their own and later chunks; if no query sees them, split 0 holds zeros. Both repeat the
+    index arithmetic of the kernel that wrote the parts.
     """
     head = tl.program_id(0)
     row = tl.program_id(1) * BLOCK

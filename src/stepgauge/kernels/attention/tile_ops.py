@@ -1,5 +1,5 @@
-"""What the Triton kernels of attention share: which tile a program has, and how rows come in and go
-out.
+"""Functions that attention's Triton kernels share: which tile a program computes, and loading and
+storing rows.
 
 Legend: D head width. Inside kernels q_MD is a tile of M queries, k_ND of N keys.
 """
@@ -11,9 +11,8 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
-# Counts that no address is made of: a new value of theirs must not compile the kernel again.
-# Strides are specialised, because that they are multiples of 16 is what makes wide loads and stores
-# possible.
+# Counts that no address depends on: a new value must not compile the kernel again. Strides are
+# specialised, because wide loads and stores require that strides are known to be multiples of 16.
 _COUNTS = (
     "num_heads", "all_heads", "all_kv_heads", "num_queries", "num_keys", "num_tiles", "section", "chunk",
     "num_splits", "num_rows", "tile_rows", "step", "other_rows",
@@ -22,8 +21,8 @@ _COUNTS = (
 
 @triton.jit
 def _locate(pid, num_tiles, num_heads, section):
-    """(tile, head) of a program: sections of heads that fit in L2 together, within one by tile,
-    then by head.
+    """Returns the (tile, head) of a program. Programs are ordered by section of heads (which fit in
+    L2 together), then by tile, then by head.
     """
     first = (pid // (num_tiles * section)) * section
     rest = pid % (num_tiles * section)
@@ -36,8 +35,8 @@ def _query_program(
     num_tiles, num_heads, all_heads, num_keys, section, chunk,
     IS_CAUSAL: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """(first row, head, batch, its head, its key head, split, first key, end of keys) of a tile of
-    queries.
+    """Returns, for the program's tile of queries, (first row, head over all batches, batch, head in
+    the batch, key head, split, first key, end of keys).
     """
     tile, head = _locate(tl.program_id(0), num_tiles, all_heads, section)
     split = tl.program_id(1)
@@ -57,8 +56,8 @@ def _key_program(
     num_tiles, num_heads, all_kv_heads, num_queries, section, chunk,
     IS_CAUSAL: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(first column, key head, batch, its key head, split, first query, end of queries) of a tile
-    of keys.
+    """Returns, for the program's tile of keys, (first column, key head over all batches, batch, key
+    head in the batch, split, first query, end of queries).
     """
     tile, head = _locate(tl.program_id(0), num_tiles, all_kv_heads, section)
     split = tl.program_id(1)
@@ -73,7 +72,7 @@ def _key_program(
 
 @triton.jit
 def _end_of_whole_tiles(first, last, row, IS_CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Up to there tiles need no mask: every key of theirs exists and is seen by the first row."""
+    """Returns the key up to which tiles need no mask, because the first row sees all their keys."""
     whole = (last // BLOCK_N) * BLOCK_N
     if IS_CAUSAL:
         whole = tl.minimum(whole, ((row + 1) // BLOCK_N) * BLOCK_N)
@@ -85,8 +84,9 @@ def _seen_by(
     index_X, spans, num_own, num_other,
     OF_KEYS: tl.constexpr, IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """First and last key that each query sees, or OF_KEYS the queries that see each key. A row past
-    the end sees what the last one sees. `spans`: where each token's sequence begins and ends.
+    """Returns the first and last key that each query sees, or, if OF_KEYS, the first and last query
+    that sees each key. A row past the end gets the last row's values. `spans` holds where each
+    token's sequence begins and ends.
     """
     index_X = tl.minimum(index_X, num_own - 1)
     first_X = tl.zeros_like(index_X)
@@ -107,8 +107,8 @@ def _seen_by(
 
 @triton.jit
 def _edges(first_X, last_X, BLOCK: tl.constexpr):
-    """Where the tiles begin that any row sees, where those begin and end that all rows see whole,
-    and where the last one ends.
+    """Returns (begin, begin of whole tiles, end of whole tiles, end). The tiles from begin to end
+    are seen by some row; whole tiles are seen completely by all rows and need no mask.
     """
     begin = tl.min(first_X, 0) // BLOCK * BLOCK
     end = tl.max(last_X, 0) + 1
@@ -123,15 +123,16 @@ def _load_rows(
     x, b, h, row, stride_b, stride_h, stride_t, num_rows,
     HEAD_WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, USE_TMA: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Rows row .. row + BLOCK of head (b, h), zero outside of the tensor if MASK. `x`: a descriptor
-    or a pointer.
+    """Loads rows row .. row + BLOCK of head (b, h), with zeros outside the tensor if MASK. `x` is a
+    descriptor if USE_TMA, otherwise a pointer.
     """
     if USE_TMA:
         tile = x.load([b, h, row, 0]).reshape(BLOCK, BLOCK_D)
     else:
         r = tl.arange(0, BLOCK)
         d = tl.arange(0, BLOCK_D)
-        # int64: b, h and row may each step over 2^31 elements; within one tile int32 is enough.
+        # int64, because b, h and row may each step over 2^31 elements. Within a tile int32
+        # suffices.
         base = (
             x
             + tl.cast(b, tl.int64) * stride_b
@@ -171,9 +172,9 @@ def _store_rows(
 
 @triton.jit
 def _load_numbers(pointers, mask, other, COUNT: tl.constexpr, THREADS: tl.constexpr):
-    """A number a row. Of fewer numbers than threads each is read twice or four times, at once:
-    Triton 3.6 takes a small load for a cheap one and has every thread copy all that it uses, 32
-    asynchronous copies of 4 bytes instead of one.
+    """Loads one number per row. If there are fewer numbers than threads, each is read two or four
+    times in one load. Otherwise Triton 3.6 considers the load small and cheap, and lets every
+    thread copy all numbers that it uses: 32 asynchronous copies of 4 bytes instead of one.
     """
     if COUNT * 2 > THREADS:
         values = tl.load(pointers, mask=mask, other=other)
