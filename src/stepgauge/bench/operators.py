@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +228,13 @@ def _runs(
 ) -> dict[str, list[Run]]:
     """Returns the runs of terms of each phase, fused as the compile mode does."""
     if compile == "off":
-        return {name: list(_eager_runs(traced)) for name, traced in phases.items()}
+        return {
+            name: [
+                Run(unit, [each.term for each in run])
+                for unit, run in itertools.groupby(traced, lambda each: each.unit)
+            ]
+            for name, traced in phases.items()
+        }
     if compile == "blocks" or by_unit:
         units = fuse_units(phases, outside=compile != "blocks")
         return {name: [Run(*run) for run in runs] for name, runs in units.items()}
@@ -248,11 +254,6 @@ def _units(module: nn.Module) -> dict[str, nn.Module]:
         if weights and all(num_users[weight] == 1 for weight in weights):
             units[names[block]] = block
     return units
-
-
-def _eager_runs(traced: Sequence[TracedTerm]) -> Iterator[Run]:
-    for unit, run in itertools.groupby(traced, lambda each: each.unit):
-        yield Run(unit, [each.term for each in run])
 
 
 def _update_term(terms: list[Term]) -> Term:

@@ -50,13 +50,13 @@ def times_of(
 
     def build(model: ModelSpec | BertSpec, parts: range) -> Callable[..., Tensor]:
         stage = build_stage(spec, model, parts, device=device, dtype=dtype)
-        return lambda *inputs: _with_loss(stage, *inputs)
+
+        def run(inputs: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+            output = stage(inputs)
+            return output if targets_BT is None else mean_loss(output, targets_BT)
+
+        return run
 
     return part_times(
         spec.model, build, inputs=(tokens,), targets=targets, device=device, context=context
     )
-
-
-def _with_loss(stage: nn.Module, inputs: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-    output = stage(inputs)
-    return output if targets_BT is None else mean_loss(output, targets_BT)

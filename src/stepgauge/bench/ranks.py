@@ -41,7 +41,9 @@ class OnRanks:
     def __call__(self, spec: Any) -> Record:
         """Measures the row on this rank and returns rank 0's record, on every rank."""
         result = _run_and_free(self.measure, spec)
-        gathered = gathered_objects((result, platform.node(), _device_name(spec.device)))
+        # "cuda" is the device that this rank has set, whatever number the spec has.
+        device = torch.device("cuda" if spec.device.startswith("cuda") else spec.device)
+        gathered = gathered_objects((result, platform.node(), device_name(device)))
         results, hosts, devices = (list(part) for part in zip(*gathered, strict=True))
         is_first = dist.get_rank() == 0
         shared = [with_launchers(self.record(spec, results)) if is_first else None]
@@ -91,10 +93,6 @@ def _run_and_free(measure: Callable[[Any], Any], spec: Any) -> Any:
         if getattr(spec, "compile", "off") != "off":
             torch.compiler.reset()
         free_unused_memory(torch.device(spec.device))
-
-
-def _device_name(device: str) -> str:
-    return device_name(torch.device("cuda") if device.startswith("cuda") else torch.device(device))
 
 
 def run_here(run: Callable[[Any], Any], spec: Any) -> Any:

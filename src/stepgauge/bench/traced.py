@@ -12,7 +12,6 @@ from stepgauge.measure.timing import Phases
 from stepgauge.spec.analysis import TRACKS, Overlap
 from stepgauge.trace.attribution import Resolver
 from stepgauge.trace.events import load
-from stepgauge.trace.intervals import Intervals
 from stepgauge.trace.overlap import busy, overlap
 
 STEPS = 2
@@ -65,11 +64,9 @@ def _tracks(path: Path) -> dict[str, list[float]]:
     tracks: dict[str, list[float]] = {}
     communication, computation = busy(trace, list(Resolver(trace).work()))
     for name, intervals in zip(TRACKS, (computation, communication), strict=True):
-        shown = _longest([(a, b) for a, b in intervals if a >= begin and b <= end])
+        inside = [(a, b) for a, b in intervals if a >= begin and b <= end]
+        longest = sorted(inside, key=lambda interval: interval[0] - interval[1])
+        shown = sorted(longest[:MOST_INTERVALS])
         tracks[f"{name}_start_ms"] = [(a - begin) / 1e3 for a, _ in shown]
         tracks[f"{name}_end_ms"] = [(b - begin) / 1e3 for _, b in shown]
     return tracks
-
-
-def _longest(times: Intervals) -> Intervals:
-    return sorted(sorted(times, key=lambda time: time[0] - time[1])[:MOST_INTERVALS])

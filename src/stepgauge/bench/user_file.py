@@ -42,17 +42,15 @@ class UserFunction:
 
     def copied_inputs(self) -> tuple[Any, ...]:
         """Returns the inputs with all tensors copied. The copies keep their strides."""
-        return tree_map_only(Tensor, _copied, self.inputs)
+        return tree_map_only(
+            Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), self.inputs
+        )
 
     def restore(self, copies: tuple[Any, ...]) -> None:
         """Writes the values of copied inputs back into the inputs."""
         with torch.no_grad():
             for tensor, value in zip(tensors_in(self.inputs), tensors_in(copies), strict=True):
                 tensor.copy_(value)
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def require_tools(path: Path, device: torch.device) -> None:

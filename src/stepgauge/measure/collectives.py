@@ -180,9 +180,10 @@ def time_collective(collective: Collective) -> tuple[list[float], int]:
     batches = max(LEAST_BATCHES, min(MOST_BATCHES, int(budget_ms / (operations * estimate_ms))))
     if spec.timing == "graph":
         return _time_graph(collective, operations, batches), operations
-    clock = _blocking if spec.timing == "blocking" else _batch
     with without_collector():
-        times = [clock(collective.run, operations, collective.device) for _ in range(batches)]
+        if spec.timing == "blocking":
+            return [_blocking(collective.run, collective.device) for _ in range(batches)], 1
+        times = [_batch(collective.run, operations, collective.device) for _ in range(batches)]
     return times, operations
 
 
@@ -200,14 +201,13 @@ def _repeat(run: Callable[[], object], operations: int) -> Callable[[], None]:
     return repeated
 
 
-def _blocking(run: Callable[[], object], operations: int, device: torch.device) -> float:
+def _blocking(run: Callable[[], object], device: torch.device) -> float:
     run()
     synchronize(device)
     start = time.perf_counter()
-    for _ in range(operations):
-        run()
-        synchronize(device)
-    return (time.perf_counter() - start) * 1e3 / operations
+    run()
+    synchronize(device)
+    return (time.perf_counter() - start) * 1e3
 
 
 def _time_graph(collective: Collective, operations: int, batches: int) -> list[float]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from stepgauge.runtime.host import available_cores, cpu_name
 from stepgauge.spec.topology import Gpu, Interface, NumaNode, Topology
 from stepgauge.spec.units import ceil_div
 
@@ -37,8 +38,8 @@ def topology(sys: Path = SYS) -> Topology:
         reason = "the driver lists no GPU"
     return Topology(
         host=platform.node(),
-        cpu=_cpu(),
-        cores=len(os.sched_getaffinity(0)),
+        cpu=cpu_name(),
+        cores=available_cores(),
         numa_nodes=nodes,
         interfaces=interfaces(sys),
         gpus=gpus,
@@ -175,15 +176,6 @@ def _number(path: Path) -> int | None:
     except ValueError:
         return None
     return None if value < 0 else value
-
-
-def _cpu() -> str:
-    names = [
-        line.partition(":")[2]
-        for line in _read(Path("/proc/cpuinfo")).splitlines()
-        if "model name" in line
-    ]
-    return names[0].strip() if names else platform.machine()
 
 
 def _text(value: str | bytes) -> str:
