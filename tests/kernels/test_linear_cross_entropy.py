@@ -477,11 +477,11 @@ def test_the_module_takes_the_output_layers_place():
     ("change", "message"),
     [
         ({"hidden": torch.zeros(3, 5)}, r"\(3, 5\) and \(9, 4\)"),
-        ({"targets": torch.zeros(4, dtype=torch.long)}, r"targets \(3,\), .*\(4,\)"),
+        ({"targets": torch.zeros(4, dtype=torch.long)}, r"targets of shape \(3,\) .*\(4,\)"),
         ({"targets": torch.zeros(3)}, "float32"),
         ({"targets": torch.tensor([0, 9, 1])}, "target 9 .* vocabulary of 9"),
         ({"targets": torch.tensor([0, -1, 1])}, "target -1 "),
-        ({"hidden": torch.zeros(3, 4).bfloat16()}, "bfloat16 and weight torch.float32"),
+        ({"hidden": torch.zeros(3, 4).bfloat16()}, "bfloat16 and weight is torch.float32"),
         ({"hidden": torch.zeros(3, 4, dtype=torch.int32)}, "int32"),
         ({"reduction": "none"}, "'none'"),
         ({"softcap": 0.0}, "softcap is 0.0"),

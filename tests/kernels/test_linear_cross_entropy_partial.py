@@ -102,7 +102,7 @@ def test_refuses_two_types():
 def test_interp_rows_equal_plain(interpreter, monkeypatch):
     from stepgauge.kernels.linear_cross_entropy import partial, partial_triton
 
-    monkeypatch.setattr(partial, "_rows", lambda hidden: partial_triton)
+    monkeypatch.setattr(partial, "_kernels_for", lambda hidden: partial_triton)
     monkeypatch.setattr(partial_triton, "BLOCK", 64)
     monkeypatch.setattr("tests.kernels.test_linear_cross_entropy_partial.TOKENS", 12)
     assert largest_error(torch.float32) < 1e-6

@@ -5,35 +5,36 @@ one operation.
     loss = linear_cross_entropy(hidden_BTD, head.weight, targets_BT)
 
 `linear_cross_entropy` is the function, `LinearCrossEntropyFunction` its autograd function,
-`FusedLinearCrossEntropy` a module that takes the place of the output layer,
-`reference.linear_cross_entropy` the oracle. The derivation, the floors and what was tried stand in
-docs/log/2026-11-21-linear_cross_entropy.md.
+`FusedLinearCrossEntropy` a module that replaces the output layer, and
+`reference.linear_cross_entropy` the oracle. docs/log/2026-11-21-linear_cross_entropy.md has the
+derivation, the lower bounds and the experiments.
 
-With l = hidden_n weight^T (l = softcap tanh(l / softcap) where `softcap` is given) and lse its
+With l = hidden_n weight^T (l = softcap tanh(l / softcap) if `softcap` is set) and lse its
 log-sum-exp: loss = mean or sum over n of  lse - l[target_n] + z_loss lse^2. Tokens whose target is
-`ignore_index` count in neither; the mean over no tokens is NaN, as in F.cross_entropy.
+`ignore_index` count neither in the sum nor in the mean; the mean over no tokens is NaN, as in
+F.cross_entropy.
 
-Types: fp32, bf16 or fp16, the same for hidden and weight; under autocast the matmuls run in
-autocast's type, as F.linear's do. float64 computes in plain PyTorch.
+Types: fp32, bf16 or fp16, the same for hidden and weight. Under autocast the matmuls run in
+autocast's type, as in F.linear. float64 runs in plain PyTorch.
 
-The gradients are formed in the forward pass where hidden or weight wants one: three matmuls in all,
-where backward would need a fourth or all the logits. Extra memory: one chunk of logits, of at most
-`max_logits_bytes`, and under autocast a copy of the weight in autocast's type. On CUDA that is 512 MiB
-unless given, or all logits of up to 4 D tokens: four times the weight's bytes. The weight's gradient
-is summed in fp32 within a chunk of tokens; `weight_grad_accumulation` says what holds the sum
-between chunks:
-  "weight"  the gradient itself, in the weight's type: no memory, one rounding a chunk
-  "fp32"    an fp32 buffer of V x D where the weight is in fewer bits: rounded once
-  "auto"    "weight" up to 8 chunks, where its error is about twice that of one rounding, and "fp32"
-            past that
-Backward runs once: a second backward through the same loss (retain_graph) raises RuntimeError, and
-so does one with create_graph, since there is no second derivative.
+If hidden or weight needs a gradient, it is computed in the forward pass: three matmuls in all,
+where computing it in backward would need a fourth matmul or all the logits. Extra memory: one chunk
+of logits of at most `max_logits_bytes`, and under autocast a copy of the weight in autocast's type.
+By default a chunk on CUDA has up to 512 MiB, or all logits of up to 4 D tokens (four times the
+weight's bytes). The weight's gradient is summed in fp32 within a chunk; `weight_grad_accumulation`
+says where the sum is kept between chunks:
+  "weight"  in the gradient itself, in the weight's type: no extra memory, one rounding per chunk
+  "fp32"    in an fp32 buffer of V x D if the weight has fewer bits: one rounding
+  "auto"    like "weight" up to 8 chunks, where its error is about twice that of one rounding, and
+            like "fp32" for more chunks
+Backward runs only once: a second backward through the same loss (retain_graph) raises RuntimeError,
+and so does one with create_graph, because there is no second derivative.
 
-Small ones in bf16 on CUDA are computed by torch's own operators, which are faster there
-(spec/fused_loss.py): these hold the logits. Any option of the fused loop, `max_logits_bytes` for one,
-or STEPGAUGE_LOSS_BY_TORCH=0 keeps the fused kernels.
+Small bf16 losses on CUDA run in torch's own operators, which hold the logits but are faster there
+(spec/fused_loss.py). Setting any option of the fused loop (such as `max_logits_bytes`) or
+STEPGAUGE_LOSS_BY_TORCH=0 selects the fused kernels.
 
-Legend: N tokens, D model width, V vocabulary, `...` any leading dimensions, none included.
+Legend: N tokens, D model width, V vocabulary, `...` any leading dimensions, or none.
 """
 
 import contextlib
@@ -65,31 +66,33 @@ def linear_cross_entropy(
     weight_grad_accumulation: str = "auto",
     max_logits_bytes: int | None = None,
 ) -> Tensor:
-    """Cross-entropy of `softmax(hidden weight^T)` against `targets`, in nats (this file's docstring).
+    """Returns the cross-entropy of `softmax(hidden weight^T)` against `targets`, in nats; the
+    docstring of this file has the equation and the options.
 
-    Shapes: hidden (..., D), weight_VD (V, D), targets (...) int64 or int32. Returns a scalar: fp32,
-    or float64 for float64. Raises ValueError for shapes, types or options that do not fit, and on a
-    CPU for a target outside the vocabulary; on CUDA such a target gives a NaN loss.
+    Shapes: hidden (..., D), weight_VD (V, D), targets (...) int64 or int32. Returns a scalar in
+    fp32, or in float64 for float64 inputs. Raises ValueError for invalid shapes, types or options.
+    A target outside the vocabulary raises ValueError on a CPU and makes the loss NaN on CUDA.
     """
     _check_tensors(hidden, weight_VD, targets)
     _check_options(reduction, softcap, weight_grad_accumulation, max_logits_bytes)
     compute_dtype = _compute_dtype(hidden, weight_VD)
-    asked = {
+    fused_options = {
         "z_loss": z_loss,
         "softcap": softcap,
         "accumulation": weight_grad_accumulation != "auto",
         "max_logits_bytes": max_logits_bytes,
     }
-    if by_torch.takes(hidden, weight_VD, compute_dtype, **asked):
-        how = {"reduction": reduction, "ignore_index": ignore_index}
-        return by_torch.loss(hidden, weight_VD, targets, **how)
+    if by_torch.takes(hidden, weight_VD, compute_dtype, **fused_options):
+        return by_torch.loss(
+            hidden, weight_VD, targets, reduction=reduction, ignore_index=ignore_index
+        )
     loss = reduction == "mean", ignore_index, z_loss, softcap
     memory = weight_grad_accumulation, max_logits_bytes or 0
-    return _by_chunks(hidden, weight_VD, targets, compute_dtype, *loss, *memory)
+    return _fused_loss(hidden, weight_VD, targets, compute_dtype, *loss, *memory)
 
 
-def _by_chunks(hidden: Tensor, weight_VD: Tensor, targets: Tensor, *options: Any) -> Tensor:
-    """The fused loop, with the operator's options but for which gradients are needed."""
+def _fused_loss(hidden: Tensor, weight_VD: Tensor, targets: Tensor, *options: Any) -> Tensor:
+    """Runs the fused loop. `options` are the operator's, without need_hidden and need_weight."""
     is_plain = is_plain_eager(hidden, weight_VD, targets)
     needed = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight_VD)]
     hidden_ND = hidden.reshape(-1, hidden.shape[-1])
@@ -98,13 +101,13 @@ def _by_chunks(hidden: Tensor, weight_VD: Tensor, targets: Tensor, *options: Any
 
 
 class FusedLinearCrossEntropy(nn.Module):
-    """Output layer and loss in one: takes the place of `nn.Linear(d_model, vocabulary,
-    bias=False)`, same state_dict.
+    """Output layer and loss in one module. It replaces `nn.Linear(d_model, vocabulary, bias=False)`
+    and has the same state_dict.
 
-    `module(hidden, targets)` with hidden (..., D), targets (...) gives the loss; `module(hidden)`
-    gives the logits, as the linear layer does. `FusedLinearCrossEntropy.of(linear)` shares a
-    layer's weight, tied or not. The keyword arguments past `device` and `dtype` are
-    linear_cross_entropy's.
+    `module(hidden, targets)` with hidden (..., D) and targets (...) returns the loss;
+    `module(hidden)` returns the logits, like the linear layer. `FusedLinearCrossEntropy.of(linear)`
+    shares a layer's weight, tied or not. Keyword arguments other than `device` and `dtype` are
+    those of linear_cross_entropy.
     """
 
     def __init__(
@@ -122,14 +125,18 @@ class FusedLinearCrossEntropy(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As nn.Linear: uniform within 1/sqrt(d_model) of zero."""
+        """Initialises the weight like nn.Linear: uniform within 1/sqrt(d_model) of zero."""
         nn.init.uniform_(self.weight, -(self.weight.shape[1] ** -0.5), self.weight.shape[1] ** -0.5)
 
     @classmethod
     def of(cls, linear: nn.Linear, **options: Any) -> "FusedLinearCrossEntropy":
-        """The module that uses `linear.weight` itself. Raises ValueError for a layer with a bias."""
+        """Returns a module that shares `linear.weight`. Raises ValueError for a layer with a
+        bias.
+        """
         if linear.bias is not None:
-            raise ValueError(f"linear + cross-entropy has no bias, the layer has one: {linear}")
+            raise ValueError(
+                f"linear + cross-entropy takes no bias, but the layer has one: {linear}"
+            )
         module = cls(linear.in_features, linear.out_features, device="meta", **options)
         module.weight = linear.weight
         return module
@@ -164,7 +171,7 @@ def _compute(
     need_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     device = hidden_ND.device.type
-    # Autocast would cast the matmuls' fp32 operands again; what is to be cast has been.
+    # Inputs have autocast's type by now; without this, autocast would also cast fp32 operands.
     with (
         torch.autocast(device, enabled=False)
         if torch.is_autocast_enabled(device)
@@ -183,7 +190,7 @@ def _compute(
         )
 
 
-# Opaque to the compiler: it runs cuBLAS into buffers that it manages itself, and Triton between
+# Opaque to the compiler, because the loop manages its own buffers and runs cuBLAS and Triton on
 # them.
 _linear_cross_entropy = torch.library.custom_op(
     "stepgauge::linear_cross_entropy", _compute, mutates_args=()
@@ -214,7 +221,7 @@ def _fake(
 def _flops(
     hidden_shape: tuple[int, ...], weight_shape: tuple[int, ...], *options: Any, **_: Any
 ) -> int:
-    """2NVD for the logits and for each gradient that is formed."""
+    """Returns 2NVD for the logits, and the same for each gradient that is computed."""
     need_hidden, need_weight = options[-2:]
     return 2 * hidden_shape[0] * weight_shape[0] * weight_shape[1] * (1 + need_hidden + need_weight)
 
@@ -235,17 +242,16 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
-    """The autograd function: `.apply` takes the operator's arguments, in its order, and gives its
-    outputs.
+    """The autograd function. `.apply` takes the operator's arguments and returns its outputs.
 
     The first output is the loss. The others are the gradients of hidden and weight for an incoming
-    gradient of one, and 1 / (number of tokens): backward multiplies them by the gradient that comes
-    in, in place, and hands them on.
+    gradient of one, and 1 / (number of tokens). Backward multiplies these gradients in place by the
+    incoming one and returns them.
     """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        # The operator's dispatch takes the host a few times as long as the launches.
+        # Dispatching the operator costs the host a few times as much as the launches.
         run = _compute if is_plain_eager(*arguments[:3]) else _OPERATOR
         output = run(*arguments)
         _setup_context(ctx, arguments, output)
@@ -253,24 +259,24 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * 10
+        no_grads = (None,) * 10
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(
                 "linear_cross_entropy has no second derivative (create_graph=True): "
                 "use F.linear and F.cross_entropy for it"
             )
         if grad_loss is None:
-            return None, None, *nothing
+            return None, None, *no_grads
         *gradients, scale = ctx.saved_tensors
-        # 1 / (no tokens) is infinite and the gradients zero: they stay zero, as F.cross_entropy's
-        # do.
+        # If no token counts, the scale is infinite and the gradients are zero; like
+        # F.cross_entropy's, they stay zero.
         factor = grad_loss * scale.nan_to_num(posinf=0.0) if ctx.scale_is_pending else grad_loss
         gradients = _multiplied(gradients, factor)
         hidden, weight = (
             gradient.to(dtype) if needed else None
             for gradient, dtype, needed in zip(gradients, ctx.dtypes, ctx.needs, strict=True)
         )
-        return hidden, weight, *nothing
+        return hidden, weight, *no_grads
 
 
 torch.library.register_autograd(
@@ -281,15 +287,14 @@ torch.library.register_autograd(
 
 
 def _multiplied(gradients: list[Tensor], factor: Tensor) -> list[Tensor]:
-    """Each gradient times `factor`: in place on the device, where no memory is touched for a factor
-    of one.
+    """Multiplies each gradient by `factor`, in place on the device; a factor of one costs no memory
+    traffic.
 
-    A tracer's tensors take the plain product, which the compiler fuses and may put in the
-    gradient's own place.
+    Traced tensors get a plain product instead, which the compiler can fuse and compute in place.
     """
     if is_plain_eager(*gradients, factor) and not torch.is_grad_enabled():
         chunked.kernels_for(factor.device, factor.dtype).multiply_(gradients, factor)
-        # A second backward must find that they changed.
+        # So that autograd raises if backward runs a second time.
         torch.autograd.graph.increment_version(gradients)
         return gradients
     if (
@@ -303,13 +308,15 @@ def _multiplied(gradients: list[Tensor], factor: Tensor) -> list[Tensor]:
 
 
 def _compute_dtype(hidden: Tensor, weight_VD: Tensor) -> torch.dtype:
-    """The matmuls' type: autocast's where it is on, but for float64; else the inputs' own."""
+    """Returns the matmuls' type: autocast's if it is on and no input is float64, otherwise the
+    inputs' own.
+    """
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight_VD.dtype):
         return torch.get_autocast_dtype(device)
     if hidden.dtype != weight_VD.dtype:
         raise ValueError(
-            f"hidden is {hidden.dtype} and weight {weight_VD.dtype}: expected one type, or autocast"
+            f"hidden is {hidden.dtype} and weight is {weight_VD.dtype}: expected one type, or autocast"
         )
     return hidden.dtype
 
@@ -321,7 +328,8 @@ def _check_tensors(hidden: Tensor, weight_VD: Tensor, targets: Tensor) -> None:
         )
     if targets.shape != hidden.shape[:-1]:
         raise ValueError(
-            f"expected targets {tuple(hidden.shape[:-1])}, as hidden has, got {tuple(targets.shape)}"
+            f"expected targets of shape {tuple(hidden.shape[:-1])} to match hidden, "
+            f"got {tuple(targets.shape)}"
         )
     if targets.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"expected targets in int64 or int32, got {targets.dtype}")
@@ -342,7 +350,8 @@ def _check_options(
         raise ValueError(f"softcap is {softcap}: expected a positive number, or None")
     if weight_grad_accumulation not in chunked.ACCUMULATIONS:
         raise ValueError(
-            f"weight_grad_accumulation is {weight_grad_accumulation!r}: expected {chunked.ACCUMULATIONS}"
+            f"weight_grad_accumulation is {weight_grad_accumulation!r}: "
+            f"expected one of {chunked.ACCUMULATIONS}"
         )
     if max_logits_bytes is not None and max_logits_bytes <= 0:
         raise ValueError(

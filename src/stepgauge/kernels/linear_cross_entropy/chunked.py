@@ -1,12 +1,12 @@
-"""The loop over chunks of tokens: three matmuls a chunk, and one pass over the chunk's logits
+"""The loop over chunks of tokens: three matmuls per chunk, and one pass over the chunk's logits
 between them.
 
-The gradients are formed in the forward pass, while the chunk's logits are at hand: forming them in
-backward would need either all logits or a fourth matmul. docs/log/2026-11-21-linear_cross_entropy.md
-weighs the orders of the loops.
+Gradients are computed in the forward pass while the chunk's logits exist; computing them in
+backward would need either all logits or a fourth matmul.
+docs/log/2026-11-21-linear_cross_entropy.md compares the possible orders of the loops.
 
-Legend: N tokens, D model width, V vocabulary, C tokens of a chunk, P a row of logits in memory (V
-rounded up), R rows of the weight that the matmuls take (P or V).
+Legend: N tokens, D model width, V vocabulary, C tokens of a chunk, P length of a row of logits in
+memory (V rounded up), R rows of the weight that the matmuls use (P or V).
 """
 
 import importlib.util
@@ -24,26 +24,25 @@ from . import plain
 from .plain import Loss
 
 ACCUMULATIONS = ("auto", "weight", "fp32")
-# A bf16 running sum is rounded once a chunk. Eight roundings of growing partial sums come to about
-# twice one rounding of the whole (square root of (1 + 2 + ... + 8) / 8); past that "auto" pays for
-# an fp32 sum.
+# A bf16 running sum is rounded once per chunk. Eight roundings of growing partial sums have about
+# twice the error of one rounding of the total (square root of (1 + 2 + ... + 8) / 8); for more
+# chunks, "auto" uses an fp32 sum.
 MAX_ROUNDED_CHUNKS = 8
-# Plain PyTorch holds several fp32 copies of a chunk.
+# Smaller than on CUDA, because plain PyTorch holds several fp32 copies of a chunk.
 MAX_LOGITS_BYTES_PLAIN = 64 * 2**20
-# Rows of logits begin on 128 bytes: matmuls and 16-byte loads need it where the vocabulary is odd
-# (50,257).
+# Rows of logits begin at multiples of 128 bytes, which matmuls and 16-byte loads need if the
+# vocabulary is odd (50,257).
 ROW_MULTIPLE = 64
 CHUNK_MULTIPLE = 128
-ALIGNED = 8  # numbers of 16 bits in 16 bytes
+ALIGNED = 8  # 16-bit numbers in 16 bytes
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
-    """The module that works on a chunk's rows: Triton's on CUDA where it is installed, plain
-    PyTorch otherwise.
-
-    Plain too for float64: the kernels compute in fp32.
+    """Returns the module that processes a chunk's rows: the Triton kernels on CUDA if Triton is
+    installed, otherwise plain PyTorch. float64 also runs in plain PyTorch, because the kernels
+    compute in fp32.
     """
     if device.type == "cuda" and dtype != torch.float64 and HAS_TRITON:
         from . import triton
@@ -53,7 +52,9 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
 
 
 def chunk_tokens(num_tokens: int, row_bytes: int, max_logits_bytes: int) -> int:
-    """Tokens of a chunk: even within `max_logits_bytes`, whole tiles of a matmul if they fit."""
+    """Returns the tokens of a chunk: chunks of equal size within `max_logits_bytes`, rounded up to
+    whole matmul tiles if that fits.
+    """
     limit = max(1, max_logits_bytes // row_bytes)
     num_chunks = max(1, math.ceil(num_tokens / limit))
     tokens = math.ceil(num_tokens / num_chunks)
@@ -64,17 +65,19 @@ def chunk_tokens(num_tokens: int, row_bytes: int, max_logits_bytes: int) -> int:
 def chunk_shape(
     hidden_ND: Tensor, V: int, compute_dtype: torch.dtype, max_logits_bytes: int
 ) -> tuple[int, int]:
-    """C and P of these tokens; `max_logits_bytes` is 0 for the usual limit."""
+    """Returns C and P for these tokens; a `max_logits_bytes` of 0 means the default limit."""
     N, D = hidden_ND.shape
     P = math.ceil(V / ROW_MULTIPLE) * ROW_MULTIPLE
     row_bytes = P * compute_dtype.itemsize
     is_plain = kernels_for(hidden_ND.device, compute_dtype) is plain
-    usual = MAX_LOGITS_BYTES_PLAIN if is_plain else logits_bytes(N, D, row_bytes)
-    return chunk_tokens(N, row_bytes, max_logits_bytes or usual), P
+    default = MAX_LOGITS_BYTES_PLAIN if is_plain else logits_bytes(N, D, row_bytes)
+    return chunk_tokens(N, row_bytes, max_logits_bytes or default), P
 
 
 def transient_bytes(arguments: Sequence[Any]) -> int:
-    """What runs beside the results: a chunk's logits, and operands in another type."""
+    """Returns the temporary bytes for the operator's arguments: a chunk's logits, and operands that
+    are cast or padded.
+    """
     hidden_ND, weight_VD, _, compute_dtype, *_ = arguments
     C, P = chunk_shape(hidden_ND, len(weight_VD), compute_dtype, arguments[9])
     rows = operand_rows(len(weight_VD), P, compute_dtype)
@@ -87,16 +90,16 @@ def transient_bytes(arguments: Sequence[Any]) -> int:
 
 
 def operand_rows(V: int, P: int, compute_dtype: torch.dtype) -> int:
-    """Rows of the weight as matmuls see it: in 16 bits P where V words are not whole copies of 16
-    bytes, for of 50,257 cuBLAS takes kernels of a quarter of the rate.
+    """Returns the rows of the weight that matmuls use: P in 16-bit types if V is no multiple of 8,
+    otherwise V. With 50,257 rows, cuBLAS selects kernels that run at a quarter of the rate.
 
-    What it costs is a copy of the weight, which another type would cost anyway.
+    Padding costs a copy of the weight, which a cast would need anyway.
     """
     return P if compute_dtype.itemsize == 2 and V % ALIGNED else V
 
 
 def as_operand(weight_VD: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """The weight in that type, with rows of zeros below."""
+    """Casts the weight and pads it with rows of zeros."""
     if rows == len(weight_VD):
         return weight_VD.to(dtype)
     weight_RD = weight_VD.new_empty((rows, weight_VD.shape[1]), dtype=dtype)
@@ -106,19 +109,23 @@ def as_operand(weight_VD: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
 
 
 def held_dtype(input_dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
-    """In which a gradient waits for backward: the input's, or fp32 if matmuls cannot write it."""
+    """Returns the type of a gradient that is kept for backward: the input's, or fp32 if matmuls
+    cannot write the input's type.
+    """
     return input_dtype if input_dtype in (compute_dtype, torch.float32) else torch.float32
 
 
 def held_weight_dtype(weight_dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
-    """As held_dtype, but of fp16 in fp32: the sum before scaling can pass 65,504."""
+    """Like held_dtype, but fp32 for fp16, because the sum before scaling can exceed 65,504."""
     return (
         torch.float32 if weight_dtype == torch.float16 else held_dtype(weight_dtype, compute_dtype)
     )
 
 
 def scales_gradient(compute_dtype: torch.dtype) -> bool:
-    """Whether 1/N is in the logits' gradient. In fp16 p/N underflows: backward multiplies."""
+    """True if the logits' gradient includes 1/N. In fp16, p/N underflows, so backward
+    multiplies.
+    """
     return compute_dtype != torch.float16
 
 
@@ -134,9 +141,10 @@ def loss_and_gradients(
     need_hidden: bool,
     need_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss, gradients of hidden and weight for an incoming gradient of one, and 1/N.
+    """Returns the loss, the gradients of hidden and weight for an incoming gradient of one, and
+    1/N.
 
-    Gradients that are not needed are empty; those of fp16 still want multiplying by 1/N.
+    Gradients that are not needed are empty. In fp16, they must still be multiplied by 1/N.
     """
     N, V, targets_N = len(targets_N), len(weight_VD), targets_N.contiguous()
     C, P = chunk_shape(hidden_ND, V, compute_dtype, max_logits_bytes)
@@ -165,7 +173,7 @@ def loss_and_gradients(
 
 
 def _sum_dtype(held_weight: torch.dtype, accumulation: str, *, num_chunks: int) -> torch.dtype:
-    """What holds the weight's gradient between chunks."""
+    """Returns the type in which the weight's gradient is summed between chunks."""
     in_fp32 = accumulation == "fp32" or (accumulation == "auto" and num_chunks > MAX_ROUNDED_CHUNKS)
     return torch.float32 if in_fp32 and num_chunks > 1 and held_weight.itemsize < 4 else held_weight
 
@@ -173,12 +181,12 @@ def _sum_dtype(held_weight: torch.dtype, accumulation: str, *, num_chunks: int) 
 def _loss_scale(
     targets_N: Tensor, loss: Loss, hidden_ND: Tensor, compute_dtype: torch.dtype
 ) -> Tensor:
-    """1/N of a mean, else 1, in the type that losses have."""
+    """Returns 1/N for a mean and 1 for a sum, in the type of the losses."""
     dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
     if not loss.mean:
         return hidden_ND.new_ones((), dtype=dtype)
-    rows = kernels_for(hidden_ND.device, compute_dtype)
-    return rows.loss_scale(targets_N, ignore_index=loss.ignore_index).to(dtype)
+    kernels = kernels_for(hidden_ND.device, compute_dtype)
+    return kernels.loss_scale(targets_N, ignore_index=loss.ignore_index).to(dtype)
 
 
 def _one_chunk(
@@ -191,9 +199,10 @@ def _one_chunk(
     *,
     accumulate: bool,
 ) -> None:
-    """Logits, their gradient in their place, and the two products of that.
+    """Computes a chunk's logits, replaces them by their gradient, and multiplies that into the
+    gradients of hidden and weight.
 
-    chunk: hidden, weight, targets, scale and where its losses go.
+    `chunk` is (hidden, weight, targets, scale, output for the losses).
     """
     hidden_CD, weight_RD = chunk[:2]
     R, dtype = len(weight_RD), logits_CP.dtype
@@ -212,13 +221,15 @@ def _one_chunk(
 
 
 def _aligned_and_rest(V: int, R: int) -> list[slice]:
-    """The vocabulary as one, or whole multiples that matmuls want, and the few words left."""
+    """Returns the vocabulary as one slice, or, if the weight is padded, as the largest multiple of
+    ROW_MULTIPLE and the remaining words.
+    """
     whole = V if R == V else V - V % ROW_MULTIPLE
     return [part for part in (slice(0, whole), slice(whole, V)) if part.start < part.stop]
 
 
 def _matmul_(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> None:
-    """out = a b, or out += a b, summed in fp32 and rounded once to `out`'s type."""
+    """Computes out = a b, or out += a b, summed in fp32 and rounded once to `out`'s type."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)
     elif not a.is_cuda:

@@ -1,7 +1,8 @@
-"""What partial.py does to a chunk of logits, in Triton: a program a row, each element read once and
-in the gradient written once. Rows lie one after another, P a multiple of 64.
+"""The passes of partial.py over a chunk of logits, in Triton. Each program processes one row; each
+element is read once and, for the gradient, written once. Rows are contiguous, and P is a multiple
+of 64.
 
-Legend: C tokens of the chunk, V words of the part, P a row's length in memory.
+Legend: C tokens of the chunk, V words of the part, P length of a row in memory.
 """
 
 import contextlib
@@ -13,12 +14,12 @@ from torch import Tensor
 
 from .tile_ops import _finite
 
-BLOCK, NUM_WARPS = 4096, 8  # 16 bf16 a thread: two loads of 16 bytes
+BLOCK, NUM_WARPS = 4096, 8  # 16 bf16 numbers per thread: two loads of 16 bytes
 
 
 @triton.jit(do_not_specialize=["V"])
 def lse_kernel(logits, rows, lse, V, P, BLOCK: tl.constexpr):
-    """lse = log sum exp of a row's logits but the one of column `rows`."""
+    """Computes lse, the log-sum-exp of a row's logits except the one in the row's column `rows`."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(rows + row)
     columns = tl.arange(0, BLOCK)
@@ -27,7 +28,7 @@ def lse_kernel(logits, rows, lse, V, P, BLOCK: tl.constexpr):
     for start in range(0, P, BLOCK):
         at = start + columns
         hidden = (at >= V) | (at == target)
-        # masked by P, a multiple of 64, for loads of 16 bytes
+        # masked by P, which is a multiple of 64, so that loads are 16 bytes wide
         x = tl.load(logits + row * P + at, mask=at < P, other=0.0).to(tl.float32)
         x = tl.where(hidden, float("-inf"), x)
         higher = tl.maximum(highest, x)
@@ -42,7 +43,7 @@ def lse_kernel(logits, rows, lse, V, P, BLOCK: tl.constexpr):
 def gradient_kernel(
     logits, rows, lse, target_logits, factors, V, P, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """logits = factor (exp(logits - lse) - 1[target]), and zeros from V to P."""
+    """Replaces logits by factor (exp(logits - lse) - 1[target]), with zeros from V to P."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(rows + row)
     lse_of_row = tl.load(lse + row)
@@ -53,13 +54,13 @@ def gradient_kernel(
         at = start + columns
         x = tl.load(logits + row * P + at, mask=at < P, other=0.0).to(tl.float32)
         gradient = tl.where(at == target, p_target - 1.0, tl.exp(x - lse_of_row)) * factor
-        # what lies past V is nobody's, and a token that does not count must not be NaN times zero
+        # Memory past V is undefined. A factor of 0 must give 0 even if the gradient is NaN.
         gradient = tl.where(at < V, tl.where(factor == 0.0, 0.0, gradient), 0.0)
         tl.store(logits + row * P + at, gradient.to(logits.dtype.element_ty), mask=at < P)
 
 
 def lse_of_others(logits_CP: Tensor, V: int, rows_C: Tensor) -> Tensor:
-    """As partial_plain.lse_of_others, fp32."""
+    """Like partial_plain.lse_of_others, in fp32."""
     lse_C = torch.empty(len(rows_C), dtype=torch.float32, device=rows_C.device)
     with _on_device(logits_CP):
         lse_kernel[(len(rows_C),)](
@@ -77,7 +78,7 @@ def lse_of_others(logits_CP: Tensor, V: int, rows_C: Tensor) -> Tensor:
 def gradient_(
     logits_CP: Tensor, V: int, rows_C: Tensor, lse_C: Tensor, target_C: Tensor, factor_C: Tensor
 ) -> None:
-    """As partial_plain.gradient_."""
+    """Like partial_plain.gradient_."""
     of_tokens = (x.contiguous() for x in (rows_C, lse_C, target_C, factor_C))
     num_rows, P = logits_CP.shape
     with _on_device(logits_CP):
@@ -85,5 +86,7 @@ def gradient_(
 
 
 def _on_device(x: Tensor):
-    """Triton launches on the current device: the tensor's own, or none under the interpreter."""
+    """Makes the tensor's device current, because Triton launches on that device. Does nothing in
+    the interpreter.
+    """
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

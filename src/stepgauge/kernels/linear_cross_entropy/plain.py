@@ -1,7 +1,7 @@
-"""The passes over a chunk's logits in plain PyTorch, on any device: the same arithmetic as
+"""The passes over a chunk's logits in plain PyTorch, on any device, with the same arithmetic as
 triton.py.
 
-Legend: N tokens of the chunk, D model width, V vocabulary, P the row's length in memory (V rounded
+Legend: N tokens of the chunk, D model width, V vocabulary, P length of a row in memory (V rounded
 up).
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Loss:
-    """What is computed of each row, and how rows are summed."""
+    """The options of the loss: the mean or sum over tokens, and the terms for each token."""
 
     mean: bool
     ignore_index: int
@@ -35,7 +35,9 @@ def softmax_gradient_(
     write_gradient: bool,
     scale_gradient: bool,
 ) -> None:
-    """As triton.softmax_gradient_; on CPU, raises ValueError for a target outside the vocabulary."""
+    """Like triton.softmax_gradient_. On a CPU, raises ValueError for a target outside the
+    vocabulary.
+    """
     valid_N = targets_N != loss.ignore_index
     targets_N = _checked(targets_N.where(valid_N, 0).long(), vocabulary)
     index_N1 = targets_N[:, None]
@@ -65,36 +67,38 @@ def softmax_gradient_(
 
 
 def loss_scale(targets_N: Tensor, *, ignore_index: int) -> Tensor:
-    """One-element float64 tensor: 1 / (number of targets that are not ignored)."""
+    """Returns 1 / (number of targets that are not ignored) as a one-element float64 tensor."""
     return 1 / (targets_N != ignore_index).sum().double()
 
 
 def known_targets(
     targets_N: Tensor, vocabulary: int, *, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
-    """int64 targets of which those outside the vocabulary are ignored, and what that adds to the
-    loss: NaN where there is one, else 0.
+    """Returns the int64 targets with those outside the vocabulary replaced by `ignore_index`, and a
+    term to add to the loss: NaN if any was replaced, otherwise 0.
     """
     targets_N = targets_N.long()
     known_N = torch.where(targets_N == targets_N.clamp(0, vocabulary - 1), targets_N, ignore_index)
     poison = torch.where((known_N == targets_N).all(), 0.0, math.nan)
-    return known_N, poison.float()  # whatever the default type is
+    return known_N, poison.float()  # torch's default type may be another one
 
 
 def multiply_(tensors: list[Tensor], factor: Tensor) -> None:
-    """Each tensor *= factor in place."""
+    """Multiplies each tensor by `factor` in place."""
     for x in tensors:
         x.mul_(factor)
 
 
 def _sech2(x: Tensor) -> Tensor:
-    """1 - tanh(x)^2 without the subtraction, which leaves nothing of a saturated cap."""
+    """Returns 1 - tanh(x)^2 without the subtraction, which would lose all digits for large |x|."""
     e = torch.exp(-2 * x.abs())
     return 4 * e / (1 + e) ** 2
 
 
 def _checked(targets_N: Tensor, vocabulary: int) -> Tensor:
-    """On a GPU looking would mean waiting for it."""
+    """Raises ValueError for a target outside the vocabulary. Checks only on a CPU, because the host
+    would have to wait for a GPU.
+    """
     if targets_N.device.type == "cpu":
         outside_N = targets_N[(targets_N < 0) | (targets_N >= vocabulary)]
         if outside_N.numel():

@@ -1,4 +1,4 @@
-"""The oracle of linear + cross-entropy: the equation with every logit held.
+"""The oracle of linear + cross-entropy: the equation itself, holding all logits.
 
 Legend: N tokens, D model width, V vocabulary.
 """
@@ -17,12 +17,12 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """`sum or mean over n of lse_n - l_n[target_n] + z_loss lse_n^2`: l = cap(hidden weight^T), lse
-    its log-sum-exp.
+    """Returns the sum or mean over n of `lse_n - l_n[target_n] + z_loss lse_n^2`, with
+    l = cap(hidden weight^T) and lse its log-sum-exp.
 
-    `cap(x) = softcap tanh(x / softcap)`, or x where `softcap` is None. Tokens whose target is
-    `ignore_index` count neither in the sum nor in the mean. Computes in the inputs' type and
-    differentiates through autograd: pass float64 for reference values.
+    `cap(x) = softcap tanh(x / softcap)`, or x if `softcap` is None. Tokens whose target is
+    `ignore_index` count neither in the sum nor in the mean. Computes in the inputs' type and is
+    differentiated by autograd: pass float64 for reference values.
     """
     logits_NV = hidden_ND @ weight_VD.mT
     if softcap is not None:

@@ -1,4 +1,4 @@
-"""What the kernels of linear + cross-entropy share: functions of a tile that lose no digits.
+"""Numerically stable functions that the kernels of linear + cross-entropy share.
 
 Legend: V vocabulary, D model width.
 """
@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def _log1p(x):
-    """log(1 + x), 0 <= x <= 1, right where 1 + x rounds to 1 (Kahan)."""
+    """Returns log(1 + x) for 0 <= x <= 1, accurate also where 1 + x rounds to 1 (Kahan)."""
     u = 1.0 + x
     return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
 
@@ -22,7 +22,7 @@ def _tanh(x):
 
 @triton.jit
 def _sech2(x):
-    """1 - tanh(x)^2 without the subtraction, which leaves nothing of a saturated cap."""
+    """Returns 1 - tanh(x)^2 without the subtraction, which would lose all digits for large |x|."""
     e = tl.exp(-2.0 * tl.abs(x))
     return 4.0 * e / ((1.0 + e) * (1.0 + e))
 
@@ -40,22 +40,23 @@ def _dot_rows(a_ptr, stride_a, b_ptr, stride_b, begin, end, BLOCK_D: tl.constexp
 
 @triton.jit
 def _target_logit(dot, in_range, softcap, HAS_SOFTCAP: tl.constexpr):
-    """The target's logit and its slope by the uncapped one."""
+    """Returns the target's logit and its derivative with respect to the uncapped logit."""
     slope = 1.0
     if HAS_SOFTCAP:
         slope = _sech2(dot / softcap)
         dot = softcap * _tanh(dot / softcap)
-    # There is no error to raise from here: a target outside the vocabulary makes its row NaN.
+    # A kernel cannot raise an error, so a target outside the vocabulary makes its row NaN.
     return tl.where(in_range, dot, float("nan")), slope
 
 
 @triton.jit
 def _loss_of(others, target_logit):
-    """Cross-entropy, log-sum-exp, probability of the other classes together and of the target.
+    """Returns the cross-entropy, the log-sum-exp, the total probability of the other classes, and
+    the target's probability.
 
-    x = (log-sum-exp of the other classes) - (target's logit), so that loss = softplus(x) and the
-    target's probability less one = -sigmoid(x): neither subtracts two numbers near one another,
-    however confident the row.
+    With x = (log-sum-exp of the other classes) - (target's logit), loss = softplus(x) and the
+    target's probability minus one = -sigmoid(x). Neither subtracts two nearly equal numbers, even
+    for a very confident prediction.
     """
     x = others - target_logit
     t = tl.exp(-tl.abs(x))
@@ -67,5 +68,7 @@ def _loss_of(others, target_logit):
 
 @triton.jit
 def _finite(maximum):
-    """What exponents are relative to; 0 for minus infinity, where inf - inf would be NaN."""
+    """Returns the maximum to subtract from exponents, or 0 if it is minus infinity, because inf -
+    inf would be NaN.
+    """
     return tl.where(maximum == float("-inf"), 0.0, maximum)

@@ -1,11 +1,14 @@
-"""Triton kernels of linear + cross-entropy: what happens to a chunk of logits between two matmuls.
+"""Triton kernels of linear + cross-entropy for the passes over a chunk of logits between two
+matmuls.
 
-Two kernels turn logits into their gradient in place:
-  held      a row stays in registers between its statistics and its gradient: one read, one write.
-            For rows of up to 16,384 columns.
-  streamed  one program a row of any length: read twice, written once. Serves the loss alone, too.
+Two kernels replace logits by their gradient in place:
+  held      keeps a row of up to 16,384 columns in registers between its statistics and its
+  gradient:
+            one read, one write.
+  streamed  processes a row of any length: two reads, one write. It also computes the loss without a
+            gradient.
 
-Legend: N tokens of the chunk, D model width, V vocabulary, P the row's length in memory (V rounded
+Legend: N tokens of the chunk, D model width, V vocabulary, P length of a row in memory (V rounded
 up, see chunked.py).
 """
 
@@ -20,11 +23,11 @@ from .plain import Loss
 from .tile_ops import _dot_rows, _finite, _loss_of, _sech2, _tanh, _target_logit
 
 BLOCK_D = 1024
-# P is a multiple of it (chunked.ROW_MULTIPLE); handed to the kernels in these units, so that they
-# know it is.
+# P is a multiple of it (chunked.ROW_MULTIPLE). Kernels get P in these units, so that the compiler
+# knows the alignment of rows.
 ROW_UNIT = 64
-# Two programs of 512 threads share a multiprocessor, so that one reads while the other waits;
-# nothing spills.
+# With 64 registers per thread, two programs of 512 threads share a multiprocessor, so that one
+# reads while the other waits. Nothing spills.
 HELD_REGISTERS = 64
 
 
@@ -37,24 +40,24 @@ def streamed_gradient_kernel(
     HAS_SOFTCAP: tl.constexpr, WRITE_GRADIENT: tl.constexpr, SCALE_GRADIENT: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, VEC: tl.constexpr, STAGES: tl.constexpr, REVERSE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Row n of the chunk: losses[n] = scale (cross-entropy + z_loss lse^2) and, over the logits,
-    its gradient by them.
+    """For row n of the chunk, computes losses[n] = scale (cross-entropy + z_loss lse^2) and
+    replaces the logits by the loss's gradient.
 
-    The first walk takes the row's maximum and sum of exponentials together, the second walks back
-    over it.
+    The first loop computes the row's maximum and sum of exponentials together, the second computes
+    the gradient, in reverse order if REVERSE.
     """
     n = tl.program_id(0).to(tl.int64)
     P = P_units * ROW_UNIT
     row_ptr = logits_ptr + n * P
-    # (lanes, VEC): the second axis lies in one thread, so that its reductions need no shuffle and
-    # no barrier.
+    # Shape (threads, VEC): the second axis is within a thread, so its reductions need no shuffle
+    # and no barrier.
     lanes = tl.arange(0, BLOCK_V // VEC)[:, None] * VEC + tl.arange(0, VEC)[None, :]
     scale = tl.load(scale_ptr)
     target = tl.load(targets_ptr + n).to(tl.int64)
 
     if target == ignore_index:
-        # 0 * scale and not 0: scale is infinite when every token is ignored, and the mean is then
-        # NaN as torch's is.
+        # 0 * scale instead of 0: if every token is ignored, scale is infinite and the mean must be
+        # NaN, like torch's.
         tl.store(losses_ptr + n, 0.0 * scale)
         if WRITE_GRADIENT:
             for start in range(0, P, BLOCK_V):
@@ -68,8 +71,8 @@ def streamed_gradient_kernel(
 
     in_range = (target >= 0) & (target < V)
     safe_target = tl.where(in_range, target, 0)
-    # The matmul rounded its logits to their type; a confident loss hangs on the target's alone,
-    # formed again in fp32.
+    # The matmul rounded its logits. If the prediction is confident, the loss depends almost only on
+    # the target's logit, so that one is computed again in fp32.
     dot = _dot_rows(
         hidden_ptr + n * hidden_units * STRIDE_UNIT, stride_hidden_d,
         weight_ptr + safe_target * weight_units * STRIDE_UNIT, stride_weight_d, 0, D, BLOCK_D,
@@ -81,7 +84,7 @@ def streamed_gradient_kernel(
     sums = tl.zeros([BLOCK_V // VEC], dtype=tl.float32)
     for start in tl.range(0, P, BLOCK_V, num_stages=STAGES):
         cols = start + lanes
-        # The mask ends at P, a multiple of VEC, so that loads stay wide whatever V is.
+        # The mask ends at P, a multiple of VEC, so that loads stay wide for every V.
         x = tl.load(row_ptr + cols, mask=cols < P, other=0.0, eviction_policy=KEEP).to(tl.float32)
         if HAS_SOFTCAP:
             x = softcap * _tanh(x / softcap)
@@ -133,7 +136,7 @@ def held_gradient_kernel(
     HAS_SOFTCAP: tl.constexpr, WRITE_GRADIENT: tl.constexpr, SCALE_GRADIENT: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """As streamed_gradient_kernel, of a row of at most BLOCK_V columns."""
+    """Like streamed_gradient_kernel, for rows of at most BLOCK_V columns."""
     n = tl.program_id(0).to(tl.int64)
     P = P_units * ROW_UNIT
     cols = tl.arange(0, BLOCK_V)
@@ -163,7 +166,7 @@ def held_gradient_kernel(
         slope = _sech2(x / softcap)
         x = softcap * _tanh(x / softcap)
     x = tl.where((cols < V) & (cols != target_col), x, float("-inf"))
-    # Kept for the gradient, too: exp(x - lse) = exp(x - shift) exp(shift - lse).
+    # Kept for the gradient: exp(x - lse) = exp(x - shift) exp(shift - lse).
     shift = _finite(tl.max(x, axis=0))
     held = tl.exp(x - shift)
     others = shift + tl.log(tl.sum(held, axis=0))
@@ -177,8 +180,8 @@ def held_gradient_kernel(
         factor = 1.0
         if SCALE_GRADIENT:
             factor = scale
-        # Zero in the columns past V and, for the moment, in the target's: no column's number is
-        # kept for a comparison.
+        # This is zero in the columns past V and in the target's column, which is written below; so
+        # no column numbers are kept in registers for a comparison.
         gradient = held * (factor * (1.0 + z_slope) * tl.exp(shift - lse))
         tl.store(row_ptr + cols, gradient.to(logits_ptr.dtype.element_ty), mask=in_row)
         tl.debug_barrier()
@@ -188,7 +191,9 @@ def held_gradient_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def loss_scale_kernel(targets_ptr, scale_ptr, N, ignore_index: tl.constexpr, BLOCK_N: tl.constexpr):
-    """scale = 1 / (number of targets not ignored), in one program: N is at most a million."""
+    """Computes scale = 1 / (number of targets that are not ignored) in one program, which suffices
+    for up to a million targets.
+    """
     counts = tl.zeros([BLOCK_N], dtype=tl.int32)
     for start in range(0, N, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
@@ -201,7 +206,7 @@ def loss_scale_kernel(targets_ptr, scale_ptr, N, ignore_index: tl.constexpr, BLO
 def known_targets_kernel(
     targets_ptr, known_ptr, poison_ptr, N, V, ignore_index: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """As plain.known_targets, in one program."""
+    """Like plain.known_targets, in one program."""
     unknown = tl.zeros([BLOCK_N], dtype=tl.int32)
     for start in range(0, N, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
@@ -223,7 +228,9 @@ def _multiply_block(x_ptr, factor, numel, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_x", "num_y"])
 def multiply_kernel(x_ptr, y_ptr, factor_ptr, num_x, num_y, BLOCK: tl.constexpr):
-    """x, y *= factor, without memory traffic where factor is 1, which the host cannot know."""
+    """Multiplies x and y by factor. If factor is 1, which the host does not know, nothing is read
+    or written.
+    """
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
         _multiply_block(x_ptr, factor, num_x, BLOCK)
@@ -233,7 +240,9 @@ def multiply_kernel(x_ptr, y_ptr, factor_ptr, num_x, num_y, BLOCK: tl.constexpr)
 def row_launch(
     row_length: int, itemsize: int, *, write_gradient: bool = True
 ) -> dict[str, int | bool | str]:
-    """Constants and warps of the pass over rows; without VEC they are the held kernel's."""
+    """Returns the constants and warps of the pass over rows. If VEC is missing, they are for the
+    held kernel, otherwise for the streamed one.
+    """
     if write_gradient and row_length <= 16384:
         block = max(1024, triton.next_power_of_2(row_length))
         return {"BLOCK_V": block, "num_warps": max(4, block // 1024), "maxnreg": HELD_REGISTERS}
@@ -260,18 +269,18 @@ def softmax_gradient_(
     write_gradient: bool,
     scale_gradient: bool,
 ) -> None:
-    """Fills losses_N and, with `write_gradient`, puts the gradient in the logits' place (zero in
-    the columns past V).
+    """Fills losses_N and, with `write_gradient`, replaces the logits by their gradient (zero in the
+    columns past V).
 
-    `logits_NP` is contiguous with P >= vocabulary a multiple of 64; `scale` a one-element fp32
-    tensor.
+    `logits_NP` must be contiguous, with P >= vocabulary a multiple of 64. `scale` is a one-element
+    fp32 tensor.
     """
     num_rows, row_length = logits_NP.shape
     if not num_rows:
         return
     launch = row_launch(row_length, logits_NP.element_size(), write_gradient=write_gradient)
     is_held = "VEC" not in launch
-    if loss.softcap is not None and is_held:  # It holds more, and would spill.
+    if loss.softcap is not None and is_held:  # needs more registers, or it spills
         launch = {**launch, "maxnreg": 65536 // (32 * launch["num_warps"])}
     (hidden_n, hidden_d), (weight_v, weight_d) = hidden_ND.stride(), weight_VD.stride()
     unit = 8 if hidden_n % 8 == 0 and weight_v % 8 == 0 else 1
@@ -288,7 +297,7 @@ def softmax_gradient_(
 
 
 def loss_scale(targets_N: Tensor, *, ignore_index: int) -> Tensor:
-    """One-element fp32 tensor: 1 / (number of targets that are not ignored)."""
+    """Returns 1 / (number of targets that are not ignored) as a one-element fp32 tensor."""
     scale = torch.empty((), dtype=torch.float32, device=targets_N.device)
     constants = {"ignore_index": ignore_index, "BLOCK_N": 4096, "num_warps": 8}
     _launch(loss_scale_kernel, 1, (targets_N, scale), (targets_N.numel(),), **constants)
@@ -298,7 +307,7 @@ def loss_scale(targets_N: Tensor, *, ignore_index: int) -> Tensor:
 def known_targets(
     targets_N: Tensor, vocabulary: int, *, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
-    """As plain.known_targets; a launch where that makes six."""
+    """Like plain.known_targets, in one launch instead of six."""
     known_N = torch.empty_like(targets_N, dtype=torch.int64)
     poison = torch.empty((), dtype=torch.float32, device=targets_N.device)
     constants = {"ignore_index": ignore_index, "BLOCK_N": 4096, "num_warps": 8}
@@ -308,10 +317,11 @@ def known_targets(
 
 
 def multiply_(tensors: list[Tensor], factor: Tensor) -> None:
-    """Each of two contiguous tensors *= a one-element `factor`, in place, in one launch."""
+    """Multiplies two contiguous tensors by a one-element `factor`, in place, in one launch."""
     first, second = tensors
     sizes = first.numel(), second.numel()
-    # A gradient that was not asked for has no memory, and its pointer is read by nobody.
+    # A gradient that is not needed has no memory. The kernel does not use its pointer, so any will
+    # do.
     pointers = [x if x.numel() else factor for x in tensors]
     num_programs = min(triton.cdiv(max(sizes), 4096), 1024)
     if num_programs:
@@ -324,7 +334,7 @@ _LAUNCHES: dict[tuple, Launch] = {}
 def _launch(
     kernel, num_programs: int, tensors: tuple[Tensor, ...], scalars: tuple, **constants
 ) -> None:
-    # A Launch is for one width of integers.
+    # A Launch is compiled for either 32-bit or 64-bit integers.
     wide = [isinstance(x, int) and x >= 2**31 for x in scalars]
     types = [x.dtype for x in tensors]
     key = (id(kernel), tensors[0].device, *types, *wide, *constants.values())
