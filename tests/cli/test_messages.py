@@ -4,7 +4,14 @@ import pytest
 
 from stepgauge import cli
 from stepgauge.cli import tune
-from stepgauge.cli.rows import TerminatedError
+from stepgauge.cli.rows import (
+    RunFailedError,
+    TerminatedError,
+    require_single_success,
+    require_success,
+)
+from stepgauge.runtime.fork_server import describe_exit
+from stepgauge.spec.kernel import KERNELS
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 
@@ -27,6 +34,47 @@ def test_an_interrupted_tune_counts_the_rows_of_all_its_phases(tmp_path):
         raise TerminatedError("no row has been measured yet")
     with pytest.raises(TerminatedError, match=r"^no row"), tune.saved_rows(tmp_path / "empty"):
         raise TerminatedError("no row has been measured yet")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("schedule", "check", "nosuch.txt"), "schedule is 'nosuch.txt'; there is no such file"),
+        (("schedule", "check", "here/nosuch"), "schedule is 'here/nosuch'; there is no such file"),
+        (("schedule", "check", "nosuch"), "schedule is 'nosuch'; choose one of gpipe"),
+        (
+            ("predict", "--hardware", "h100-sxm", "--layout", "dp2"),
+            "its data sheet: dgx-a100, dgx-h100 or dgx-h200",
+        ),
+    ],
+)
+def test_the_message_names_what_to_do(capfd, arguments, message):
+    assert message in refused(capfd, *arguments)
+
+
+def test_a_grid_of_sizes_for_gpus_warns_on_a_cpu_before_the_first_row(capfd, monkeypatch):
+    def measure(*arguments, **settings):
+        raise ValueError("the first row starts here")
+
+    monkeypatch.setattr("stepgauge.cli.rows.measure", measure)
+    for name in KERNELS:
+        message = refused(capfd, "bench", "kernel", name, "--grid", "anchors", "--device", "cpu")
+        assert message.index("sizes for GPUs") < message.index("the first row starts here")
+    assert "GPUs" not in refused(capfd, "bench", "kernel", "attention", "--device", "cpu")
+
+
+def test_a_single_failed_row_prints_its_reason_once(capfd):
+    row = Record(kind="step", spec={}, metrics={}, status="failed", note="no such module")
+    with pytest.raises(RunFailedError, match="no such module"):
+        require_single_success([row], "table")
+    require_single_success([row], "json")
+    with pytest.raises(RunFailedError, match=r"^2 of 2 rows failed$"):
+        require_success([row, row])
+
+
+def test_a_lost_fork_server_is_named():
+    assert describe_exit(3) == "exited with 3"
+    assert "fork server" in describe_exit(255)
 
 
 def test_tune_names_only_the_wrong_count(capfd):

@@ -29,6 +29,8 @@ def whole():
 def wrong(): return nn.Linear(4, 3)
 def odd(): return {"module": nn.Linear(4, 3), "batch": 1, "bach": 2}
 def frozen(): return nn.Identity(), (torch.ones(1),)
+def unreduced():
+    return nn.Linear(4, 3), (torch.ones(2, 4), torch.ones(2, 3)), nn.MSELoss(reduction="none")
 def ids(): return nn.Linear(4, 3), (torch.ones(2, 4),), nn.CrossEntropyLoss()
 """
 
@@ -156,6 +158,10 @@ def test_a_shape_that_does_not_fit_names_the_module():
         ("{file}:odd", "returned a dict with 'bach'"),
         ("{file}:frozen", "Identity has no trainable parameters"),
         ("{file}:whole", "optimizer is 'sgd'; the user's model brings its own optimizer"),
+        (
+            "{file}:unreduced",
+            "the loss function returned a tensor of shape 2 × 3; it must return a scalar",
+        ),
         ("{file}:ids", "the batch must be a pair (inputs, targets)"),
         ("{file}", "name it as FILE.py:factory"),
         ("missing.py:factory", "there is no file missing.py"),

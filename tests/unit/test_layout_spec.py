@@ -63,7 +63,7 @@ def test_each_layout_is_a_row_with_its_own_name():
         ("tp4", {"num_kv_heads": 3, "num_heads": 12, "d_model": 96}, "3 units of 8 rows"),
         ("tp2", {"d_ff": 255}, "feed_forward.gate_up: 255 rows cannot be cut into 2"),
         ("tp2", {"context_length": 15}, "context_length is 15, which tp2 does not divide"),
-        ("cp2", {}, "attention is 'sdpa'; the ring attention of cp2 needs triton"),
+        ("cp2", {}, "needs triton. 'cp2 ulysses' works with every attention"),
         ("cp2", {"context_length": 18}, "18 tokens; context parallel over 2 ranks cuts it into 4"),
         ("cp2 ulysses", {"num_kv_heads": 1}, "num_kv_heads is 1, which the 2 tensor and context"),
         ("cp2 ulysses tp4", {}, "num_kv_heads is 4, which the 8 tensor and context"),

@@ -131,7 +131,7 @@ def predict_memory(
 ) -> Result:
     """Predicts the memory of a step on fake tensors, for a device that this machine need not have.
 
-    on  sm80 (A100), sm90 (H100) or cpu (this machine). Other arguments are those of time_step
+    on  sm80 (A100), sm90 (H100, H200) or cpu (this machine). Other arguments are those of time_step
 
     A GPU is simulated in a separate process, because autograd fixes the list of devices at a
     process's first backward. A model that cannot be sent to another process, such as a class of a

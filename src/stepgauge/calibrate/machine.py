@@ -57,7 +57,13 @@ def _require_in(names: Sequence[str], word: str, device: torch.device) -> None:
         return
     if any(word in name for name, _ in _jobs_on_ranks(device, 2)):
         raise ValueError(f"only is {word!r}, which needs several ranks: add --ranks 2")
-    raise ValueError(f"only is {word!r}; there are {', '.join(dict.fromkeys(names))}")
+    family = [name for name in names if name.split()[0] == word.split()[0]]
+    if family:
+        raise ValueError(f"only is {word!r}; there are {', '.join(dict.fromkeys(family))}")
+    families = ", ".join(dict.fromkeys(name.split()[0] for name in names))
+    raise ValueError(
+        f"only is {word!r}; names begin with {families}. --only 'matmul ?' lists those of matmul"
+    )
 
 
 def _jobs_on_ranks(device: torch.device, ranks: int) -> list[tuple[str, Job]]:

@@ -214,6 +214,7 @@ def measure(
 def measure_and_print(specs: Sequence[Any], out: Path, *, fresh: bool, format: Format) -> None:
     """Measures the specs and prints their rows. Raises RunFailedError at the end if one failed."""
     records = measure(specs, out, fresh=fresh)
+    require_single_success(records, format)
     print_records(records, format)
     require_success(records)
 
@@ -352,6 +353,13 @@ def print_notes(records: Sequence["Record"], folder: Path, reused: int) -> None:
         )
 
 
+def require_single_success(records: Sequence["Record"], format: Format) -> None:
+    """Raises RunFailedError if the only measured row failed, before a table repeats the message."""
+    measured = [record for record in records if record.provenance == "measured"]
+    if format == "table" and len(measured) == 1 and measured[0].status == "failed":
+        require_success(measured)
+
+
 def require_success(records: Sequence["Record"]) -> None:
     """Raises RunFailedError if a row failed, or if no row has a result. A row that ran out of memory
     counts as a result next to rows that fit.
@@ -362,6 +370,6 @@ def require_success(records: Sequence["Record"]) -> None:
     if failed and len(records) == 1:
         raise RunFailedError(f"{describe(failed[0])} failed: {failed[0].note}")
     if failed:
-        raise RunFailedError(f"{len(failed)} of {len(records)} rows failed: {failed[0].note}")
+        raise RunFailedError(f"{len(failed)} of {len(records)} rows failed")
     if records and all(record.status != "ok" and not record.metrics for record in records):
         raise RunFailedError(f"no row has a result: {records[0].note}")

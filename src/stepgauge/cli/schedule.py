@@ -177,6 +177,8 @@ def load(which: str, shape: Shape) -> Schedule:
         return build(which, ranks=ranks, micro_batches=micro_batches, per_rank=shape.per_rank or 0)
     path = Path(which)
     if not path.is_file():
+        if path.suffix or len(path.parts) > 1:
+            raise ValueError(f"schedule is {which!r}; there is no such file")
         raise ValueError(
             f"schedule is {which!r}; choose one of {', '.join(SCHEDULES)}, or the path of a file"
         )

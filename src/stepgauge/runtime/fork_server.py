@@ -16,6 +16,17 @@ def preload(*modules: str) -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
 
 
+def describe_exit(status: int) -> str:
+    """Returns in words how a process ended whose exit status is 0 or more."""
+    if status != 255:
+        return f"exited with {status}"
+    # multiprocessing reports 255 for a process whose fork server has died.
+    return (
+        "exited with 255, which is also reported if the process that started it (Python's fork "
+        "server) was killed"
+    )
+
+
 def start_server() -> None:
     """Starts the server if it is not running.
 

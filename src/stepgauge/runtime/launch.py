@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from stepgauge.runtime.early_exit import file_while_running, returned_ranks, watch_for_early_exit
-from stepgauge.runtime.fork_server import preload, start_server, stop_server
+from stepgauge.runtime.fork_server import describe_exit, preload, start_server, stop_server
 from stepgauge.runtime.host import threads_per_rank
 from stepgauge.runtime.parent import end_with_parent
 from stepgauge.runtime.world import (
@@ -302,7 +302,7 @@ def _rank_error(rank: int, failure: ProcessFailure, ranks: int) -> RankError:
         end = (
             f"was ended by {failure.signal_name()}"
             if failure.exitcode < 0
-            else f"exited with {failure.exitcode}"
+            else describe_exit(failure.exitcode)
         )
         return RankError(f"{name} {end}", rank=rank)
     message = str(details.get("message", "")).strip()

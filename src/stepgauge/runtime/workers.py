@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self
 
 import torch.distributed as dist
 
-from stepgauge.runtime.fork_server import start_server
+from stepgauge.runtime.fork_server import describe_exit, start_server
 from stepgauge.runtime.launch import RankError, Ranks
 from stepgauge.runtime.parent import end_with_parent
 from stepgauge.runtime.progress import Listener, progress_sent_to
@@ -160,7 +160,7 @@ class _Process:
 
 def _death(exit_code: int) -> RankError:
     if exit_code >= 0:
-        return RankError(f"the measuring process exited with {exit_code}", rank=0)
+        return RankError(f"the measuring process {describe_exit(exit_code)}", rank=0)
     ended_by = signal.Signals(-exit_code)
     return RankError(
         f"the measuring process was ended by {ended_by.name}", rank=0, ended_by=ended_by

@@ -1,7 +1,7 @@
 """Checks that a layout fits its network and step. Every command that takes a layout uses them."""
 
 from stepgauge.spec.bert import BertSpec
-from stepgauge.spec.layout import WRAPPERS, Layout, check_wrapper
+from stepgauge.spec.layout import ULYSSES, WRAPPERS, Layout, check_wrapper
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.context import contiguous_positions, ring_positions
 from stepgauge.spec.plan.pipeline import Schedule, build
@@ -179,7 +179,8 @@ def _check_context(layout: Layout, model: Network) -> None:
     ring_positions(model.context_length, 0, layout.context)
     if model.attention != "triton":
         raise ValueError(
-            f"attention is {model.attention!r}; the ring attention of {name} needs triton"
+            f"attention is {model.attention!r}; the ring attention of {name} needs triton. "
+            f"'{name} {ULYSSES}' works with every attention"
         )
     if any(model.window_of(layer) for layer in range(model.num_layers)):
         raise ValueError(f"window is {model.window}; {name} does not support windows: choose 0")

@@ -11,7 +11,7 @@ from stepgauge.spec.user_model import UserModel
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
 ACTIVATIONS, TEMPORARIES, OTHER = "activations", "temporaries", "other"
 CATEGORIES = (PARAMETERS, STATE, GRADIENTS, ACTIVATIONS, TEMPORARIES, OTHER)
-# Architectures for which memory can be predicted: torch's kernels on a CPU, an A100 or an H100.
+# Architectures for which memory can be predicted: torch's kernels on a CPU, an A100, or an H100 or H200.
 PREDICTIONS = ("no", "cpu", "sm80", "sm90")
 
 
@@ -23,7 +23,7 @@ class MemorySpec(WorkSpec):
 
     predict: str = option(
         "no",
-        "Run nothing, predict for this device; sm80: A100, sm90: H100",
+        "Run nothing, predict for this device; sm80: A100, sm90: H100 and H200",
         choices=PREDICTIONS,
         flag_value="sm90",
         label="changed",

@@ -36,6 +36,7 @@ from stepgauge.train.user_model import (
     inputs_and_targets,
     leaves_of,
     moved,
+    required_scalar,
     scalar_loss,
     tensors_of,
     with_leaves,
@@ -167,7 +168,9 @@ def table_of_user(parts: UserParts) -> Table:
     try:
         table = table_by_config(parts.module) if parts.table is None else parts.table
     except ValueError as error:
-        raise ValueError(f"{error}, which the factory returns as 'table'") from None
+        raise ValueError(
+            f"{error}, which the factory returns as 'table' (docs/tensor-parallel.md)"
+        ) from None
     collections.deque(matched(table, [name for name, _ in parts.module.named_modules()]), 0)
     return table
 
@@ -198,7 +201,7 @@ class LastStage(Stage):
             return scalar_loss(super().forward(*tensors))
         first = len(tensors) - len(leaves_of(self.like))
         inputs, targets = tensors[:first], with_leaves(self.like, tensors[first:])
-        return scalar_loss(self.loss(super().forward(*inputs), targets))
+        return required_scalar(self.loss(super().forward(*inputs), targets))
 
 
 def cut_sequential(module: nn.Module, schedule: Schedule, inputs: Sequence[Tensor]) -> list[range]:

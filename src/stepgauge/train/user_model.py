@@ -58,9 +58,7 @@ class UserParts:
 
     @classmethod
     def of(cls, made: Any, where: str) -> "UserParts":
-        """Reads what the factory at `where` returned. Raises ValueError for anything else than the
-        parts.
-        """
+        """Reads the value returned by the factory at `where`. Raises ValueError for a wrong one."""
         if isinstance(made, tuple) and 2 <= len(made) <= 3:
             made = dict(zip(PARTS, made, strict=False))
         if not isinstance(made, Mapping):
@@ -225,9 +223,7 @@ def without_values(module: nn.Module, device: torch.device | None = None) -> nn.
 
 
 def empty_like(value: Any, device: torch.device | None = None) -> Any:
-    """Returns an empty tensor of the same size and type, or a parameter for a parameter; returns a
-    value that is no tensor unchanged.
-    """
+    """Returns an empty tensor or parameter of the same size; other values are returned unchanged."""
     if not isinstance(value, Tensor):
         return value
     empty = torch.empty(value.shape, dtype=value.dtype, device=device)
@@ -297,9 +293,7 @@ def trained_group(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def _of_parameters(make: Callable[..., Any], groups: Iterable[Any]) -> torch.optim.Optimizer:
-    """Builds the user's optimizer from a plain list of parameters, because the user's function may
-    sort them into groups itself.
-    """
+    """Calls the user's function with a plain list of parameters, which it may group itself."""
     grouped = [group["params"] if isinstance(group, dict) else [group] for group in groups]
     made = make([parameter for group in grouped for parameter in group])
     if not hasattr(made, "step"):
@@ -334,9 +328,9 @@ def loss_of(module: Callable[..., Any], batch: Any, loss: Callable[..., Any] | N
     if loss is None:
         return scalar_loss(_called(module, batch))
     if isinstance(batch, Mapping):
-        return scalar_loss(loss(_called(module, batch), batch))
+        return required_scalar(loss(_called(module, batch), batch))
     inputs, targets = inputs_and_targets(batch)
-    return scalar_loss(loss(_called(module, inputs), targets))
+    return required_scalar(loss(_called(module, inputs), targets))
 
 
 def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
@@ -348,7 +342,6 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
 
 
 def _called(module: Callable[..., Any], inputs: Any) -> Any:
-    """Calls the module; an error names the submodule that raised it."""
     with named_module(module):
         if isinstance(inputs, Mapping):
             return module(**inputs)
@@ -356,9 +349,7 @@ def _called(module: Callable[..., Any], inputs: Any) -> Any:
 
 
 def tensors_of(batch: Any, *, has_loss: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns the tensors of the inputs and of the targets. Raises ValueError for a batch with other
-    values than tensors.
-    """
+    """Returns the tensors of inputs and targets. Raises ValueError if the batch has other values."""
     inputs, targets = inputs_and_targets(batch) if has_loss else (batch, ())
     tensors = leaves_of(inputs), leaves_of(targets)
     if others := [leaf for leaves in tensors for leaf in leaves if not isinstance(leaf, Tensor)]:
@@ -376,6 +367,19 @@ def leaves_of(batch: Any) -> list[Any]:
 def with_leaves(batch: Any, leaves: Sequence[Any]) -> Any:
     """Returns the batch's structure with other values."""
     return tree_unflatten(leaves, tree_structure(batch))
+
+
+def required_scalar(loss: Any) -> Tensor:
+    """Returns what a user's loss function returned. Raises ValueError for a tensor of several
+    elements, which is not averaged silently.
+    """
+    if isinstance(loss, Tensor) and loss.numel() != 1:
+        shape = " × ".join(map(str, loss.shape))
+        raise ValueError(
+            f"the loss function returned a tensor of shape {shape}; it must return a scalar, such as "
+            "the tensor's mean()"
+        )
+    return scalar_loss(loss)
 
 
 def scalar_loss(output: Any) -> Tensor:

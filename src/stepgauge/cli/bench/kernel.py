@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from stepgauge.cli import rows
-from stepgauge.cli.console import info, print_records
+from stepgauge.cli.console import info, print_records, warn
 from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.report.kernels import outcomes_of
 from stepgauge.spec.grids import names_of, points
@@ -62,9 +62,14 @@ def _command(spec: type[KernelSpec]) -> Callable[..., None]:
         names = [name for text in peers for name in text.split(",") if name]
         if names:
             values["peers"] = (AUTO if AUTO in names else " ".join(names),)
-        records = rows.measure(
-            rows.resolve_devices(expand_grid(spec, grid, values)), out, fresh=fresh
-        )
+        specs = rows.resolve_devices(expand_grid(spec, grid, values))
+        if grid != "default" and any(each.device.startswith("cpu") for each in specs):
+            warn(
+                f"the shapes of --grid {grid} are sizes for GPUs, and a row may take minutes on a CPU: "
+                "--grid default has a small one"
+            )
+        records = rows.measure(specs, out, fresh=fresh)
+        rows.require_single_success(records, format)
         print_records(records, format)
         for sentence in outcomes_of(records):
             info(sentence)

@@ -35,6 +35,7 @@ def pipeline(
         rows.canonical_specs(expand(PipelineSpec, values, network=Networks))
     )
     records = rows.measure(specs, out, fresh=fresh)
+    rows.require_single_success(records, format)
     print_records(records, format)
     if pictures:
         _write_pictures(records, out)

@@ -43,6 +43,7 @@ def _command(
         records = earlier or rows.run_jobs(jobs, out, fresh=fresh, turns=turns)
         if earlier:
             rows.print_notes(earlier, out, reused=len(earlier))
+        rows.require_single_success(records, format)
         predictions.print_with_predictions(predicted, records, format)
         rows.require_success(records)
 

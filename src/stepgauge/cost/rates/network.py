@@ -72,6 +72,16 @@ class Links:
         ranks = {} if operation == "send_recv" else {"ranks": axis.ranks}
         return self._hardware.link(op=operation, backend=backend, **ranks)
 
+    def _remedy(self, ranks: int) -> str:
+        """Returns how to get the time of a link that the hardware file does not have."""
+        measured = f"stepgauge calibrate --ranks {ranks} measures it"
+        if self._hardware.device_kind == "cpu":
+            return measured
+        return (
+            f"{measured} on that machine. Without the machine, choose one whose links are known from "
+            "its data sheet: dgx-a100, dgx-h100 or dgx-h200"
+        )
+
     def collective(
         self, operation: str, nbytes: float, axis: Axis, *, backend: str = "nccl"
     ) -> Estimate:
@@ -86,7 +96,7 @@ class Links:
         if self.fabric is None:
             raise ValueError(
                 f"the hardware file {self._hardware.name} has no {operation} between {axis.ranks} "
-                f"ranks; stepgauge calibrate --ranks {axis.ranks} measures it"
+                f"ranks; {self._remedy(axis.ranks)}"
             )
         latency_us, bytes_per_s = self._ring(axis, self.fabric)
         sent = SENDS[operation] * nbytes * (axis.ranks - 1) / axis.ranks
@@ -103,8 +113,7 @@ class Links:
             return Estimate(link.time_ms(nbytes) * 1e3, CALIBRATED)
         if self.fabric is None:
             raise ValueError(
-                f"the hardware file {self._hardware.name} has no send_recv; stepgauge calibrate "
-                f"--ranks 2 measures it"
+                f"the hardware file {self._hardware.name} has no send_recv; {self._remedy(2)}"
             )
         wire = self.fabric.within if axis.nodes == 1 else self.fabric.between
         return Estimate(wire.latency_us + nbytes / wire.reached_bytes_per_s * 1e6, ASSUMED)
