@@ -163,7 +163,7 @@ def check_compiled(device, dtype, **changes):
 def test_a_compiled_layer_goes_through_the_operator(monkeypatch):
     """On a CPU, where the operator's own backward is the oracle."""
     calls, backward = [], reference.backward
-    monkeypatch.setattr(package, "_takes", lambda heads, cos: True)
+    monkeypatch.setattr(package, "_has_kernel", lambda heads, cos: True)
     monkeypatch.setattr(reference, "backward", lambda *given: calls.append(1) or backward(*given))
     check_compiled("cpu", torch.float32, num_kv_heads=2)
     assert len(calls) == 1, "the eager layer does not"

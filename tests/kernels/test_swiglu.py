@@ -61,7 +61,7 @@ def test_second_derivatives_on_the_cpu():
     "gate_up", [torch.ones(()), torch.ones(2, 3), torch.ones(2, 4, dtype=torch.long)]
 )
 def test_what_is_no_gate_and_up_is_refused(gate_up):
-    with pytest.raises(ValueError, match="gate and up behind each other"):
+    with pytest.raises(ValueError, match="gate followed by up"):
         swiglu(gate_up)
 
 
@@ -135,7 +135,7 @@ def check_compiled(device, dtype):
 def test_a_compiled_layer_goes_through_the_operator(monkeypatch):
     """On a CPU, where the operator's own backward is the oracle."""
     calls = []
-    monkeypatch.setattr(package, "_takes", lambda gate_up: True)
+    monkeypatch.setattr(package, "_has_kernel", lambda gate_up: True)
     backward = reference.backward
     monkeypatch.setattr(reference, "backward", lambda *given: calls.append(1) or backward(*given))
     check_compiled("cpu", torch.float32)

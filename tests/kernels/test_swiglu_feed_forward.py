@@ -1,4 +1,4 @@
-"""SwiGLU's feed-forward layer with the gate in its products, against the layer written out."""
+"""SwiGLU's feed-forward layer with the gate in its products, compared with plain PyTorch."""
 
 import importlib.util
 
@@ -10,8 +10,8 @@ F = torch.nn.functional
 from tests.kernels.triton_here import needs_gpu  # noqa: E402
 
 from stepgauge.kernels.swiglu.feed_forward import (  # noqa: E402
-    in_turns,
-    one_after_other,
+    deinterleaved,
+    interleaved,
     swiglu_feed_forward,
 )
 from stepgauge.models.feed_forward import build_feed_forward  # noqa: E402
@@ -34,7 +34,7 @@ def written_out(x, gate_up_weight, down_weight):
 
 
 def with_gradients(layer, x, *weights):
-    """y, and the gradients of the sum of its squares."""
+    """Returns y, and the gradients of the sum of its squares."""
     y = layer(x, *weights)
     return y.detach(), *torch.autograd.grad(y.float().square().sum(), (x, *weights))
 
@@ -44,10 +44,10 @@ def errors(found, exact):
             for n, f, e in zip(NAMES, found, exact, strict=True)}  # fmt: skip
 
 
-def test_rows_in_turns_and_back():
+def test_deinterleaved_is_the_inverse_of_interleaved():
     rows = torch.arange(6)[:, None]
-    assert in_turns(rows).flatten().tolist() == [0, 3, 1, 4, 2, 5]
-    assert torch.equal(one_after_other(in_turns(rows)), rows)
+    assert interleaved(rows).flatten().tolist() == [0, 3, 1, 4, 2, 5]
+    assert torch.equal(deinterleaved(interleaved(rows)), rows)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -1,12 +1,12 @@
-"""One folder an operation: reference.py is the oracle, triton.py the kernels, __init__.py the
-public function.
+"""One folder per operation: reference.py is the oracle, triton.py has the kernels, and __init__.py
+the public function.
 """
 
 import importlib
 from typing import Any
 
-# Public names, loaded when they are first asked for; functions that are called as their folder is
-# are reached through it: kernels.rms_norm.rms_norm.
+# Public names, imported on first access. A function with the name of its folder is reached through
+# the folder: kernels.rms_norm.rms_norm.
 _HOMES = {
     "FusedAdamW": "adamw",
     "FusedLinearCrossEntropy": "linear_cross_entropy",

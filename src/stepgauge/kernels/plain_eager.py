@@ -1,8 +1,8 @@
-"""Whether a call is plain eager PyTorch: then kernels may be launched by address, without an
-operator that compilers, dispatch modes and subclasses would see.
+"""Detects plain eager calls, in which kernels may be launched directly, without an operator for
+compilers, dispatch modes and tensor subclasses.
 
-The only file that asks torch for its private count of dispatch modes and transforms. The way out: a
-public function that says whether any is active (torch.utils._python_dispatch has private ones).
+This file uses torch's private counts of dispatch modes and transforms. The way out: a public
+function that says whether any is active (torch.utils._python_dispatch has only private ones).
 """
 
 import torch
@@ -12,7 +12,9 @@ PLAIN_TYPES = (Tensor, nn.Parameter)
 
 
 def is_plain_eager(*tensors: Tensor) -> bool:
-    """Whether nothing but eager autograd looks at a call with these tensors."""
+    """Returns True if only eager autograd sees a call with these tensors: no compiler, dispatch
+    mode, functorch transform or tensor subclass.
+    """
     return (
         not torch.compiler.is_compiling()
         and all(type(x) in PLAIN_TYPES for x in tensors)

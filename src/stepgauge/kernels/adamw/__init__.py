@@ -1,7 +1,7 @@
-"""AdamW in one launch for all parameters of a group: ``FusedAdamW``.
+"""``FusedAdamW``: AdamW in one kernel launch for all parameters of a group.
 
-The equations stand in reference.py; docs/log/2026-11-21-adamw.md has the design. Without a GPU or without
-Triton the optimizer computes the same with plain PyTorch.
+The equations are in reference.py, the design in docs/log/2026-11-21-adamw.md. Without a GPU or
+without Triton the optimizer computes the same in plain PyTorch.
 """
 
 import torch
@@ -19,27 +19,28 @@ _STATE = ("exp_avg", "exp_avg_sq", "master_param")  # at least float32, in the p
 
 
 class FusedAdamW(Optimizer):
-    """``torch.optim.AdamW`` (arXiv 1711.05101) in one kernel launch a group and pair of types.
+    """``torch.optim.AdamW`` (arXiv 1711.05101) in one kernel launch per group and pair of types.
 
-    The same arguments, parameter groups and state (``step``, ``exp_avg``, ``exp_avg_sq``), so
-    that state_dicts go either way. What differs: the moments of bfloat16 and float16 parameters
-    are float32, and ``amsgrad``, ``capturable``, ``differentiable`` and complex parameters are not
-    offered. ``lr`` may be a tensor, also on the GPU.
+    It has the same arguments, parameter groups and state (``step``, ``exp_avg``, ``exp_avg_sq``),
+    so that state_dicts can be exchanged in both directions. Differences: the moments of bfloat16
+    and float16 parameters are float32, and ``amsgrad``, ``capturable``, ``differentiable`` and
+    complex parameters are not supported. ``lr`` may be a tensor, also on the GPU.
 
     With ``master_weights`` a bfloat16 or float16 parameter has a float32 master in the state
-    (``master_param``): the step reads the gradient, the master and the moments and writes master,
-    moments and parameter in one pass. A parameter written to in between (a loaded checkpoint,
-    ``nn.init``, clamping) is taken over into the master where the two differ; a write through
-    ``.data`` is not seen.
+    (``master_param``). The step reads the gradient, the master and the moments, and writes master,
+    moments and parameter in one pass. If a parameter is written to between steps (a loaded
+    checkpoint, ``nn.init``, clamping), its new values are copied into the master; writes through
+    ``.data`` are not detected.
 
     ``step`` never makes the host wait for the GPU. ``grad_scale`` and ``found_inf``, which
-    ``torch.amp.GradScaler`` sets on it, are read on the device. Where the kernel does not apply
-    (CPU, float64, a parameter with holes) the oracle in plain PyTorch runs instead.
+    ``torch.amp.GradScaler`` sets on the optimizer, are read on the device. If the kernel cannot run
+    (CPU, float64, parameters that are not dense), the plain PyTorch oracle runs instead.
 
     Raises ValueError for a hyper-parameter out of range, RuntimeError for a sparse gradient.
     """
 
-    # GradScaler then passes its scale and its verdict instead of reading the verdict back.
+    # With this, GradScaler passes its scale and found_inf to step, instead of reading found_inf
+    # back.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -53,7 +54,7 @@ class FusedAdamW(Optimizer):
         maximize: bool = False,
         master_weights: bool = False,
     ):
-        # The keys that torch's own AdamW keeps in a group, so that its groups and ours exchange.
+        # The keys of a group in torch's AdamW, so that groups can be exchanged.
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -86,12 +87,13 @@ class FusedAdamW(Optimizer):
     def _clear_tables(self) -> None:
         self._tables_by_bucket: dict = {}
         self._steady_groups: dict = {}
-        self._written: dict = {}  # by parameter: address and version when the last step was done
+        self._written: dict = {}  # parameter -> its address and version after the last step
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Load a state_dict of this class or of torch.optim.AdamW."""
+        """Loads a state_dict of this class or of torch.optim.AdamW."""
         super().load_state_dict(state_dict)
-        # The base class has cast the moments to the parameter's type; take them in full instead.
+        # The base class has cast the moments to the parameter's type; restore them without
+        # rounding.
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for saved_id, param in zip(saved_ids, params, strict=True):
@@ -103,7 +105,7 @@ class FusedAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Take one step; return the closure's loss, if there is a closure."""
+        """Makes one optimizer step and returns the closure's loss, if there is a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -115,7 +117,7 @@ class FusedAdamW(Optimizer):
         for index, group in enumerate(self.param_groups):
             options = _options(group) | scale
             if group.get("master_weights"):
-                self._take_over_writes(group)
+                self._copy_writes_to_masters(group)
             steady = self._steady_groups.get(index)
             if steady is not None and not torch.compiler.is_compiling():
                 addresses = steady.addresses(group["params"], self.state)
@@ -127,12 +129,12 @@ class FusedAdamW(Optimizer):
                 self._written |= {p: _version(p) for p in group["params"]}
         return loss
 
-    def _take_over_writes(self, group: dict) -> None:
-        """Bring what others wrote to a parameter since the last step into its master."""
+    def _copy_writes_to_masters(self, group: dict) -> None:
+        """Copies values written to a parameter since the last step into its master."""
         for param in group["params"]:
             master = self.state.get(param, {}).get("master_param")
             if master is not None and self._written.get(param) != _version(param):
-                # Equal where nobody wrote: the master keeps its digits there.
+                # Where the parameter is unchanged, the master keeps its full precision.
                 wide = param.to(master.dtype)
                 master.copy_(torch.where(master.to(param.dtype) == param, master, wide))
                 self._written[param] = _version(param)
@@ -149,7 +151,7 @@ class FusedAdamW(Optimizer):
                 self._steady_groups[index] = _SteadyGroup(tables, rows, self.state)
 
     def _buckets(self, group: dict) -> dict[tuple, tuple[list[Tensor], ...]]:
-        """Sort tensors with a gradient by what one launch can take together."""
+        """Groups the tensors of parameters with a gradient into buckets for one launch each."""
         buckets: dict[tuple, tuple[list[Tensor], ...]] = {}
         for param in group["params"]:
             grad = param.grad
@@ -162,7 +164,7 @@ class FusedAdamW(Optimizer):
             state = self.state[param]
             _init_state(state, param, with_master=group.get("master_weights", False))
             held = [name for name in _STATE if name in state]
-            # A DTensor's update is its local shard's.
+            # Of a DTensor the local shard is updated.
             p, g, *kept = (_local(t) for t in (param, grad, *(state[name] for name in held)))
             on_kernel = kernel_takes(p, g)
             if on_kernel:
@@ -179,7 +181,7 @@ class FusedAdamW(Optimizer):
 
     def _update(self, group_index: int, key: tuple, rows: tuple, options: dict) -> None:
         device, param_dtype, grad_dtype, _, on_kernel = key
-        # Fake tensors have no addresses to launch with.
+        # Fake tensors have no addresses.
         has_addresses = type(rows[0][0]) in PLAIN_TYPES
         if not on_kernel or not has_addresses or torch.compiler.is_compiling():
             lists = rows if len(rows) == 6 else (*rows, [])
@@ -195,10 +197,10 @@ class FusedAdamW(Optimizer):
 
 
 class _SteadyGroup:
-    """A group as the last step saw it: all parameters in one launch, in their own layout.
+    """A group at the last step, whose parameters were all updated in one launch.
 
-    In training nothing but the gradients' addresses changes from step to step. Checking that is
-    several times cheaper than sorting the parameters again.
+    In training usually only the gradients' addresses change from step to step. Checking this is
+    several times cheaper than grouping the parameters again.
     """
 
     def __init__(self, tables, rows: tuple[list[Tensor], ...], all_state: dict):
@@ -213,7 +215,9 @@ class _SteadyGroup:
         self._tail = _tables.addresses_of(*rows[2:])
 
     def addresses(self, params: list[Tensor], all_state: dict) -> list[int] | None:
-        """The address table's rows, or None when something else changed."""
+        """Returns the rows of the address table, or None if anything but gradient addresses
+        changed.
+        """
         params = [p for p in params if p.grad is not None]
         if len(params) != len(self._entries):
             return None
@@ -250,10 +254,10 @@ def _options(group: dict) -> dict:
 
 
 def _init_state(state: dict, param: Tensor, *, with_master: bool) -> None:
-    """What is missing of a parameter's state."""
+    """Adds the missing entries of a parameter's state."""
     if "step" not in state:
-        # As torch's fused AdamW keeps it: a float32 scalar beside the parameter, so that a skipped
-        # step (found_inf) is not counted without the host's knowing.
+        # A float32 scalar on the parameter's device, as in torch's fused AdamW: so the device can
+        # leave it unchanged when a step is skipped (found_inf).
         state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = torch.zeros_like(
@@ -264,13 +268,13 @@ def _init_state(state: dict, param: Tensor, *, with_master: bool) -> None:
 
 
 def _version(param: Tensor) -> tuple[int, int]:
-    """What changes when the parameter is written to or is given other memory."""
+    """Returns a value that changes if the parameter is written to or moved to other memory."""
     local = _local(param)
     return local.data_ptr(), local._version
 
 
 def _step_on(state: dict, device: torch.device | None) -> Tensor:
-    """The state's step as a float32 tensor, on the device if one is asked for; kept in the state."""
+    """Makes the state's step a float32 tensor, on the device if one is given, and returns it."""
     step = state["step"]
     if not isinstance(step, Tensor):
         step = state["step"] = torch.tensor(float(step), dtype=torch.float32)
@@ -280,7 +284,9 @@ def _step_on(state: dict, device: torch.device | None) -> Tensor:
 
 
 def _in_layout(state: dict, name: str, old: Tensor, param: Tensor) -> Tensor:
-    """The tensor of the state in float32 and in the parameter's strides; kept in the state."""
+    """Returns the state's tensor in float32 with the parameter's strides; a new one replaces it in
+    the state.
+    """
     if old.dtype == torch.float32 and old.stride() == param.stride() and old.device == param.device:
         return old
     new = torch.empty_like(param, dtype=torch.float32).copy_(old)

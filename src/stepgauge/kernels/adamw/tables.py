@@ -1,10 +1,10 @@
-"""The device tables that let one launch update any number of tensors, and that launch.
+"""The device tables with which one launch updates any number of tensors, and that launch.
 
-``Tables`` serves one set of tensors of one device and one pair of types. What follows from sizes
-alone (chunks, lengths, the counter) is sent once; the addresses are sent again only when one of
-them changed, from pinned memory and without waiting. Pinned and device blocks come from torch's
-caching allocators, which do not hand a block out again while a copy or kernel still uses it: they
-are the ring of buffers that this needs.
+A ``Tables`` object is for one set of tensors on one device with one pair of types. The parts that
+depend only on sizes (chunks, lengths, the counter) are sent once. The addresses are sent again only
+when one of them changed, asynchronously from pinned memory. No ring of buffers is needed for this,
+because torch's caching allocators do not reuse a pinned or device block while a copy or kernel
+still uses it.
 """
 
 import array
@@ -19,7 +19,9 @@ ALIGNMENT_BYTES = 16
 
 
 class Tables:
-    """Chunk and address tables for tensors with the given numbers of elements, `chunk` a program."""
+    """Chunk and address tables for tensors with these numbers of elements; a program updates
+    `chunk` elements.
+    """
 
     def __init__(self, numels: list[int], device: torch.device, *, chunk: int):
         self.device, self.chunk = device, chunk
@@ -35,12 +37,12 @@ class Tables:
         self._table: Tensor | None = None
 
     def table(self, addresses: list[int]) -> Tensor:
-        """Return the address table, int64 (rows of kernels.TABLE_ROWS, tensors)."""
+        """Returns the address table, int64 of shape (kernels.TABLE_ROWS, tensors)."""
         if addresses != self._addresses:
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    "FusedAdamW cannot send new addresses while a CUDA graph is captured: take one "
-                    "step with the same parameters and gradients before, and keep them in place"
+                    "FusedAdamW cannot send new addresses while a CUDA graph is captured: make one "
+                    "step with the same parameters and gradients before, and keep their memory"
                 )
             host = torch.frombuffer(array.array("q", addresses), dtype=torch.int64)
             self._table = _send(host, self.device)
@@ -60,7 +62,7 @@ def _send(host: Tensor, device: torch.device) -> Tensor:
 
 
 def addresses_of(*rows: list[Tensor]) -> list[int]:
-    """Addresses row by row, in the order of kernels.TABLE_ROWS; an empty row of masters is none."""
+    """Returns the tensors' addresses row by row, in the order of kernels.TABLE_ROWS."""
     return [t.data_ptr() for row in rows for t in row]
 
 
@@ -83,12 +85,14 @@ def launch(
     found_inf: Tensor | None = None,
     **numbers: float,
 ) -> None:
-    """Update all tensors of ``tables`` in one launch; see reference.adamw_ for the arguments."""
+    """Updates all tensors of ``tables`` in one launch; the options are those of
+    reference.adamw_.
+    """
     if not tables.num_chunks:
         return
     shape, num = shape_for(param_dtype), tables.num_tensors
     lr_ptr = lr if isinstance(lr, Tensor) else None
-    # The step's address is a scalar's and is never read as a vector.
+    # Row 4, the steps, needs no alignment, because the kernel reads them as scalars.
     vectors = addresses[: 4 * num] + addresses[5 * num :]
     kernels.adamw_kernel[(tables.num_chunks,)](
         tables.chunks, tables.numels, tables.table(addresses), tables.counter, lr_ptr, grad_scale, found_inf,
@@ -102,8 +106,8 @@ def launch(
 
 
 def _scalars(*, beta1: float, beta2: float, eps: float, weight_decay: float) -> tuple[float, ...]:
-    # Logarithms and differences are taken in float64 here: a float32 0.999 is off by 1.3e-8, which
-    # is 1.3e-5 of 1 - 0.999.
+    # Logarithms and differences are computed here in float64: 0.999 in float32 is off by 1.3e-8,
+    # which is 1.3e-5 of 1 - 0.999.
     logarithms = (math.log(beta) if beta > 0 else -math.inf for beta in (beta1, beta2))
     return *logarithms, 1.0 - beta1, 1.0 - beta2, float(eps), float(weight_decay)
 

@@ -1,9 +1,9 @@
 """Launching a Triton kernel without the JIT's argument processing.
 
-``kernel[grid](...)`` looks at every argument on every call: type, alignment, options, then a
-string key into the cache. At the sizes that a real step uses this costs several times what the
-kernel does. A ``Launch`` does it once: it keeps the compiled kernel for arguments known to be of
-one kind and, on a call, only hands addresses to the driver.
+On every call ``kernel[grid](...)`` inspects the type and alignment of every argument and the
+options, and builds a string key for its cache. At the sizes of a real step this takes several times
+as long as the kernel. A ``Launch`` does it once: it keeps the compiled kernel for one kind of
+arguments, and on a call it only passes addresses to the driver.
 """
 
 from typing import Any
@@ -15,16 +15,17 @@ from .triton_internals import hooks_present, launcher_of
 __all__ = ["ALIGNMENT_BYTES", "Launch", "hooks_present", "raw_stream"]
 
 ALIGNMENT_BYTES = 16
-# JIT options that are not the kernel's own arguments.
+# Options of the JIT, in contrast to the kernel's own constants.
 _OPTIONS = ("num_warps", "num_stages", "launch_pdl")
 
 
 class Launch:
-    """One compiled specialisation of a kernel: pointers aligned to 16 bytes, constants fixed.
+    """One compiled specialisation of a kernel, with fixed constants and pointers aligned to 16
+    bytes.
 
-    The kernel's signature must have its run-time arguments first and its constants last, and its
-    integers must not be specialised (``do_not_specialize``), so that no value of theirs needs
-    another compilation.
+    The kernel's signature must have its run-time arguments first and its constants last. Its
+    integers must not be specialised (``do_not_specialize``), so that no value needs another
+    compilation.
     """
 
     __slots__ = ("_launch", "_tail", "constants", "kernel", "options")
@@ -36,7 +37,7 @@ class Launch:
         self._launch: Any = None
 
     def compile(self, *args: Any) -> Any:
-        """Compile for arguments like these: tensors (aligned), numbers or None, in order."""
+        """Compiles for arguments like these: aligned tensors, numbers or None, in order."""
         compiled = self.kernel.warmup(*args, grid=(1,), **self.constants, **self.options)
         self._launch = launcher_of(compiled)
         names = [p.name for p in self.kernel.params if p.is_constexpr]
@@ -48,7 +49,9 @@ class Launch:
         return self._launch is not None
 
     def __call__(self, grid: tuple[int, int], tensors: tuple, scalars: tuple) -> None:
-        """Launch on tensors of one device, the first not None: by address where that is safe."""
+        """Launches the kernel on tensors of one device, by address if that is safe. The first
+        tensor must not be None.
+        """
         like = tensors[0]
         if not like.is_cuda:  # Triton's interpreter
             self._by_triton(grid, tensors, scalars)
@@ -70,11 +73,14 @@ class Launch:
         self._launch((*grid, 1), raw_stream(index), (*addresses, *scalars, *self._tail))
 
     def _by_triton(self, grid: tuple[int, int], tensors: tuple, scalars: tuple) -> None:
-        """As Triton's documentation does: any alignment, hooks, the interpreter."""
+        """Launches through Triton's JIT, which supports any alignment, hooks and the
+        interpreter.
+        """
         self.kernel[(*grid, 1)](*tensors, *scalars, **self.constants, **self.options)
 
 
 def raw_stream(device_index: int) -> int:
-    # torch.cuda.current_stream makes an object of it first, which costs as much as the launch. The
-    # way out: a public function that gives the handle.
+    """Returns the handle of the device's current stream."""
+    # torch.cuda.current_stream creates an object around it, which costs as much as the launch. The
+    # way out: a public function that returns the handle.
     return torch._C._cuda_getCurrentRawStream(device_index)

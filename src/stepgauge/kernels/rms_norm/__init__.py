@@ -1,16 +1,17 @@
 """RMSNorm, forward and backward.
 
-``rms_norm`` is what a model calls; ``TritonRMSNorm`` drops in for ``torch.nn.RMSNorm``;
-``RMSNormTriton`` is the kernels as an autograd function. The equations stand in reference.py,
+``rms_norm`` is the function that models call; ``TritonRMSNorm`` replaces ``torch.nn.RMSNorm``;
+``RMSNormTriton`` wraps the kernels as an autograd function. The equations are in reference.py,
 their derivation and the design in docs/log/2026-11-21-rms_norm.md.
 
-CUDA tensors up to 65,536 wide go to Triton, but small ones, whose launches are all that counts, to
-torch's own; others, and float64, to the plain PyTorch oracle, and under torch.compile those up to
-8192 wide too: Inductor makes one kernel of it and its neighbours.
-y has x's type, computed in float32; under CUDA autocast it has the type
-that the installed torch's own rms_norm gives: float32 from torch 2.12 on, x's before. The weight
-may be float32 or x's type. The kernels have no second derivative and raise; the plain PyTorch
-version has.
+CUDA tensors with rows of up to 65,536 elements use the Triton kernels, with two exceptions: small
+ones, whose time is all launch overhead, use torch's rms_norm; and under torch.compile rows of up to
+8192 elements use the plain PyTorch oracle, which Inductor fuses with its neighbours. All other
+tensors, and float64, use the oracle.
+
+y is computed in float32 and has x's type. Under CUDA autocast it has the type of torch's own
+rms_norm: float32 from torch 2.12 on, x's type before. The weight may be float32 or have x's type. A
+second derivative raises with the kernels; the plain PyTorch version supports it.
 """
 
 import importlib.util
@@ -27,7 +28,7 @@ from .reference import backward_input, backward_weight
 
 if importlib.util.find_spec("triton") is not None:
     from . import ops
-else:  # The reference computes.
+else:  # use the reference
     ops = None
 
 __all__ = [
@@ -40,24 +41,25 @@ __all__ = [
 ]
 
 MAX_WIDTH = 65536
-# Inductor fuses the equation with the addition and the cast around it, which an operator
-# cannot be. Wider than this its backward takes 1.6 times the kernel's time.
+# Inductor fuses the plain equation with the addition and the cast around it, which is impossible
+# for an operator. For wider rows Inductor's backward takes 1.6 times as long as the kernel.
 INDUCTOR_WIDTH = 8192
-# An eager x of so many bytes goes to torch's rms_norm. At 2048 x 2560 in bf16 the host launches its
-# forward and backward in 125 us, ours in 205; the GPU takes 39 and 30 (one H200, 2026-11-21).
+# Eager calls with an x of at most this many bytes use torch's rms_norm. At 2048 x 2560 in bf16 the
+# host needs 125 us to launch its forward and backward and 205 us for the kernels here; on the GPU
+# they take 39 and 30 us (one H200, 2026-11-21).
 TORCH_BYTES = 2048 * 2560 * 2
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TYPES = (*_KERNEL_DTYPES, torch.float64)
-# Whether the installed torch's rms_norm is float32 under CUDA autocast (pytorch issue 188955) or
-# keeps x's type. A constant, so that torch.compile need not trace the question.
+# True if the installed torch's rms_norm returns float32 under CUDA autocast (pytorch issue 188955)
+# instead of x's type. A constant, so that torch.compile need not trace the comparison.
 BUILTIN_AUTOCAST_IS_FLOAT32 = TorchVersion(torch.__version__) >= (2, 12)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
-    """Return ``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension (arXiv 1910.07467).
+    """Returns ``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension (arXiv 1910.07467).
 
-    Shapes: x and the result (*, D), weight (D). The result has x's type; who computes it and in
-    which type: this file's docstring. Raises ValueError for a weight whose shape does not fit and
+    Shapes: x and the result (*, D), weight (D). This file's docstring says which implementation
+    runs and the type of the result. Raises ValueError for a weight whose shape does not match, and
     for types other than float32, bfloat16, float16 and float64.
     """
     is_compiling = torch.compiler.is_compiling()
@@ -66,10 +68,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
     out_dtype = _output_dtype(x)
     if kernel_takes and is_plain_eager(x, weight):
-        return RMSNormTriton.apply(x, weight, eps, out_dtype)  # which checks shapes and types
+        return RMSNormTriton.apply(x, weight, eps, out_dtype)  # checks shapes and types
     _check(x, weight)
     if not kernel_takes or (is_compiling and x.shape[-1] <= INDUCTOR_WIDTH):
-        # The narrow type's float32 image holds the same values: only the rounding of y changes.
+        # Casting x to float32 is exact; only the rounding of y changes.
         return reference.forward(x.to(out_dtype), weight, eps)
     return torch.ops.stepgauge.rms_norm(x, weight, eps, out_dtype)[0]
 
@@ -77,7 +79,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
 class RMSNormTriton(torch.autograd.Function):
     """``.apply(x, weight, eps=1e-5, out_dtype=None)``: the kernels as an autograd function.
 
-    Saves x, the weight and one float32 a row. x (*, D), weight (D).
+    Shapes: x (*, D), weight (D). Saves x, the weight and one float32 per row for backward.
     """
 
     @staticmethod
@@ -91,15 +93,17 @@ class RMSNormTriton(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        # With create_graph the operator is called: it has no second derivative and says so, where
-        # a launch by address would silently give a constant.
+        # With create_graph, call the operator, which raises for a second derivative; a launch by
+        # address would silently return a constant.
         by_address = is_plain_eager(dy) and not torch.is_grad_enabled()
         run = ops.run_backward if by_address else torch.ops.stepgauge.rms_norm_backward
         return (*run(dy, *ctx.saved_tensors), None, None)
 
 
 class TritonRMSNorm(nn.RMSNorm):
-    """``torch.nn.RMSNorm`` over the last dimension on the fused kernel; the same state_dict."""
+    """``torch.nn.RMSNorm`` over the last dimension, with the fused kernels and the same
+    state_dict.
+    """
 
     def __init__(self, width: int, *, eps: float = 1e-5, device=None, dtype=None):
         if width < 1:
@@ -134,7 +138,7 @@ def _kernel_takes(x: Tensor, weight: Tensor) -> bool:
 def _is_small(x: Tensor, weight: Tensor) -> bool:
     return (
         0 < x.nbytes <= TORCH_BYTES
-        and x.dtype is weight.dtype  # of two types torch makes several kernels
+        and x.dtype is weight.dtype  # otherwise torch runs several kernels
         and x.shape[-1:] == weight.shape
     )
 

@@ -1,8 +1,8 @@
-"""RMSNorm's host side: plans, the cheap eager launch, and the custom operators.
+"""RMSNorm's host side: the launches for each width and type, and the custom operators.
 
-``run_forward`` and ``run_backward`` launch compiled kernels by address: what plain eager calls run.
-Wherever something wants to see the operation (torch.compile, fake tensors, a dispatch mode such as
-FlopCounterMode, a tensor subclass) the same functions are the custom operators
+``run_forward`` and ``run_backward`` launch the compiled kernels by address, and plain eager calls
+use them directly. torch.compile, fake tensors, dispatch modes such as FlopCounterMode and tensor
+subclasses need an operator: for them the same functions are registered as
 ``stepgauge::rms_norm`` and ``rms_norm_backward``.
 """
 
@@ -23,12 +23,12 @@ from .triton import (
     reduce_kernel,
 )
 
-# What a CPU run of the kernels (Triton's interpreter, for tests) takes for the number of SMs.
+# The number of SMs assumed when tests run the kernels on a CPU, in Triton's interpreter.
 _INTERPRETER_SMS = 3
 
 
 class NormLaunches:
-    """The three launches for one width, its types and a device."""
+    """The three launches for one width, set of types and device."""
 
     def __init__(
         self,
@@ -97,11 +97,11 @@ def _ceil_div(a, b):
 
 @functools.cache
 def limits(device: torch.device) -> tuple[int, int]:
-    """Number of SMs and the bytes of shared memory that one program may have."""
+    """Returns the number of SMs, and the bytes of shared memory that one program may use."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return _INTERPRETER_SMS, 227 * 1024
     properties = torch.cuda.get_device_properties(device)
-    # 99 KiB is what every GPU since sm_80 gives.
+    # Every GPU since sm_80 has at least 99 KiB.
     shared_bytes = getattr(properties, "shared_memory_per_block_optin", 99 * 1024)
     return properties.multi_processor_count, shared_bytes
 
@@ -110,9 +110,10 @@ _PLANS: dict = {}
 
 
 def plan_for(x: Tensor, weight: Tensor, other_dtype: torch.dtype) -> NormLaunches:
-    """The plan for a tensor like x; forward's output, or the gradient, is of `other_dtype`."""
-    # A Launch holds one set of types, so they are in the key.
-    # int: a width that torch.compile took for dynamic becomes a constant of its graph.
+    """Returns the launches for a tensor like x. `other_dtype` is the type of forward's output, or
+    of the gradient in backward.
+    """
+    # int makes a width that torch.compile considers dynamic a constant of its graph.
     width = int(x.shape[-1])
     key = (x.device, x.dtype, weight.dtype, other_dtype, width)
     plan = _PLANS.get(key)
@@ -124,7 +125,7 @@ def plan_for(x: Tensor, weight: Tensor, other_dtype: torch.dtype) -> NormLaunche
 def run_forward(
     x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """y, and rstd, one fp32 a row."""
+    """Returns y, and rstd, which has one fp32 value per row."""
     x, weight = x.contiguous(), weight.contiguous()
     y = torch.empty_like(x, dtype=out_dtype)
     num_rows = x.numel() // x.shape[-1]
@@ -137,7 +138,7 @@ def run_forward(
 
 
 def run_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of the weight."""
+    """Returns the gradients of x and of the weight."""
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
     num_rows = rstd.numel()
     if not num_rows:
@@ -157,7 +158,7 @@ def _require_cuda(x: Tensor):
     if not x.is_cuda and not is_interpreted:
         raise ValueError(
             "RMSNormTriton needs CUDA tensors, got a CPU tensor "
-            "(rms_norm takes either; TRITON_INTERPRET=1 runs the kernels on the CPU)"
+            "(rms_norm accepts both; TRITON_INTERPRET=1 runs the kernels on the CPU)"
         )
 
 
@@ -191,8 +192,8 @@ def _backward(ctx, dy, _drstd):
 rms_norm_op.register_autograd(_backward, setup_context=_setup)
 
 
-# torch's counter counts matrix products only; F.rms_norm counts as none, and so does this, so that
-# swapping the norm leaves a model's FLOPs and its MFU as they were.
+# torch's counter counts only matrix products and nothing for F.rms_norm. The same here, so that
+# replacing the norm does not change a model's FLOPs and MFU.
 @register_flop_formula([torch.ops.stepgauge.rms_norm, torch.ops.stepgauge.rms_norm_backward])
 def _no_flops(*args, **kwargs) -> int:
     return 0

@@ -1,13 +1,14 @@
 """RMSNorm (Zhang and Sennrich 2019) and its two gradients in plain PyTorch: the oracle.
 
-Shape suffixes: D the row's width, * any leading shape. With r = 1 / sqrt(mean(x^2) + eps), a row:
+Shape suffixes: D the row's width, * any leading shape. For each row, with
+r = 1 / sqrt(mean(x^2) + eps):
 
     y_D  = w_D x_D r
     dw_D = sum over rows of  dy_D x_D r
     dx_D = r (w_D dy_D - x_D r^2 mean(w_D dy_D x_D))
 
-docs/log/2026-11-21-rms_norm.md derives the two gradients. Narrower types than float32 are computed in
-float32; float64 stays float64.
+docs/log/2026-11-21-rms_norm.md derives the two gradients. Narrower types than float32 are computed
+in float32; float64 stays float64.
 """
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 
 def forward(x: Tensor, weight_D: Tensor, eps: float = 1e-5) -> Tensor:
-    """Return ``w x / sqrt(mean(x^2) + eps)`` over the last dimension, in x's type.
+    """Returns ``w x / sqrt(mean(x^2) + eps)`` over the last dimension, in x's type.
 
     Shapes: x (*, D), weight (D); the result is (*, D). Differentiable by autograd.
     """
@@ -25,7 +26,7 @@ def forward(x: Tensor, weight_D: Tensor, eps: float = 1e-5) -> Tensor:
 
 
 def backward_input(grad_output: Tensor, x: Tensor, weight_D: Tensor, eps: float = 1e-5) -> Tensor:
-    """Return the gradient with respect to x, (*, D), in x's type."""
+    """Returns the gradient with respect to x, (*, D), in x's type."""
     wide = _wide(x)
     rstd = _rstd(wide, eps)
     weighted = grad_output.to(wide.dtype) * weight_D.to(wide.dtype)
@@ -34,7 +35,7 @@ def backward_input(grad_output: Tensor, x: Tensor, weight_D: Tensor, eps: float 
 
 
 def backward_weight(grad_output: Tensor, x: Tensor, weight_D: Tensor, eps: float = 1e-5) -> Tensor:
-    """Return the gradient with respect to the weight, (D), in the weight's type."""
+    """Returns the gradient with respect to the weight, (D), in the weight's type."""
     wide = _wide(x)
     product = grad_output.to(wide.dtype) * wide * _rstd(wide, eps)
     return product.reshape(-1, x.shape[-1]).sum(dim=0).to(weight_D.dtype)

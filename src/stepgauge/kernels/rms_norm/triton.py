@@ -1,10 +1,10 @@
-"""RMSNorm's Triton kernels and the shapes they are launched in.
+"""RMSNorm's Triton kernels and their launch configurations.
 
 Shape suffixes: R rows of one tile, D a block of the row's width, P programs.
 
 Everything is computed in float32. A row of up to 16,384 elements is held in registers and read
-once; a wider one is walked in blocks. The derivation, the floor in bytes and what was tried stand
-in docs/log/2026-11-21-rms_norm.md.
+once; wider rows are processed in blocks. docs/log/2026-11-21-rms_norm.md has the derivation, the
+lower bound in bytes and a log of experiments.
 """
 
 from dataclasses import dataclass, replace
@@ -18,11 +18,11 @@ def forward_kernel(
     x_ptr, weight_ptr, y_ptr, rstd_ptr, num_rows, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """y = w * x / sqrt(mean(x^2) + eps) for ROWS rows, each held whole."""
+    """y = w * x / sqrt(mean(x^2) + eps) for ROWS rows, each held in registers."""
     row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col_D = tl.arange(0, BLOCK)
     in_row_D = col_D < WIDTH
-    # int64 only in the row's start: num_rows * WIDTH may pass 2^31, a column may not.
+    # int64 only for the row's start: num_rows * WIDTH may exceed 2^31, a column index cannot.
     offset_RD = (row_R * WIDTH)[:, None] + col_D[None, :]
     mask_RD = (row_R < num_rows)[:, None] & in_row_D[None, :]
     x_RD = tl.load(x_ptr + offset_RD, mask=mask_RD, other=0.0).to(tl.float32)
@@ -38,7 +38,7 @@ def forward_wide_kernel(
     x_ptr, weight_ptr, y_ptr, rstd_ptr, num_rows, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The same for one row that does not fit in registers: the second read of it comes from L2."""
+    """The same for one row that does not fit in registers; its second read comes from L2."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * WIDTH
     y_ptr += row * WIDTH
@@ -64,10 +64,10 @@ def backward_kernel(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, FOLD: tl.constexpr,
     KEEP_WEIGHT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Both gradients in one pass: dx a tile of rows at a time, dw summed in registers over tiles.
+    """Both gradients in one pass: dx one tile of rows at a time, dw summed in registers over tiles.
 
-    FOLD: rows of a tile lie in the same thread, so that summing them as they come costs no
-    exchange between threads; otherwise the sum keeps the tile's shape to the end.
+    FOLD: the rows of a tile are in the same thread, so that they can be summed at once without
+    exchange between threads; otherwise the sum keeps the tile's shape until the end.
     """
     pid = tl.program_id(0)
     col_D = tl.arange(0, BLOCK)
@@ -80,7 +80,7 @@ def backward_kernel(
         dw_XD = tl.zeros([ROWS, BLOCK], tl.float32)
     num_tiles = tl.cdiv(num_rows, ROWS)
     for tile in tl.range(pid, num_tiles, tl.num_programs(0), num_stages=STAGES):
-        # A row times WIDTH may pass 2^31.
+        # A row index times WIDTH may exceed 2^31.
         row_R = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         offset_RD = (row_R * WIDTH)[:, None] + col_D[None, :]
         mask_RD = (row_R < num_rows)[:, None] & in_row_D[None, :]
@@ -110,9 +110,9 @@ def backward_wide_kernel(
 ):  # fmt: skip
     """Both gradients of rows too wide for registers; program (p, s) owns BLOCKS blocks of columns.
 
-    Each program takes the row's inner product over all columns, then returns to its own columns,
-    which L1 or L2 still holds. The programs of one p walk the same rows at the same time, so
-    device memory is read about once, and the sum for dw stays in registers.
+    Each program computes the row's inner product over all columns, and then reads its own columns
+    again from L1 or L2. Programs with the same p process the same rows at the same time, so device
+    memory is read about once, and the sum for dw stays in registers.
     """
     pid = tl.program_id(0)
     first_col = tl.program_id(1) * (BLOCK * BLOCKS)
@@ -154,7 +154,7 @@ def reduce_kernel(
     partial_ptr, dw_ptr, num_programs,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """dw = sum of the programs' partial sums, always in the same order."""
+    """dw = sum of the programs' partial sums, in a fixed order."""
     col_D = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_row_D = col_D < WIDTH
     total_PD = tl.zeros([BLOCK_P, BLOCK], tl.float32)
@@ -168,7 +168,9 @@ def reduce_kernel(
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """Shape of a forward launch; `wide` rows are walked in blocks instead of held."""
+    """Shape of a forward launch; `wide` rows are processed in blocks instead of held in
+    registers.
+    """
 
     block: int
     rows: int
@@ -180,8 +182,8 @@ class ForwardConfig:
 class BackwardConfig:
     """Shape of a backward launch.
 
-    blocks > 0 chooses the wide kernel with that many column blocks a program; otherwise rows are
-    held whole, `rows` at a time, with `stages` tiles in flight.
+    blocks > 0 selects the wide kernel, with that many column blocks per program; otherwise `rows`
+    rows at a time are held in registers, with `stages` tiles in flight.
     """
 
     block: int
@@ -193,22 +195,26 @@ class BackwardConfig:
     blocks: int = 0
 
     def fold(self, itemsize: int) -> bool:
-        # A 16-byte load a thread: when the threads do not outnumber the vectors of one row, all
-        # rows of the tile fall to the same thread.
+        """Returns True if a thread has all rows of its columns: that is, if there are at most as
+        many threads as 16-byte loads in a row.
+        """
         return self.num_warps * 32 * (16 // itemsize) <= self.block
 
     def fitted(self, itemsize: int, *, shared_bytes: int) -> "BackwardConfig":
-        """Keep only as many tiles in flight as shared memory holds."""
+        """Returns the configuration with at most as many tiles in flight as shared memory can
+        hold.
+        """
         tensors = 2 + (not self.keep_weight)
         tile_bytes = tensors * self.rows * self.block * itemsize
-        # The tile being worked on is in registers. 2 KiB are left for sums between warps.
+        # The current tile is in registers. 2 KiB are reserved for sums between warps.
         in_flight = max(0, shared_bytes - 2048) // tile_bytes
         return replace(self, stages=max(1, min(self.stages, 1 + in_flight)))
 
 
-# By (width, bytes an element): what a sweep found best with 50,000 rows (16,384 wide: 16,384),
-# 2026-11-21, benchmarks/kernels/sweep.py. Against the rules below: on an H100 forward 0.3 to 1.4 %,
-# backward 1.2 to 4 %; those marked on an H200, 2 to 10 %, and 40 % at 8192 in 16 bits.
+# By (width, bytes per element): the best of a sweep with 50,000 rows (16,384 rows for width
+# 16,384), 2026-11-21, benchmarks/kernels/sweep.py. Compared with the rules below, forward is 0.3 to
+# 1.4 % and backward 1.2 to 4 % faster on an H100; those marked H200 are 2 to 10 % faster there, and
+# 40 % at width 8192 in 16 bits.
 _TUNED_FORWARD = {
     (1024, 2): ForwardConfig(block=1024, rows=2, num_warps=8),
     (1024, 4): ForwardConfig(block=1024, rows=8, num_warps=4),
@@ -239,7 +245,7 @@ def forward_config(width: int, itemsize: int) -> ForwardConfig:
     block = triton.next_power_of_2(width)
     if block * itemsize > 65536:
         return ForwardConfig(block=8192, rows=1, num_warps=16, wide=True)
-    # About 32 bytes of a row a thread: two 16-byte loads in flight.
+    # About 32 bytes of a row per thread: two 16-byte loads in flight.
     rows = max(1, 4096 // (block * itemsize))
     num_warps = min(16, max(4, rows * block * itemsize // 1024))
     return ForwardConfig(block=block, rows=rows, num_warps=num_warps)
@@ -250,12 +256,13 @@ def backward_config(width: int, itemsize: int) -> BackwardConfig:
         return _TUNED_BACKWARD[width, itemsize]
     block = triton.next_power_of_2(width)
     if block > 16384 and width % 4096:
-        # Masks cost registers: half the columns a program.
+        # Masks need registers, so a program gets half as many columns.
         return BackwardConfig(block=2048, rows=1, num_warps=8, programs_per_sm=1, blocks=4)
     if block > 16384:
         return BackwardConfig(block=4096, rows=1, num_warps=16, programs_per_sm=1, blocks=4)
     if block == 16384:
-        # Spills unless the weight is fetched again for each row; the copy engine hides the fetch.
+        # Spills registers unless the weight is loaded again for each row; asynchronous copies hide
+        # these loads.
         return BackwardConfig(block, 1, 16, stages=2, programs_per_sm=1, keep_weight=False)
     if block == 8192:
         return BackwardConfig(block, 1, 16 if itemsize == 4 else 8, stages=2, programs_per_sm=1)

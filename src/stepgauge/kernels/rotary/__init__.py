@@ -1,13 +1,13 @@
-"""Queries, keys and values out of one matrix product, rotated, with a backward of one kernel.
+"""Rotary positions for queries, keys and values of one matrix product, with a single kernel for
+backward.
 
-``rotated_heads`` is what a compiled model calls. The equations stand in reference.py. Its forward is
-plain operations, which torch.compile fuses. Of the three gradients, one behind the other as the
-matrix product wants them, Inductor makes a concatenation that reads its inputs several times: of
-8 x 2048 x 75 heads of 64 in bf16 it took 229 us, where the bytes of one pass take 75 (one H200,
-docs/log/2026-11-23-hopper-steps.md).
+A compiled model calls ``rotated_heads``. The equations are in reference.py. The forward is plain
+operations, which torch.compile fuses. For backward, Inductor concatenates the three gradients with a
+kernel that reads its inputs several times: for 8 x 2048 x 75 heads of 64 in bf16 it took 229 us,
+while one pass over the bytes takes 75 us (one H200, docs/log/2026-11-23-hopper-steps.md).
 
-CUDA tensors in float32, bfloat16 and float16 with tables of their type go to Triton; others, and those
-that a process without Triton has, to plain PyTorch. Legend: reference.py.
+CUDA tensors in float32, bfloat16 and float16 with tables of the same type use the Triton kernel.
+Other tensors, and all tensors if Triton is not installed, use plain PyTorch. Legend: reference.py.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ from .reference import rotate
 
 if importlib.util.find_spec("triton") is not None:
     from . import triton as kernels
-else:  # The reference computes.
+else:  # use the reference
     kernels = None
 
 __all__ = ["rotate", "rotated_heads"]
@@ -32,17 +32,19 @@ _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def rotated_heads(
     heads_BTSW: Tensor, num: Sequence[int], cos_TR: Tensor, sin_TR: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q_BTHW, k_BTKW and v_BTKW: `num` heads of each, q and k rotated.
+    """Splits the heads into q_BTHW, k_BTKW and v_BTKW, with `num` heads each, and rotates q and k.
 
-    The kernel has no second derivative and raises; the plain PyTorch version has.
+    A second derivative raises with the kernel; the plain PyTorch version supports it.
     """
-    if _takes(heads_BTSW, cos_TR):
+    if _has_kernel(heads_BTSW, cos_TR):
         return _RotatedHeads.apply(heads_BTSW, num, cos_TR, sin_TR)
     return _plain(heads_BTSW, num, cos_TR, sin_TR)
 
 
-def _takes(heads: Tensor, cos: Tensor) -> bool:
-    """Tables of another type widen queries and keys, not values; the kernel takes gradients of one."""
+def _has_kernel(heads: Tensor, cos: Tensor) -> bool:
+    """Returns True if the kernel can be used. It needs gradients of one type, but tables of another
+    type would widen queries and keys and not values.
+    """
     is_one_type = heads.dtype == cos.dtype and heads.dtype in _KERNEL_DTYPES
     return heads.is_cuda and kernels is not None and is_one_type
 
@@ -67,7 +69,7 @@ class _RotatedHeads(torch.autograd.Function):
 
 @torch.library.custom_op("stepgauge::rotary_backward", mutates_args=())
 def rotary_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient of heads_BTSW, in dv's type."""
+    """Returns the gradient of heads_BTSW, in dv's type."""
     if kernels is None or not (dq.is_cuda or kernels.IS_INTERPRETED):
         return reference.backward(dq, dk, dv, cos, sin)
     out = _like_all_heads(dq, dk, dv)

@@ -1,8 +1,8 @@
-"""Rotary positions' backward in one pass: gradients of queries, keys and values in, of the matrix
-product that gave all three out.
+"""The backward of rotary positions in one pass: reads the gradients of queries, keys and values, and
+writes the gradient of the matrix product that computed all three.
 
-The floor is the bytes in and out: of 8 x 2048 x 75 heads of 64 in bf16 315 MB, 75 us at the 4.2 TB/s
-that a copy has on an H200.
+The lower bound is the bytes read and written: 315 MB for 8 x 2048 x 75 heads of 64 in bf16, which
+takes 75 us at the 4.2 TB/s of a copy on an H200.
 """
 
 import triton
@@ -18,9 +18,9 @@ def rotary_backward_kernel(
     dq_batch, dq_token, dq_head, dk_batch, dk_token, dk_head, dv_batch, dv_token, dv_head,
     WIDTH: tl.constexpr, TURNED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_T tokens of one head of a sequence; strides are in elements, the last one is 1."""
+    """Computes BLOCK_T tokens of one head. Strides are in elements; that of the last dimension is 1."""
     blocks = tl.cdiv(num_tokens, BLOCK_T)
-    # int64: a stride times the number of a sequence or head may pass 2^31
+    # int64, because a stride times the index of a sequence or head may exceed 2^31
     batch, head = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(1).to(tl.int64)
     token_T = tl.program_id(0) % blocks * BLOCK_T + tl.arange(0, BLOCK_T)
     col_W = tl.arange(0, BLOCK_W)
@@ -57,13 +57,13 @@ IS_INTERPRETED = not isinstance(rotary_backward_kernel, triton.runtime.JITFuncti
 def backward(
     dq_BTHW: Tensor, dk_BTKW: Tensor, dv_BTKW: Tensor, cos_TR: Tensor, sin_TR: Tensor, out: Tensor
 ) -> None:
-    """Writes the gradient of heads_BTSW to `out`, which is contiguous, as the tables are; of the
-    gradients the last dimension is.
+    """Writes the gradient of heads_BTSW to `out`. `out` and the tables are contiguous; the gradients
+    are contiguous in their last dimension.
     """
     batch, num_tokens, num_heads, width = dq_BTHW.shape
     if not out.numel():
         return
-    # sequences on the first axis, the only one that takes more than 65,535
+    # Sequences are on the first grid axis, the only one with more than 65,535 programs.
     grid = (batch * triton.cdiv(num_tokens, BLOCK_TOKENS), out.shape[2])
     strides = [stride for each in (dq_BTHW, dk_BTKW, dv_BTKW) for stride in each.stride()[:3]]
     rotary_backward_kernel[grid](

@@ -1,10 +1,11 @@
-"""The whole feed-forward layer with SwiGLU, whose gate costs no pass over memory of its own.
+"""The whole feed-forward layer with SwiGLU, in which the gate needs no separate pass over memory.
 
-Forward keeps the input and the first product; y, which goes into the second, is a by-product of
-backward's, so that it is not kept. quack.py computes on GPUs, plain PyTorch elsewhere.
+Forward saves the input and the first product. It does not save y, the input of the second product,
+because a kernel of backward computes it again as a by-product. GPUs use quack.py, other devices
+plain PyTorch.
 
-Legend: M tokens, D model width, F feed-forward width. Of gate_up the columns of gate and up stand in
-turns, as QuACK has them: gate 0, up 0, gate 1; in the weight gate's rows stand before up's.
+Legend: M tokens, D model width, F feed-forward width. The columns of gate_up are interleaved as in
+QuACK: gate 0, up 0, gate 1, ... In the weight, gate's rows come before up's.
 """
 
 import torch
@@ -14,11 +15,11 @@ from . import quack, reference
 
 
 def swiglu_feed_forward(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tensor:
-    """Return ``(silu(x @ gate.T) * (x @ up.T)) @ down_weight.T``, of the shape of x (*, D).
+    """Returns ``(silu(x @ gate.T) * (x @ up.T)) @ down_weight.T``, with the shape of x (*, D).
 
     gate_up_weight (2F, D) has gate's rows, then up's; down_weight is (D, F). Under autocast all are
-    narrowed to its type first. On GPUs it takes bfloat16 and float16, and needs quack-kernels and a
-    Hopper GPU (ValueError). There is no second derivative: asking for one raises.
+    cast to its type first. On GPUs the types are bfloat16 and float16, and ValueError is raised
+    without quack-kernels and a Hopper GPU. A second derivative raises.
     """
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         narrow = torch.get_autocast_dtype(x.device.type)
@@ -40,39 +41,41 @@ class _FeedForward(torch.autograd.Function):
         dout_MD = dout.flatten(0, -2).contiguous()
         d_gate_up, y = torch.ops.stepgauge.gated_product_backward(dout_MD, down_weight, gate_up)
         d_down = dout_MD.T @ y
-        dx = (d_gate_up @ in_turns(gate_up_weight)).unflatten(0, dout.shape[:-1])
-        return dx, one_after_other(d_gate_up.T @ x_MD), d_down
+        dx = (d_gate_up @ interleaved(gate_up_weight)).unflatten(0, dout.shape[:-1])
+        return dx, deinterleaved(d_gate_up.T @ x_MD), d_down
 
 
-def in_turns(rows: Tensor) -> Tensor:
-    """A copy with a row of the first half, one of the second, and so on."""
+def interleaved(rows: Tensor) -> Tensor:
+    """Returns a copy whose rows alternate between the first and the second half."""
     return rows.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
 
 
-def one_after_other(rows: Tensor) -> Tensor:
-    """A copy with all that in_turns put in even places, then the rest."""
+def deinterleaved(rows: Tensor) -> Tensor:
+    """Returns a copy with the even rows, then the odd rows: the inverse of interleaved."""
     return rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
 
 
 @torch.library.custom_op("stepgauge::gated_product", mutates_args=())
 def gated_product(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """gate_up (M, 2F) in turns and y (M, F), of x (M, D) and weight (2F, D)."""
+    """Returns gate_up (M, 2F), interleaved, and y (M, F) for x (M, D) and weight (2F, D)."""
     if x.is_cuda:
         return quack.product(x, weight)
     gate_up = x @ weight.T
-    return in_turns(gate_up.T).T.contiguous(), reference.forward(gate_up)
+    return interleaved(gate_up.T).T.contiguous(), reference.forward(gate_up)
 
 
 @torch.library.custom_op("stepgauge::gated_product_backward", mutates_args=())
 def gated_product_backward(
     dout: Tensor, down_weight: Tensor, gate_up: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of gate_up, in turns like it, and y, of the gradient (M, D) of the layer."""
+    """Returns the gradient of gate_up, interleaved like it, and y, from the gradient (M, D) of the
+    layer's output.
+    """
     if dout.is_cuda:
         return quack.product_backward(dout, down_weight, gate_up)
-    apart = one_after_other(gate_up.T).T
-    d_gate_up = reference.backward(dout @ down_weight, apart)
-    return in_turns(d_gate_up.T).T.contiguous(), reference.forward(apart)
+    halves = deinterleaved(gate_up.T).T
+    d_gate_up = reference.backward(dout @ down_weight, halves)
+    return interleaved(d_gate_up.T).T.contiguous(), reference.forward(halves)
 
 
 @gated_product.register_fake

@@ -1,9 +1,9 @@
-"""SwiGLU's gate in the epilogues of the products before and after it, by QuACK
-(https://github.com/Dao-AILab/quack), which FlashAttention-4 brings along.
+"""SwiGLU's gate fused into the epilogues of the matrix products before and after it, by QuACK
+(https://github.com/Dao-AILab/quack), which is installed with FlashAttention-4.
 
-Where what a product sums over is short, its own kernels take less time than cuBLAS's without any
-gate: each pair of warpgroups multiplies while the other writes. The tiles below were the fastest of
-eleven at 16,384 x 1600 x 6400 (docs/log/2026-11-23-hopper-steps.md).
+If the inner dimension of a product is short, QuACK's kernels with the gate take less time than
+cuBLAS's without it, because one warpgroup multiplies while the other writes. The tiles below were
+the fastest of eleven at 16,384 x 1600 x 6400 (docs/log/2026-11-23-hopper-steps.md).
 """
 
 import functools
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 PACKAGE = "quack-kernels"
-HOPPER = 9  # the compute capability whose kernels these tiles are for
+HOPPER = 9  # major compute capability; the tiles are for its kernels
 FORWARD_TILE, BACKWARD_TILE = (128, 192), (128, 128)
 
 
 @functools.cache
 def _require(device: torch.device) -> None:
-    """Raises ValueError where QuACK does not run on that GPU."""
+    """Raises ValueError if QuACK cannot run on that GPU."""
     if importlib.util.find_spec("quack") is None:
         raise ValueError(f"gate is 'quack', which needs the package {PACKAGE}")
     if torch.cuda.get_device_capability(device)[0] != HOPPER:
@@ -27,7 +27,9 @@ def _require(device: torch.device) -> None:
 
 
 def product(x_MD: Tensor, weight_FD: Tensor) -> tuple[Tensor, Tensor]:
-    """The product with gate's rows and up's behind each other, its columns in turns, and y (M, F)."""
+    """Returns the product with a weight of gate's rows followed by up's, its columns interleaved, and
+    y (M, F).
+    """
     _require(x_MD.device)
     from quack.gemm_interface import gemm_act
 
@@ -37,7 +39,9 @@ def product(x_MD: Tensor, weight_FD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def product_backward(dy_MD: Tensor, weight_DF: Tensor, gate_up_MF: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of gate and up in turns, of the gradient that the layer gets, and y once more."""
+    """Returns the gradient of gate and up, interleaved, from the gradient of the layer's output, and
+    y, recomputed.
+    """
     from quack.gemm_interface import gemm_dact
 
     return gemm_dact(

@@ -1,6 +1,6 @@
 """SwiGLU's gate (Shazeer 2020, arXiv 2002.05202) in plain PyTorch: the oracle.
 
-Of gate g and up u, with s = sigmoid(g) and the gradient dy of y:
+For gate g and up u, with s = sigmoid(g) and the gradient dy of y:
 
     y  = g s u
     dg = dy u s (1 + g (1 - s))
@@ -14,13 +14,13 @@ from torch import Tensor
 
 
 def forward(gate_up: Tensor) -> Tensor:
-    """y (*, F) of gate_up (*, 2F): gate, then up."""
+    """Returns y (*, F) for gate_up (*, 2F): gate, then up."""
     gate, up = _wide(gate_up).chunk(2, dim=-1)
     return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
 
 
 def backward(dy: Tensor, gate_up: Tensor) -> Tensor:
-    """The gradient of gate_up (*, 2F), of dy (*, F)."""
+    """Returns the gradient of gate_up (*, 2F) from the gradient dy (*, F)."""
     dy_wide = _wide(dy)
     gate, up = _wide(gate_up).chunk(2, dim=-1)
     sigmoid = torch.sigmoid(gate)

@@ -1,7 +1,7 @@
-"""SwiGLU's backward in one pass over memory: gate, up and dy in, both gradients out.
+"""SwiGLU's backward in one pass over memory: reads gate, up and dy, writes both gradients.
 
-The floor is five times the bytes of dy: at 16,384 x 6400 in bf16 1.05 GB, 250 us at the 4.2 TB/s
-that a copy has on an H200.
+The lower bound is five times the bytes of dy: 1.05 GB at 16,384 x 6400 in bf16, which takes 250 us at
+the 4.2 TB/s of a copy on an H200.
 """
 
 import triton
@@ -13,9 +13,9 @@ BLOCK, NUM_WARPS = 2048, 4
 
 @triton.jit
 def swiglu_backward_kernel(dy_ptr, gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of a row's columns."""
+    """Computes a block of columns of one row."""
     blocks = tl.cdiv(WIDTH, BLOCK)
-    # int64: rows times width may pass 2^31
+    # int64, because rows times width may exceed 2^31
     start = (tl.program_id(0) // blocks).to(tl.int64) * WIDTH
     col_F = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     mask_F = col_F < WIDTH
@@ -35,7 +35,7 @@ IS_INTERPRETED = not isinstance(swiglu_backward_kernel, triton.runtime.JITFuncti
 
 
 def backward(dy: Tensor, gate_up: Tensor, out: Tensor) -> None:
-    """Writes the gradient of gate_up (*, 2F) to `out`; all are contiguous, dy is (*, F)."""
+    """Writes the gradient of gate_up (*, 2F) to `out`. All tensors are contiguous; dy is (*, F)."""
     if dy.numel():
         width = dy.shape[-1]
         grid = (dy.numel() // width * triton.cdiv(width, BLOCK),)
