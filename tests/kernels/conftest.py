@@ -1,5 +1,5 @@
-"""What the kernels' tests share: poisoned memory, and Triton's interpreter, mended where numpy 2.4
-breaks 3.6's.
+"""Fixtures of the kernels' tests: poisoned memory, and fixes for Triton 3.6's interpreter, which
+numpy 2.4 breaks.
 """
 
 import math
@@ -8,13 +8,12 @@ import pytest
 import torch
 
 
-def mend_interpreter(set_attribute=setattr):
-    """Let a kernel's argument be the bound of a range(), and products of bf16 be products of their
-    numbers.
+def patch_interpreter(set_attribute=setattr):
+    """Fixes two errors of Triton 3.6's interpreter.
 
-    Triton 3.6 makes an int of a one-element array, which numpy 2.4 forbids: the interpreter takes
-    it as an index. It keeps bf16 as the 16 bits' integers and multiplies those. Call it in a
-    process whose TRITON_INTERPRET is 1; `set_attribute` replaces the interpreter's functions.
+    It converts a one-element array to an index when a kernel's argument is the bound of a range(),
+    which numpy 2.4 forbids. And it stores bf16 as 16-bit integers and multiplies those. Call this
+    in a process with TRITON_INTERPRET=1; `set_attribute` replaces the interpreter's functions.
     """
     import numpy
     from triton import language
@@ -25,7 +24,7 @@ def mend_interpreter(set_attribute=setattr):
     def patched(tensor, *scope):
         original(tensor, *scope)
         index = lambda self: int(self.handle.data.item())  # noqa: E731
-        if scope:  # 3.6 undoes its patches after each launch.
+        if scope:  # 3.6 undoes its patches after each launch
             scope[0].set_attr(tensor, "__index__", index)
         else:
             tensor.__index__ = index
@@ -48,12 +47,12 @@ def mend_interpreter(set_attribute=setattr):
 
 @pytest.fixture
 def interpreter(monkeypatch):
-    mend_interpreter(monkeypatch.setattr)
+    patch_interpreter(monkeypatch.setattr)
 
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Fresh memory is full of NaN, so that an element nobody wrote shows."""
+    """Fills new memory with NaN, so that elements that are never written show up."""
     for name in ("empty", "empty_like"):
         original = getattr(torch, name)
 
@@ -65,8 +64,8 @@ def poisoned(monkeypatch):
 
 
 class Hopper:
-    """Stands in for Triton's driver, which this machine may lack: compiling and tracing ask for the
-    target.
+    """A replacement for Triton's driver, which compiling and tracing ask for the target, on
+    machines without a GPU.
     """
 
     def get_current_target(self):
@@ -91,7 +90,7 @@ def hopper_driver(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def no_library(monkeypatch):
-    """These are the tests of the kernels here; those of what libraries run allow it."""
+    """Makes calls run in our kernels instead of libraries; tests of the libraries turn them on."""
     monkeypatch.setenv("STEPGAUGE_CUDNN", "0")
     monkeypatch.setenv("STEPGAUGE_FA4", "0")
     for operation in ("attention", "linear_cross_entropy"):
@@ -100,8 +99,8 @@ def no_library(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def memory_given_back():
-    """Several processes of tests share a GPU: what torch keeps for the next tensor is the others'."""
+def empty_cuda_cache():
+    """Frees torch's cached memory after each test, because several test processes share a GPU."""
     yield
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -1,9 +1,9 @@
-"""Attention: the oracle against torch, the tiles against the oracle, the kernels against both, the
-choices.
+"""Attention: the oracle against torch, the tiled reference against the oracle, the kernels against
+both, and the choice of tiles and splits.
 
-Without a GPU the kernels run in Triton's interpreter (in a process of its own, since the choice is
-made when Triton is imported) and are compiled ahead of time for three architectures. The tests
-marked gpu cover every type against float64.
+Without a GPU the kernels run in Triton's interpreter (in a separate process, because Triton chooses
+it when it is imported) and are compiled ahead of time for three architectures. The tests marked gpu
+compare every type with float64.
 """
 
 import contextlib
@@ -45,19 +45,19 @@ if HAS_TRITON:
 
 
 def relative(value, reference, scale=0.0):
-    """The norm of the error over that of the reference, or over `scale` if that is larger."""
+    """The norm of the error divided by that of the reference, or by `scale` if that is larger."""
     reference = reference.double()
     error = (value.double() - reference).norm()
     return 0.0 if error == 0 else (error / max(reference.norm(), scale)).item()
 
 
 def cancelling_scales(q, k, v, grad_o, is_causal, scale=None):
-    """Norms that errors of (o, lse, dq, dk, dv) are held against where the result itself is
-    smaller: 0, 0, x, y, 0.
+    """Returns norms (0, 0, x, y, 0) to which errors of (o, lse, dq, dk, dv) are compared if the
+    result is smaller.
 
     dS = P (dP - delta) is a difference of two sums over D, each rounded. For a row that sees one
-    key they are equal, so dq and dk are zero and what is left of them is the rounding of dP: there
-    is no relative error of a zero. The scale of what cancels is that of P dP alone: x = |s (P dP)
+    key they are equal: dq and dk are zero, the kernels return the rounding error of dP, and a
+    relative error does not exist. The scale of the terms that cancel is that of P dP: x = |s (P dP)
     K|, y = |s (P dP)^T Q|, in float64.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -81,7 +81,7 @@ def make(q_shape, k_shape, dtype=torch.float32, device="cpu", seed=0):
 
 
 def float64_reference(q, k, v, grad_o, is_causal, scale=None):
-    """(o, lse, dq, dk, dv) in float64, key heads repeated for their groups."""
+    """Returns (o, lse, dq, dk, dv) in float64, with key heads repeated for their groups."""
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
     group = q.shape[-3] // k.shape[-3] if q.ndim > 2 else 1
     wide = [
@@ -102,7 +102,7 @@ def test_oracle_equals_torch(t_q, t_k, is_causal):
     o, lse = attention(q, k, v, is_causal=is_causal)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
     torch.testing.assert_close(o, expected, rtol=1e-12, atol=1e-12)
-    # The log-sum-exp by its meaning: the probabilities it normalises sum to one.
+    # Checks the log-sum-exp: the probabilities that it normalises sum to one.
     scores = q @ k.transpose(-1, -2) / math.sqrt(8)
     if is_causal:
         scores = scores.masked_fill(torch.arange(t_q)[:, None] < torch.arange(t_k), -math.inf)
@@ -210,7 +210,7 @@ def test_fake_tensors():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(), torch.no_grad():
-        # (B, T, H, D) in memory, as a projection leaves it: the result keeps that order.
+        # (B, T, H, D) in memory, as a projection leaves it. The result keeps that order.
         q = torch.empty(2, 70, 4, 64, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
         k = torch.empty(2, 2, 90, 64, dtype=torch.bfloat16, device="cuda")
         o = flash_attention(q, k, k, is_causal=True)
@@ -239,8 +239,7 @@ def test_flops_are_counted(function):
             o = flash_attention(q, k, v, is_causal=True)
         else:
             o = FlashAttentionTriton.apply(q, k, v, True)
-        # Two products forward, five backward, every score counted, as torch counts its own
-        # attention.
+        # Two products forward, five backward, and every score counts, as for torch's attention.
         assert counter.get_total_flops() == 4 * 2 * 4 * 70 * 90 * 64
         o.sum().backward()
     assert counter.get_total_flops() == (4 + 10) * 2 * 4 * 70 * 90 * 64
@@ -292,14 +291,14 @@ def one_head(d, t):
 def test_splits_are_as_fast_as_the_best_measured(kernel, d, t):
     times = dict(zip((1, 2, 3, 4, 6, 8, 12, 16), SWEEP[kernel, d, t], strict=True))
     chosen = heuristics.choose_num_splits(kernel, SWEPT_TILES[kernel, d], **one_head(d, t))
-    # One known miss of 9 %, not explained. The model's constants were picked on these same points.
+    # One unexplained miss of 9 %. The model's constants were fitted to these same points.
     limit = 1.10 if (kernel, d, t) == ("dq", 64, 32768) else 1.02
     assert times[chosen] <= limit * min(times.values())
 
 
 @pytest.mark.parametrize("kernel, d, t", SWEEP, ids=str)
 def test_predicted_times_are_near_the_measured(kernel, d, t):
-    launch_us = 3.0  # of a kernel by itself, which do_bench's events see too
+    launch_us = 3.0  # launch of the kernel itself, which do_bench's events include
     for splits, ms in zip((1, 2, 3, 4, 6, 8, 12, 16), SWEEP[kernel, d, t], strict=True):
         predicted = (
             heuristics.predict_us(kernel, SWEPT_TILES[kernel, d], splits, **one_head(d, t))
@@ -321,12 +320,12 @@ def test_splits_fill_an_idle_chip():
 
 
 @pytest.mark.parametrize(
-    # one head on an H200, by the number of splits of before; short ones are predicted short
+    # One head on an H200 with the number of splits at that time; short times are underpredicted.
     "d, t, splits, us, least",
     [(16, 2048, 1, 22.8, 0.75), (16, 8192, 3, 40.4, 0.9), (16, 32768, 2, 276.3, 0.99), (32, 2048, 1, 23.4, 0.75),
      (32, 8192, 6, 41.3, 0.9), (32, 32768, 2, 293.9, 0.99)],
 )  # fmt: skip
-def test_narrow_heads_are_split_by_times_that_fit(d, t, splits, us, least):
+def test_narrow_heads_are_predicted_and_split(d, t, splits, us, least):
     tiles = heuristics.select_tiles("forward", arch=90, itemsize=2, head_width=d, tma=True)
     assert (
         least
@@ -350,7 +349,7 @@ def test_splits_leave_a_full_chip_alone(is_causal):
 
 
 def test_split_memory_does_not_grow_with_the_square():
-    """Parts are splits x tiles: bounded by a few per slot, whatever the length."""
+    """The number of parts, splits x tiles, is at most a few per slot for every length."""
     tiles = heuristics.Tiles(128, 64, 8, 2)
     for length in (2**n for n in range(7, 19)):
         splits = heuristics.choose_num_splits("dq", tiles, **one_head(64, length))
@@ -360,9 +359,9 @@ def test_split_memory_does_not_grow_with_the_square():
 
 @pytest.mark.parametrize("kernel", ["forward", "dkdv"])
 @pytest.mark.parametrize("t_q, t_k", [(300, 300), (500, 130), (130, 500)])
-def test_predicted_loops_cover_what_is_seen(kernel, t_q, t_k):
-    """Summed over the splits, the loops are those of one program a tile: every tile that is seen,
-    once.
+def test_predicted_loops_cover_visible_tiles(kernel, t_q, t_k):
+    """Summed over the splits, the loops equal those of one program per tile and cover each visible
+    tile once.
     """
     tiles = heuristics.Tiles(32, 16, 4, 1)
     whole = heuristics._loop_tiles(kernel, tiles, 1, t_q, t_k, True)
@@ -374,15 +373,15 @@ def test_predicted_loops_cover_what_is_seen(kernel, t_q, t_k):
     assert sum(whole) == len(seen)
 
 
-def test_tiles_are_dealt_to_who_is_free():
-    dealt = heuristics.schedule_tiles([1, 9, 5], num_heads=3, section=2, num_programs=2)
-    # Tiles 0 to 2 of heads 0 and 1 come first, 10 and 6 and 2 with what a tile costs beside its
-    # steps; then head 2's.
-    assert dealt == [[1, 2, 0, 7], [4, 5, 3, 8, 6]]
+def test_tiles_go_to_the_program_that_is_free_first():
+    programs = heuristics.schedule_tiles([1, 9, 5], num_heads=3, section=2, num_programs=2)
+    # Tiles 0 to 2 of heads 0 and 1 come first, with costs of 10, 6 and 2 including the overhead of
+    # a tile; then head 2's.
+    assert programs == [[1, 2, 0, 7], [4, 5, 3, 8, 6]]
 
 
 @pytest.mark.parametrize("length, heads", [(512, 512), (2048, 128), (8192, 32), (16384, 16)])
-def test_causal_tiles_are_dealt_evenly(length, heads):
+def test_causal_tiles_are_spread_evenly(length, heads):
     """16,384 tokens of width 2048 at D 128 on an H200."""
     steps, programs = range(1, length // 128 + 1), 132
     least = heuristics.min_heads_per_section(len(steps), programs)
@@ -398,15 +397,13 @@ def test_causal_tiles_are_dealt_evenly(length, heads):
 
 
 def test_makespan_of_known_launches():
-    """Two programs that share a multiprocessor take as long as one after the other, less what
-    sharing wins.
-    """
+    """Two programs that share a multiprocessor take less time than one after the other."""
     alone = heuristics._makespan([10.0], 1, 2, 4)
     shared = heuristics._makespan([10.0, 10.0], 1, 2, 4)
     assert shared == pytest.approx(20.0)  # works are in microseconds of a full multiprocessor
     assert 10.0 < alone < 20.0
     assert heuristics._makespan([10.0, 10.0], 2, 2, 4) == pytest.approx(alone)  # breadth first
-    # in order, where there is room
+    # programs start in order on a multiprocessor with room
     assert heuristics._makespan([5.0, 1.0, 1.0, 1.0], 2, 1, 8) == pytest.approx(5.0)
     assert heuristics._makespan([], 4, 1, 8) == 0.0
 
@@ -419,7 +416,7 @@ def test_chunks_cover_the_loop_on_tile_edges(length, splits):
     assert chunk - 128 < length / splits  # and no larger than needed
 
 
-def test_heads_side_by_side_fit_half_the_cache():
+def test_concurrent_heads_fit_half_the_cache():
     assert heuristics.heads_per_section(head_bytes=8 << 20, l2_bytes=50 << 20, num_heads=16) == 3
     assert heuristics.heads_per_section(head_bytes=80 << 20, l2_bytes=50 << 20, num_heads=16) == 1
     assert heuristics.heads_per_section(head_bytes=1 << 20, l2_bytes=50 << 20, num_heads=16) == 16
@@ -438,8 +435,8 @@ def test_no_section_is_too_small(num_heads, least):
 
 
 def test_sections_leave_no_long_tile_to_the_end():
-    """8 heads of float32 at D 128, T 4096, causal: sections of 7 and 1 measured 0.998 ms for 1.083
-    without a mask.
+    """8 causal heads of float32 at D 128, T 4096: with sections of 7 and 1, 0.998 ms were measured,
+    not much less than the 1.083 ms without a mask.
     """
     num_tiles, num_slots = 64, 264
 
@@ -468,7 +465,7 @@ def test_every_case_has_tiles(arch):
                 )
                 assert tiles.block_q >= 16 and tiles.block_k >= 16 and tiles.num_warps in (4, 8)
                 assert not tiles.use_tma or arch == 90
-                # The diagonal's arithmetic needs one edge to divide the other.
+                # The kernels' handling of the diagonal needs one edge to divide the other.
                 assert max(tiles.block_q, tiles.block_k) % min(tiles.block_q, tiles.block_k) == 0
 
 
@@ -477,8 +474,8 @@ def test_every_case_has_tiles(arch):
     [("forward", 64, 1.278), ("forward", 128, 1.104), ("dq", 64, 1.278), ("dq", 128, 1.255), ("dkdv", 64, 2.05),
      ("dkdv", 128, 1.84)],
 )  # fmt: skip
-def test_the_model_gives_back_what_it_was_made_of(kernel, width, ms):
-    """An H100's full chip: 2 x 8192 tokens, width 2048, causal (docs/log/2026-11-21-attention.md)."""
+def test_model_reproduces_the_times_it_was_fitted_to(kernel, width, ms):
+    """A full H100: 2 x 8192 tokens, width 2048, causal (docs/log/2026-11-21-attention.md)."""
     tiles = heuristics.select_tiles(kernel, arch=90, itemsize=2, head_width=width, tma=True)
     us = heuristics.predict_us(
         kernel, tiles, 1, num_heads=2 * 2048 // width, num_queries=8192, num_keys=8192, head_width=width, itemsize=2,
@@ -488,12 +485,12 @@ def test_the_model_gives_back_what_it_was_made_of(kernel, width, ms):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "width", "ms"),  # of dq and dkdv: the whole backward, less what the other took
+    ("kernel", "width", "ms"),  # for dq and dkdv: the whole backward minus the other kernel's time
     [("forward", 64, 0.604), ("forward", 128, 1.083), ("dq", 64, 0.824), ("dq", 128, 1.842), ("dkdv", 64, 1.016),
      ("dkdv", 128, 3.905)],
 )  # fmt: skip
-def test_the_model_gives_back_what_float32_was_made_of(kernel, width, ms):
-    """An H200: 8 heads, T 4096, full (docs/log/2026-11-21-attention.md)."""
+def test_model_reproduces_the_float32_times_it_was_fitted_to(kernel, width, ms):
+    """An H200 with 8 heads, T 4096, no mask (docs/log/2026-11-21-attention.md)."""
     tiles = heuristics.select_tiles(kernel, arch=90, itemsize=4, head_width=width)
     us = heuristics.predict_us(
         kernel, tiles, 1, num_heads=8, num_queries=4096, num_keys=4096, head_width=width, itemsize=4, num_sms=132,
@@ -532,7 +529,7 @@ def test_override_is_undone():
 
 
 def run_both_ways(q, k, v, grad_o, is_causal, *, tiles=None, num_splits=None):
-    """(o, lse, dq, dk, dv) by the kernels with the given tiles."""
+    """Runs the kernels, with the given tiles if any, and returns (o, lse, dq, dk, dv)."""
     chosen = {} if tiles is None else dict.fromkeys(("forward", "dq", "dkdv"), tiles)
     scale = q.shape[-1] ** -0.5
     with heuristics.override_tiles(**chosen):
@@ -600,12 +597,14 @@ def test_interp_half_precision(interpreter, poisoned):
 @interpreted_only
 @pytest.mark.parametrize("offset", [-300.0, 300.0])
 def test_interp_large_scores(interpreter, poisoned, offset):
-    """Scores far from zero: exp of them over- or underflows unless the row's maximum is taken off."""
+    """Scores far from zero, whose exp over- or underflows unless the row's maximum is
+    subtracted.
+    """
     q, k, v, grad_o = make((1, 1, 40, 16), (1, 1, 45, 16))
     q[..., 0], k[..., 0] = offset, 4.0  # adds offset to every scaled score
     got = run_both_ways(q, k, v, grad_o, True, tiles=heuristics.Tiles(32, 32, 4, 1))
     for value, expected in zip(got, float64_reference(q, k, v, grad_o, True), strict=True):
-        # float32 holds scores of 300 to 2e-5, and so the probabilities to as much.
+        # float32 has scores of 300 to 2e-5, so probabilities have the same relative error.
         assert relative(value, expected) < 2e-4
 
 
@@ -632,8 +631,8 @@ def test_interp_any_leading_dimensions(interpreter, poisoned, lead):
 @needs_triton
 @interpreted_only
 def test_interp_strided_inputs(interpreter, poisoned):
-    """Slices of one fused projection, a gradient expanded from a scalar, a head width that is not
-    the last stride.
+    """Slices of a fused projection, a gradient expanded from a scalar, and a head width that is not
+    contiguous.
     """
     qkv = torch.randn(1, 45, 3, 2, 16, generator=torch.Generator().manual_seed(1))
     q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
@@ -646,10 +645,8 @@ def test_interp_strided_inputs(interpreter, poisoned):
     assert got[0].transpose(1, 2).is_contiguous()
 
 
-def test_inductor_hands_views_over_as_they_lie(monkeypatch):
-    """Heads of one rotated projection, as models make them: no copy into the strides that a chunk
-    of it had.
-    """
+def test_inductor_passes_views_without_copies(monkeypatch):
+    """The heads of one rotated projection, as in models, are not copied to a chunk's strides."""
     from torch._inductor.utils import run_and_get_code
 
     def forward(q, k, v, is_causal, scale, window, cu_seqlens):
@@ -668,9 +665,9 @@ def test_inductor_hands_views_over_as_they_lie(monkeypatch):
     )
     monkeypatch.setattr(package, "_has_kernels", lambda device: True)
     x = torch.randn(2, 32, 192, requires_grad=True)
-    # what is compiled is read, not run: a compiler of C++ would take most of a minute
-    nothing = lambda self, *given: lambda *arguments: None  # noqa: E731
-    monkeypatch.setattr("torch._inductor.async_compile.AsyncCompile.cpp_pybinding", nothing)
+    # The generated code is examined, not run, because compiling C++ would take most of a minute.
+    no_kernel = lambda self, *args: lambda *arguments: None  # noqa: E731
+    monkeypatch.setattr("torch._inductor.async_compile.AsyncCompile.cpp_pybinding", no_kernel)
     with torch._inductor.config.patch({"force_disable_caches": True, "cpp.simdlen": 1}):
         y, codes = run_and_get_code(lambda: torch.compile(model)(x))
         _, more = run_and_get_code(lambda: y.sum().backward())
@@ -724,7 +721,7 @@ def test_interp_autocast_and_empty(interpreter):
 @needs_triton
 @pytest.mark.parametrize("num_splits", [1, 2])
 def test_launches_give_every_argument_in_order(num_splits, monkeypatch):
-    """A launch hands Triton a flat list after its first call: it must follow the kernel's own
+    """After its first call, a launch passes a flat list, which must follow the kernel's
     parameters.
     """
     monkeypatch.setattr(launching, "device_of", lambda index: HOPPER)
@@ -750,16 +747,16 @@ def test_launches_give_every_argument_in_order(num_splits, monkeypatch):
 
 @needs_triton
 @compiled_only
-def test_descriptors_say_all_that_tritons_do():
-    """Triton's launcher reads them in their place: it asked for one word more in 3.8 than in 3.6."""
-    words = {field.name for field in dataclasses.fields(launching.TensorDescriptor)}
-    assert words <= set(triton_internals.Descriptor._fields)
+def test_descriptors_have_all_fields_of_tritons():
+    """Triton's launcher reads our descriptors; 3.8 reads one more field than 3.6."""
+    names = {field.name for field in dataclasses.fields(launching.TensorDescriptor)}
+    assert names <= set(triton_internals.Descriptor._fields)
 
 
 @needs_triton
 @compiled_only
-def test_direct_launch_gives_the_arguments_that_triton_gives():
-    """The compiled launcher takes addresses, and in the place of a descriptor what it reads of one."""
+def test_direct_launch_passes_tritons_arguments():
+    """It passes addresses instead of tensors, and our Descriptor instead of Triton's."""
     calls = []
     compiled = SimpleNamespace(
         run=lambda *given: calls.append(given), function="function", packed_metadata="packed"
@@ -785,7 +782,7 @@ def test_direct_launch_gives_the_arguments_that_triton_gives():
 
 def build(name, arch, dtype, width, tiles, *, is_causal=True, split=False, products="ieee",
           window=0, packed=False):  # fmt: skip
-    """The compiled kernel, without a GPU: arguments as the launches would give them."""
+    """Compiles a kernel without a GPU, with arguments as in a launch."""
     kernel = getattr(kernels, f"{name}_kernel")
     block_d = heuristics.block_width(width)
     constants = {
@@ -945,7 +942,9 @@ def test_gpu_float32_is_float32(d, products, poisoned):
 
 @contextlib.contextmanager
 def allow_tf32(allowed):
-    """Not by monkeypatch: it deletes an attribute that is in no __dict__, as torch's settings are."""
+    """Sets torch's option. monkeypatch cannot, because it deletes attributes that are not in a
+    __dict__, and torch's settings are not.
+    """
     matmul = torch.backends.cuda.matmul
     before, matmul.allow_tf32 = matmul.allow_tf32, allowed
     try:
@@ -961,7 +960,7 @@ def matmul_precision(precision):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
-def test_a_test_s_precision_of_products_ends_with_it(precision, matmul_precision):
+def test_allow_tf32_restores_the_setting(precision, matmul_precision):
     now = torch.backends.cuda.matmul.allow_tf32
     assert now == (precision == "tf32")
     with allow_tf32(not now):
@@ -976,7 +975,7 @@ def test_gpu_tf32_when_torch_allows_it():
     expected = attention(q.double(), k.double(), v.double())[0]
     with allow_tf32(True):
         error = relative(flash_attention(q, k, v), expected)
-    assert 1e-5 < error < 2e-3  # tf32 was used, and works
+    assert 1e-5 < error < 2e-3  # tf32's error
 
 
 @pytest.mark.gpu
@@ -999,7 +998,9 @@ def test_gpu_deterministic_bits():
     ids=str,
 )
 def test_gpu_autograd_compile_and_second_launch(dtype, width):
-    """The public function, eager and compiled, twice: the second call takes the cached launch."""
+    """Runs the public function eager and compiled, twice, because the second call uses the cached
+    launch.
+    """
     tensors = make((2, 16, 600, width), (2, 4, 600, width), dtype, "cuda")
     leaves, grad_o = [x.requires_grad_() for x in tensors[:3]], tensors[3]
     expected = float64_reference(*tensors, True)
@@ -1020,7 +1021,9 @@ def test_gpu_autograd_compile_and_second_launch(dtype, width):
     "dtype, width", [(torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float32, 64)], ids=str
 )
 def test_gpu_in_cuda_graphs(dtype, width):
-    """A shape that nothing has planned yet: what a plan keeps must not be the graph's memory."""
+    """With a shape that has no cached plan yet: tensors of the plan must not be in the graph's
+    memory.
+    """
     tensors = make((3, 16, 640, width), (3, 16, 640, width), dtype, "cuda")
     leaves, grad_o = [x.requires_grad_() for x in tensors[:3]], tensors[3]
     expected = float64_reference(*tensors, True)

@@ -1,5 +1,5 @@
-"""The float32 backward with operands cut once: in the interpreter against float64, compiled ahead,
-and on a GPU.
+"""The float32 backward with operands that are split once: against float64 in the interpreter and on
+a GPU, and compiled ahead of time.
 """
 
 import pytest
@@ -48,7 +48,7 @@ def key_of(
 
 
 @compiled_only
-def test_float32_backwards_on_hopper_take_it(monkeypatch):
+def test_float32_backwards_on_hopper_use_it(monkeypatch):
     monkeypatch.setattr(launching, "device_of", lambda index: HOPPER)
     tiles = heuristics.Tiles(32, 32, 4, 1)
     assert bf16x3.takes(key_of()) and bf16x3.takes(key_of((1, 2, 70, 64), 1, num_splits=3))
@@ -144,14 +144,14 @@ def test_interp_backward_equals_float64(interpreter, poisoned, case, monkeypatch
 
 
 @interpreted_only
-def test_interp_dk_and_dv_apart_are_dk_and_dv_together(interpreter, poisoned, monkeypatch):
+def test_interp_separate_launches_for_dk_and_dv_equal_one(interpreter, poisoned, monkeypatch):
     q, k, v, grad_o = make((1, 2, 40, 16), (1, 1, 50, 16))
     monkeypatch.setattr(bf16x3, "takes", lambda key: True)
     tiles = heuristics.Tiles(16, 32, 4, 1)
     with heuristics.override_tiles(dkdv_bf16x3=tiles):
         together = run_both_ways(q, k, v, grad_o, True, num_splits=2)
     monkeypatch.setitem(bf16x3._GRADS, 16, (1, 2))
-    # others, or the plan would be the one of before
+    # other tiles, so that the cached plan is not used
     with heuristics.override_tiles(dkdv_bf16x3=heuristics.Tiles(16, 32, 4, 2)):
         apart = run_both_ways(q, k, v, grad_o, True, num_splits=2)
     assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
@@ -161,7 +161,7 @@ def test_interp_dk_and_dv_apart_are_dk_and_dv_together(interpreter, poisoned, mo
 
 
 def build(kernel, tiles, constants):
-    """The compiled kernel for sm_90: parts by descriptor, all other tensors in float32."""
+    """Compiles the kernel for sm_90, with parts as descriptors and all other tensors in float32."""
     width = constants["D"]
     rows = {"q3": tiles.block_q, "do3": tiles.block_q, "k3": tiles.block_k, "v3": tiles.block_k}
     tensors = {"q", "k", "v", "do", "o", "unused", "lse", "delta", "dq", "dk", "dv"}
@@ -208,7 +208,7 @@ def test_nothing_spills_on_hopper(name, width, is_causal):
 
 @compiled_only
 @pytest.mark.parametrize("width", bf16x3.WIDTHS)
-def test_cutting_builds_ahead_of_time(width):
+def test_cut_kernel_builds_ahead_of_time(width):
     compiled = build(
         bf16x3.cut_kernel, heuristics.Tiles(64, 64, 4, 3), {"D": width, "BLOCK": bf16x3._BLOCK}
     )
@@ -238,7 +238,7 @@ def needs_hopper():
 
 
 def test_grids_are_legal_for_long_sequences():
-    """CUDA takes 65,535 blocks in y and z."""
+    """CUDA allows at most 65,535 blocks in y and z."""
     q, k = (torch.empty(1, 1, 1, 64).expand(1, 1, length, 64) for length in (128, 5_000_000))
     key = launching.launch_key(q, k, k, True, 0.125, None, o=q, do=q)
     assert bf16x3.cut_launch(key).grid == (-(-5_000_000 // bf16x3._BLOCK), 4, 1)

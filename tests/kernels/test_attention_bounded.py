@@ -1,6 +1,6 @@
-"""Attention that sees some of the keys: a sliding window, and sequences packed one after another.
+"""Attention with a sliding window, and within packed sequences.
 
-The kernels run in Triton's interpreter (in a process of its own) and are compiled ahead of time.
+The kernels run in Triton's interpreter (in a separate process) and are compiled ahead of time.
 """
 
 import pytest
@@ -66,7 +66,7 @@ def expected_of(q, k, v, grad_o, is_causal, window, cu_seqlens):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_oracle_sees_what_the_words_say(case):
+def test_oracle_masks_as_documented(case):
     *_, t_q, t_k, window, ends, is_causal = case
     cu_seqlens = packed(ends)
     seen = seen_by(t_q, t_k, is_causal, window, cu_seqlens)
@@ -99,11 +99,11 @@ def test_plain_pytorch_equals_the_oracle():
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_parts_of_models_agree_on_what_a_window_is(is_causal):
+def test_attentions_of_models_agree_on_windows(is_causal):
     q, k, v, _ = made(4, 2, 40, 40, torch.float64)
-    found = [ATTENTIONS[name](q, k, v, is_causal=is_causal, window=7) for name in WINDOWED]
-    for other in found[1:]:
-        torch.testing.assert_close(found[0], other)
+    first, *others = [ATTENTIONS[name](q, k, v, is_causal=is_causal, window=7) for name in WINDOWED]
+    for other in others:
+        torch.testing.assert_close(first, other)
 
 
 def test_refuses():
@@ -126,7 +126,7 @@ def test_refuses():
 
 @needs_triton
 @compiled_only
-def test_flops_of_what_is_seen():
+def test_flops_count_visible_pairs():
     from torch.utils.flop_counter import FlopCounterMode
 
     q, k, v = (torch.empty(1, h, 100, 16, device="meta", requires_grad=True) for h in (4, 2, 2))
@@ -149,7 +149,7 @@ def run_kernels(q, k, v, grad_o, is_causal, window, cu_seqlens):
 
 
 def visited_tiles(seen, block_q, block_k):
-    """Tiles with a pair of a query and a key that sees it, and those of all pairs."""
+    """Returns the number of tiles with a visible pair, and the number of all tiles."""
     rows, cols = (-(-n // block) for n, block in zip(seen.shape, (block_q, block_k), strict=True))
     seen = torch.nn.functional.pad(
         seen, (0, cols * block_k - seen.shape[1], 0, rows * block_q - seen.shape[0])
@@ -177,7 +177,7 @@ def test_interp_equals_float64_and_visits_no_other_tile(interpreter, poisoned, c
     num_tiles = visited_tiles(seen, block_q, block_k)
     with heuristics.override_tiles(**dict.fromkeys(("forward", "dq", "dkdv"), tiles)):
         got = run_kernels(*tensors, is_causal, window, cu_seqlens)
-    # scores and values; of the backward dq's three and dkdv's four
+    # products per tile: scores and values in forward, three in dq, four in dkdv
     assert len(products) == 9 * heads * num_tiles
     for value, want in zip(got, expected, strict=True):
         assert relative(value, want, 1.0) < 5e-6
@@ -211,15 +211,15 @@ def test_interp_operator_compiles_and_checks(interpreter):
         assert flash_attention(q, k, v, window=8).dtype == torch.float16
 
 
-# What PyPI's Triton 3.6.0 (ptxas 12.8.93) gave before there was a window: bf16, causal, width 128,
-# sm_90.
+# Registers with PyPI's Triton 3.6.0 (ptxas 12.8.93) before windows existed: bf16, causal, width
+# 128, sm_90.
 REGISTERS = {"forward": 141, "dq": 176, "dkdv": 255}
 
 
 @needs_triton
 @compiled_only
 @pytest.mark.parametrize("name", list(REGISTERS))
-def test_a_window_costs_no_register_where_there_is_none(name):
+def test_window_support_costs_no_registers_without_a_window(name):
     import triton
 
     tiles = heuristics.select_tiles(name, arch=90, itemsize=2, head_width=128, tma=True)

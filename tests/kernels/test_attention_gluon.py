@@ -1,5 +1,5 @@
-"""The forward in Gluon: built for sm_90 without a GPU as it would be launched, taken where it can
-be, and right.
+"""The forward in Gluon: compiled for sm_90 without a GPU, when it is used, and its results on a
+GPU.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from tests.kernels.gluon_here import (  # noqa: E402
     H100,
     assert_no_spills_in_a_loop,
     build,
-    exponentials_beside_a_product,
+    exponentials_during_a_product,
     needs_hopper,
 )
 
@@ -66,10 +66,10 @@ def test_builds_without_spills_in_a_loop(on_hopper, width, dtype, is_causal, tmp
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_softmax_runs_beside_the_product(on_hopper, width, tmp_path):
-    """Between the wait for the scores and the wait for the output's product stand all exponentials
+    """All exponentials are between the wait for the scores and the wait for the output's product
     of a tile.
     """
-    beside = exponentials_beside_a_product(built(width)[1], tmp_path)
+    beside = exponentials_during_a_product(built(width)[1], tmp_path)
     assert len(beside) == 2 * hopper_ops.CONSUMERS.value  # with and without a mask
     assert min(beside) >= hopper_ops.ROWS.value * hopper_forward.BLOCK_N.value // 128
 
@@ -95,13 +95,13 @@ def test_launch_covers_every_tile(on_hopper):
     assert hopper_launches.forward_launch(key_of(few, few)).grid == (2 * 3, 1, 1)
 
 
-def test_the_deal_is_made_once_and_on_the_host():
-    with torch.device("meta"):  # as someone's default device
+def test_schedule_is_cached_and_built_on_the_host():
+    with torch.device("meta"):  # also with another default device
         made = hopper_launches._schedule(None, 2, 3, 3, (1, 2, 3))
     assert made.device.type == "cpu" and hopper_launches._schedule(None, 2, 3, 3, (1, 2, 3)) is made
 
 
-def test_it_is_taken_where_it_can_be_and_nobody_chose_otherwise(on_hopper, monkeypatch):
+def test_when_the_kernel_is_used(on_hopper, monkeypatch):
     def kernel_of(q, k=None, **options):
         kernels._plan_forward.cache_clear()
         return kernels._plan_forward(key_of(q, q if k is None else k, **options)).main.kernel
@@ -158,7 +158,7 @@ def make(batch, heads, kv_heads, queries, keys, width, dtype, layout="BHTD"):
 
 
 def forward(q, k, v, is_causal):
-    """By this kernel, also where the plan would take the portable one for so few heads."""
+    """Runs this kernel, even if there are so few heads that the portable one would be used."""
     o, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
     case = launching.launch_key(q, k, v, is_causal, q.shape[-1] ** -0.5, None, o=o)
     launch, stream = hopper_launches.forward_launch(case), launching.stream_of(q)
@@ -205,8 +205,8 @@ def test_gpu_views(width, poisoned):
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("width", WIDTHS)
-def test_gpu_is_what_attention_runs_and_differentiates(width, monkeypatch):
-    """Beside the portable kernel, whose backward both have."""
+def test_gpu_attention_uses_it_and_differentiates(width, monkeypatch):
+    """Compares with the portable kernel; both use the same backward."""
     q, k, v = (x.requires_grad_() for x in make(4, 16, 16, 512, 512, width, torch.bfloat16))
 
     def results():

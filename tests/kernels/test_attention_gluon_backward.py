@@ -1,5 +1,5 @@
-"""The backward in Gluon: built for sm_90 without a GPU as it would be launched, taken where it is
-to be, and right.
+"""The backward in Gluon: compiled for sm_90 without a GPU, when it is used, and its results on a
+GPU.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from tests.kernels.gluon_here import (  # noqa: E402
     H100,
     assert_no_spills_in_a_loop,
     build,
-    exponentials_beside_a_product,
+    exponentials_during_a_product,
     needs_hopper,
 )
 
@@ -96,7 +96,7 @@ def test_exponentials_run_beside_the_product(on_hopper, name, width, tmp_path):
     """
     loops = 2 * hopper_ops.CONSUMERS.value  # with and without a mask
     a_thread = hopper_ops.ROWS.value * hopper_dq.BLOCK.value // 128
-    assert exponentials_beside_a_product(built(name, width)[1], tmp_path) == [a_thread] * loops
+    assert exponentials_during_a_product(built(name, width)[1], tmp_path) == [a_thread] * loops
 
 
 # ---- where it is taken -----------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def test_programs_of_dq_have_every_tile(num_tiles, heads, section, monkeypatch):
 
 @pytest.mark.parametrize("name, width", KERNELS)
 def test_constants_come_in_the_kernels_order(on_hopper, name, width):
-    """Launches after the first hand all arguments over by position."""
+    """Launches after the first pass all arguments by position."""
     launch, _ = built(name, width)
     names = launch.kernel.arg_names
     assert names[len(names) - len(launch.constants) :] == list(launch.constants)
@@ -151,7 +151,7 @@ def test_constants_come_in_the_kernels_order(on_hopper, name, width):
     assert len(names) == addresses + len(launch.tail)
 
 
-def test_it_is_taken_where_it_wins_and_nobody_chose_otherwise(on_hopper, monkeypatch):
+def test_when_the_kernels_are_used(on_hopper, monkeypatch):
     def in_gluon(q, k=None, do=None, **options):
         clear_plans()
         k = q if k is None else k
@@ -262,13 +262,13 @@ def cancelling_scales(q, k, v, do, is_causal):
 
 @pytest.fixture
 def of_any_size(monkeypatch):
-    """Taken also where the plan would take portable kernels: too few tiles, or loops in parts."""
+    """Uses the Gluon kernels even if there are too few tiles, or if loops would be split."""
     monkeypatch.setattr(hopper_launches, "fills_chip", lambda key, owned: True)
     monkeypatch.setattr(heuristics, "choose_num_splits", lambda *args, **options: 1)
 
 
 def check(q, k, v, do, is_causal, names=("dq", "dkdv")):
-    """Against float64, with the kernels that are to run, and the same bits again and again."""
+    """Compares with float64, and checks which kernels run and that results are bitwise equal."""
     leaves = [x.double().detach().requires_grad_() for x in (q, k, v)]
     wide = [leaves[0], *(x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in leaves[1:])]
     o, lse = attention(*wide, is_causal=is_causal)
@@ -322,8 +322,8 @@ def test_gpu_views(width, poisoned, of_any_size):
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("width", WIDTHS)
-def test_gpu_is_what_attention_differentiates_by(width, monkeypatch):
-    """Beside the portable kernels, after the same forward."""
+def test_gpu_attention_uses_them(width, monkeypatch):
+    """Compares with the portable kernels after the same forward."""
     q, k, v, do = make(4, 16, 16, 512, 512, width, BF16)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     o = flash_attention(*leaves, is_causal=True)

@@ -1,4 +1,4 @@
-"""Attention over some of the keys, put together again, is attention over all of them."""
+"""Partial results over some of the keys combine to attention over all of them."""
 
 import pytest
 import torch
@@ -13,16 +13,16 @@ DEVICES = [
 
 
 @pytest.mark.parametrize("device, dtype, tolerance", DEVICES)
-def test_two_parts_make_a_whole(device, dtype, tolerance):
+def test_two_parts_combine_to_the_whole(device, dtype, tolerance):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU")
     torch.manual_seed(0)
     q, grad = torch.randn(2, 2, 4, 256, 64, dtype=dtype, device=device)
     k, v = torch.randn(2, 2, 2, 384, 64, dtype=dtype, device=device)
     parts = [slice(0, 256), slice(256, 384)]
-    found = [partial_forward(q, k[:, :, part], v[:, :, part], False, 0.125) for part in parts]
-    lse = torch.logaddexp(found[0][1], found[1][1])
-    o = sum(part * (own - lse).exp()[..., None] for part, own in found).to(dtype)
+    forwards = [partial_forward(q, k[:, :, part], v[:, :, part], False, 0.125) for part in parts]
+    lse = torch.logaddexp(forwards[0][1], forwards[1][1])
+    o = sum(o_part * (lse_part - lse).exp()[..., None] for o_part, lse_part in forwards).to(dtype)
     grads = [
         partial_backward(grad, q, k[:, :, part], v[:, :, part], o, lse, False, 0.125)
         for part in parts

@@ -1,5 +1,5 @@
-"""Linear + cross-entropy against float64: the oracle, the plain path, the kernels interpreted,
-built and on a GPU.
+"""Linear + cross-entropy against float64: the oracle, the plain path, and the kernels in the
+interpreter, compiled ahead of time and on a GPU.
 """
 
 import pytest
@@ -35,15 +35,15 @@ def gpu(test):
 
 @pytest.fixture
 def poisoned():
-    """torch.empty gives NaN: whatever is read before it was written, or never written, shows."""
+    """Makes torch.empty return NaN, so that reading memory before it is written shows up."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 def inputs(N, D, V, dtype=torch.float32, *, spread=1.0, ignored=-100, device="cpu", seed=0):
-    """Hidden states, weight and targets, some `ignored`; the logits' standard deviation is about
-    `spread`.
+    """Returns hidden states, weight and targets, of which some are `ignored`. The logits' standard
+    deviation is about `spread`.
     """
     generator = torch.Generator().manual_seed(seed)
     hidden_ND = torch.randn(N, D, generator=generator)
@@ -54,8 +54,8 @@ def inputs(N, D, V, dtype=torch.float32, *, spread=1.0, ignored=-100, device="cp
 
 
 def confident_inputs(N, D, V, dtype, top, *, device="cpu"):
-    """Each target's logit is about `top`, the others' about 0.5 in standard deviation: a loss of V
-    exp(-top).
+    """Returns inputs for which the target's logit is about `top` and the others have a standard
+    deviation of about 0.5, so that the loss is about V exp(-top).
     """
     generator = torch.Generator().manual_seed(0)
     weight_VD = torch.randn(V, D, generator=generator) * D**-0.5
@@ -69,7 +69,7 @@ def confident_inputs(N, D, V, dtype, top, *, device="cpu"):
 
 
 def results(function, hidden, weight, targets, *, grad=1.0, **options):
-    """Loss and both gradients, in float64, for an incoming gradient of `grad`."""
+    """Returns the loss and both gradients as float64, for an incoming gradient of `grad`."""
     hidden, weight = (x.detach().clone().requires_grad_() for x in (hidden, weight))
     loss = function(hidden, weight, targets, **options)
     loss.backward(torch.full_like(loss, grad))
@@ -88,14 +88,14 @@ def errors(actual, wanted):
 
 
 def assert_close(actual, wanted, tolerance):
-    found = errors(actual, wanted)
-    assert all(error < tolerance for error in found), (
-        f"loss, hidden, weight: {found}, tolerance {tolerance}"
+    relative = errors(actual, wanted)
+    assert all(error < tolerance for error in relative), (
+        f"errors of loss, hidden, weight: {relative}, tolerance {tolerance}"
     )
 
 
-# Relative errors of loss and gradients, with logits of a standard deviation of 1. bf16: the logits
-# and their gradient are rounded, 2^-9 each, and the result once more.
+# Relative errors of loss and gradients if logits have a standard deviation of 1. In bf16, logits
+# and their gradient are each rounded by 2^-9, and the result once more.
 TOLERANCES = {torch.float64: 1e-13, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 
@@ -103,7 +103,7 @@ TOLERANCES = {torch.float64: 1e-13, torch.float32: 2e-6, torch.float16: 1e-3, to
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_the_oracle_is_torchs_own(reduction):
+def test_oracle_equals_torch(reduction):
     hidden, weight, targets = inputs(11, 5, 13, torch.float64)
 
     def stock(hidden, weight, targets):
@@ -116,7 +116,7 @@ def test_the_oracle_is_torchs_own(reduction):
     )
 
 
-def test_the_oracles_options_are_the_equation():
+def test_oracles_options_follow_the_equation():
     hidden, weight, targets = torch.tensor([[2.0]]), torch.tensor([[1.0], [3.0]]), torch.tensor([1])
     logits = torch.tensor([5 * torch.tanh(torch.tensor(0.4)), 5 * torch.tanh(torch.tensor(1.2))])
     lse = logits.exp().sum().log()
@@ -126,7 +126,7 @@ def test_the_oracles_options_are_the_equation():
     )
 
 
-# The plain path, and all that the paths share
+# The plain path, and behaviour that all paths share
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -177,7 +177,8 @@ def test_logits_beyond_the_range_of_exp(top):
     hidden, weight = torch.tensor([[1.0, 0.0]]), torch.tensor([[top, 0.0], [0.0, 1.0], [-top, 1.0]])
     logits = torch.tensor([top, 0.0, -top], dtype=torch.float64)
     for target in range(3):
-        # By hand: autograd's 1 - p has two digits left at exp(-30), even in float64.
+        # Computed by hand, because autograd's 1 - p has only two digits at exp(-30), even in
+        # float64.
         others = torch.cat([logits[:target], logits[target + 1 :]]).logsumexp(0)
         loss = (others - logits[target]).clamp(min=0) + torch.log1p(
             torch.exp(-(others - logits[target]).abs())
@@ -190,18 +191,18 @@ def test_logits_beyond_the_range_of_exp(top):
             torch.testing.assert_close(a, w, atol=1e-36, rtol=4e-6)
 
 
-def test_a_saturated_softcap_keeps_its_gradient():
+def test_saturated_softcap_keeps_its_gradient():
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[60.0], [50.0]])
     for target in range(2):
         targets = torch.tensor([target])
         actual = results(linear_cross_entropy, hidden, weight, targets, softcap=5.0)
-        # In float64, tanh(12) leaves four digits of 1 - tanh^2.
+        # In float64, 1 - tanh(12)^2 has only four digits.
         assert_close(actual, expected(hidden, weight, targets, softcap=5.0), 1e-4)
 
 
 def test_rounding_of_the_weights_gradient():
-    """The documented bound: eight chunks in bf16 come to about twice one rounding, an fp32 sum to
-    one.
+    """The documented bounds: eight chunks in bf16 have about twice the error of one rounding, an
+    fp32 sum has the error of one.
     """
     hidden, weight, targets = inputs(1024, 64, 512, torch.bfloat16, spread=0.2)
     wanted = expected(hidden, weight, targets)
@@ -221,7 +222,7 @@ def test_rounding_of_the_weights_gradient():
             wanted,
         )[2]
 
-    # One chunk is what stock PyTorch does: the logits' gradient is rounded, then the weight's.
+    # One chunk is like stock PyTorch: the logits' gradient is rounded, then the weight's.
     one_chunk = error(1, "weight")
     assert one_rounding < one_chunk < 1.6 * one_rounding
     assert error(8, "fp32") < 1.02 * one_chunk
@@ -239,13 +240,13 @@ def test_rounding_of_the_weights_gradient():
         (16384, 100608, 2**29, 4096),
     ],
 )
-def test_chunks_of_the_target_shapes(num_tokens, row_bytes, limit, wanted):
+def test_chunk_tokens(num_tokens, row_bytes, limit, wanted):
     assert chunked.chunk_tokens(num_tokens, row_bytes, limit) == wanted
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 7, 127, 129, 1000, 4097])
 @pytest.mark.parametrize("limit_tokens", [0.5, 1, 100, 128, 200, 5000])
-def test_a_chunk_stays_within_its_limit(num_tokens, limit_tokens):
+def test_chunk_stays_within_its_limit(num_tokens, limit_tokens):
     tokens = chunked.chunk_tokens(num_tokens, 100, int(100 * limit_tokens))
     assert 1 <= tokens <= max(1, limit_tokens)
     num_chunks = -(-num_tokens // tokens)
@@ -255,14 +256,14 @@ def test_a_chunk_stays_within_its_limit(num_tokens, limit_tokens):
 @pytest.mark.parametrize(
     ("tokens", "limit"), [(512, 2**29), (16_384, 16_384 * 256_512), (16_385, 2**29)]
 )
-def test_logits_of_few_tokens_are_held_whole(tokens, limit):
-    """Up to four tokens a column of 4096, of 128,256 words in 16 bits."""
+def test_logits_of_few_tokens_are_one_chunk(tokens, limit):
+    """Up to 4 D tokens, here with D 4096 and 128,256 words in 16 bits."""
     assert fused_loss.logits_bytes(tokens, 4096, 256_512) == limit
 
 
 @pytest.mark.parametrize(("words", "rows"), [(10_000, 10_000), (50_257, 50_304), (50_304, 50_304)])
-def test_only_a_vocabulary_out_of_step_is_padded(words, rows):
-    """16 bytes are what cuBLAS's fast kernels take; a copy of the weight costs a pass over it."""
+def test_only_an_unaligned_vocabulary_is_padded(words, rows):
+    """cuBLAS's fast kernels need 16-byte alignment, but padding costs a copy of the weight."""
     P = -(-words // 64) * 64
     assert chunked.operand_rows(words, P, torch.bfloat16) == rows
     assert chunked.operand_rows(words, P, torch.float32) == words
@@ -289,7 +290,7 @@ def test_strides_and_leading_dimensions():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_nothing_to_predict(dtype):
+def test_no_token_counts(dtype):
     hidden, weight, _ = inputs(6, 4, 9, dtype)
     loss, grad_hidden, grad_weight = results(
         linear_cross_entropy, hidden, weight, torch.full((6,), -100)
@@ -301,7 +302,7 @@ def test_nothing_to_predict(dtype):
     assert results(linear_cross_entropy, hidden[:0], weight, empty, reduction="sum")[0] == 0
 
 
-def test_the_incoming_gradient_multiplies():
+def test_incoming_gradient_scales_the_gradients():
     for dtype in (torch.float32, torch.float16):
         hidden, weight, targets = inputs(12, 8, 20, dtype)
         actual = results(linear_cross_entropy, hidden, weight, targets, grad=-512.0)
@@ -312,14 +313,14 @@ def test_the_incoming_gradient_multiplies():
 
 
 def test_fp16_gradients_survive_until_the_loss_scale():
-    """1/N and p together are far under fp16's smallest number; times the loss scale they are not."""
+    """p/N is far below fp16's smallest number; multiplied by the loss scale it is not."""
     hidden, weight, targets = inputs(4096, 8, 100, torch.float16)
     _, *actual = results(linear_cross_entropy, hidden, weight, targets, grad=2.0**16)
     _, *wanted = expected(hidden, weight, targets)
     assert_close(actual, [2.0**16 * gradient for gradient in wanted], 1e-3)
 
 
-def test_backward_hands_its_gradients_on_and_runs_once():
+def test_backward_returns_its_buffers_and_runs_once():
     hidden, weight, targets = inputs(6, 4, 9)
     hidden.requires_grad_(), weight.requires_grad_()
     loss = linear_cross_entropy(hidden, weight, targets)
@@ -338,7 +339,7 @@ def test_backward_hands_its_gradients_on_and_runs_once():
 @pytest.mark.parametrize(
     ("trains_hidden", "trains_weight"), [(True, False), (False, True), (False, False)]
 )
-def test_only_the_gradients_asked_for_are_formed(trains_hidden, trains_weight):
+def test_only_needed_gradients_are_computed(trains_hidden, trains_weight):
     hidden, weight, targets = inputs(6, 4, 9)
     _, *wanted = expected(hidden, weight, targets)
     hidden.requires_grad_(trains_hidden), weight.requires_grad_(trains_weight)
@@ -364,8 +365,8 @@ def test_without_gradients_only_the_loss_is_computed():
     torch.testing.assert_close(loss.double(), expected(hidden, weight, targets)[0])
 
 
-def test_training_is_the_stock_runs():
-    """SGD, whose step shows a gradient's scale; two micro-batches a step, whose gradients add up."""
+def test_training_equals_stock_pytorch():
+    """With SGD, whose step depends on the gradient's scale, and two micro-batches per step."""
 
     def train(compute_loss):
         torch.manual_seed(0)
@@ -396,9 +397,9 @@ def test_autocast_multiplies_in_its_type_as_linear_does():
         actual = results(linear_cross_entropy, hidden, weight, targets)
     wanted = expected(*bf16, targets)
     assert_close(actual, wanted, TOLERANCES[torch.bfloat16])
-    # The logits were rounded to bf16, and the loss is not that of fp32 logits.
+    # The logits were rounded to bf16, so the loss differs from that of fp32 logits.
     assert errors(results(linear_cross_entropy, hidden, weight, targets), wanted)[1] > 1e-3
-    # The weight's gradient was summed and returned in fp32: it has digits that bf16 has not.
+    # The weight's gradient was summed and returned in fp32, so it has more digits than bf16.
     assert (actual[2] != actual[2].bfloat16()).any()
     with torch.autocast("cpu", torch.bfloat16):
         mixed = results(linear_cross_entropy, bf16[0], weight, targets)
@@ -422,12 +423,12 @@ def test_compiles_without_a_graph_break(autocast):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_the_operator_is_a_proper_operator(dtype):
+def test_opcheck(dtype):
     hidden, weight, targets = inputs(5, 4, 9, dtype)
     arguments = (targets, dtype, True, -100, 0.1, None, "auto", 0, True, True)
     operator = torch.ops.stepgauge.linear_cross_entropy.default
-    # Backward multiplies the operator's own outputs, so that a check that holds them sees fp16's
-    # change under it.
+    # Backward scales the operator's outputs in place, which in fp16 breaks the last check, because
+    # it keeps them.
     checks = (
         "test_schema",
         "test_autograd_registration",
@@ -440,7 +441,7 @@ def test_the_operator_is_a_proper_operator(dtype):
     )
 
 
-def test_the_autograd_function_gives_the_operators_outputs():
+def test_autograd_function():
     hidden, weight, targets = inputs(5, 4, 9)
     options = (torch.float32, True, -100, 0.0, None, "auto", 0, True, True)
 
@@ -450,16 +451,16 @@ def test_the_autograd_function_gives_the_operators_outputs():
     assert_close(results(apply, hidden, weight, targets), expected(hidden, weight, targets), 2e-6)
 
 
-def test_passing_the_operator_by_changes_nothing(monkeypatch):
+def test_with_and_without_the_operator_results_are_equal(monkeypatch):
     hidden, weight, targets = inputs(10, 6, 21)
-    passed_by = results(linear_cross_entropy, hidden, weight, targets, grad=3.0)
-    asked = []
-    monkeypatch.setattr(package, "is_plain_eager", lambda *tensors: asked.append(len(tensors)))
-    through = results(linear_cross_entropy, hidden, weight, targets, grad=3.0)
-    assert asked and all(torch.equal(a, b) for a, b in zip(through, passed_by, strict=True))
+    direct = results(linear_cross_entropy, hidden, weight, targets, grad=3.0)
+    calls = []
+    monkeypatch.setattr(package, "is_plain_eager", lambda *tensors: calls.append(len(tensors)))
+    by_operator = results(linear_cross_entropy, hidden, weight, targets, grad=3.0)
+    assert calls and all(torch.equal(a, b) for a, b in zip(by_operator, direct, strict=True))
 
 
-def test_the_module_takes_the_output_layers_place():
+def test_module_replaces_the_output_layer():
     linear = nn.Linear(6, 21, bias=False)
     hidden, _, targets = inputs(10, 6, 21)
     module = FusedLinearCrossEntropy(6, 21, z_loss=0.1)
@@ -490,7 +491,7 @@ def test_the_module_takes_the_output_layers_place():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_mistakes_are_named(change, message):
+def test_errors_name_the_mistake(change, message):
     arguments = {
         "hidden": torch.zeros(3, 4),
         "weight": torch.zeros(9, 4),
@@ -503,7 +504,7 @@ def test_mistakes_are_named(change, message):
         )
 
 
-# The Triton kernels: interpreted, and built without a GPU
+# The Triton kernels in the interpreter, and compiled without a GPU
 
 
 STREAM = {
@@ -559,7 +560,7 @@ def test_interp_confident_rows_and_a_target_outside(on_kernels):
 @interpreted_only
 @pytest.mark.parametrize("ignored", [-100, 3])
 @pytest.mark.parametrize("bad", [None, -1, 7])
-def test_interp_known_targets_are_the_plain_ones(ignored, bad, interpreter):
+def test_interp_known_targets_equal_plain(ignored, bad, interpreter):
     from stepgauge.kernels.linear_cross_entropy import plain
     from stepgauge.kernels.linear_cross_entropy import triton as kernels
 

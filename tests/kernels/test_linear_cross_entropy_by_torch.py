@@ -1,4 +1,4 @@
-"""Small losses that torch computes: which, and that they are right."""
+"""Small losses in torch's operators: which sizes use them, and their results."""
 
 from types import SimpleNamespace
 
@@ -36,11 +36,11 @@ BF16 = torch.bfloat16
         ((8192, 4096, 32_000), True, False),
     ],
 )
-def test_small_sizes_are_torchs(size, compiled, takes):
+def test_small_sizes_run_in_torch(size, compiled, takes):
     assert fused_loss.torch_computes(*size, compiled=compiled) is takes
 
 
-def test_the_fused_loop_keeps_what_torch_has_not(monkeypatch):
+def test_options_and_types_that_need_the_fused_loop(monkeypatch):
     monkeypatch.setattr(by_torch, "IS_ALLOWED", True)
     monkeypatch.setattr(chunked, "HAS_TRITON", True)
 
@@ -59,14 +59,14 @@ def test_the_fused_loop_keeps_what_torch_has_not(monkeypatch):
 
 @pytest.fixture
 def by_torch_here(monkeypatch):
-    """On a CPU too."""
-    asked = []
-    monkeypatch.setattr(by_torch, "takes", lambda *given, **options: asked.append(options) or True)
-    return asked
+    """Makes every loss run in torch's operators, also on a CPU, and returns the calls."""
+    calls = []
+    monkeypatch.setattr(by_torch, "takes", lambda *args, **options: calls.append(options) or True)
+    return calls
 
 
 @pytest.mark.parametrize("options", [{}, {"reduction": "sum", "ignore_index": 7}], ids=str)
-def test_it_is_the_oracles_loss(by_torch_here, options):
+def test_equals_the_oracle(by_torch_here, options):
     ignored = options.get("ignore_index", -100)
     hidden, weight, targets = inputs(60, 32, 100, BF16, ignored=ignored)
     wanted = expected(hidden, weight, targets, **options)
@@ -80,7 +80,7 @@ def test_it_is_the_oracles_loss(by_torch_here, options):
 
 @pytest.mark.parametrize("ignored", [-100, 7])
 @pytest.mark.parametrize("bad", [-1, 100])
-def test_a_bad_target_gives_nan(by_torch_here, ignored, bad):
+def test_target_outside_the_vocabulary_gives_nan(by_torch_here, ignored, bad):
     hidden, weight, targets = inputs(60, 32, 100, BF16)
     targets[5] = bad
     assert linear_cross_entropy(hidden, weight, targets, ignore_index=ignored).isnan()
@@ -98,7 +98,7 @@ def test_autocast_computes_in_its_type(by_torch_here):
 
 @gpu
 @pytest.mark.parametrize("compiled", [False, True])
-def test_gpu_small_losses_are_torchs(compiled, monkeypatch):
+def test_gpu_small_losses_equal_float64(compiled, monkeypatch):
     monkeypatch.setattr(by_torch, "IS_ALLOWED", True)
     hidden, weight, targets = inputs(256, 128, 1000, BF16, device="cuda")
     torch._dynamo.reset()

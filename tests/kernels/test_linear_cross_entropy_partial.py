@@ -1,4 +1,4 @@
-"""Linear + cross-entropy over parts of the vocabulary, put together, is that over all of it."""
+"""Linear + cross-entropy over parts of the vocabulary combines to the loss over all of it."""
 
 import pytest
 
@@ -21,7 +21,8 @@ from stepgauge.kernels.linear_cross_entropy.partial import (  # noqa: E402
     partial_forward,
 )
 
-TOKENS, WIDTH, VOCABULARY, FIRST = 150, 24, 301, 170  # of which the second part begins there
+TOKENS, WIDTH, VOCABULARY = 150, 24, 301
+FIRST = 170  # words in the first of two parts
 
 
 def made(dtype, device="cpu"):
@@ -36,7 +37,7 @@ def made(dtype, device="cpu"):
 
 
 def by_parts(hidden, weight, targets, factors):
-    """lse, target's logits, and gradients of hidden and weight, from two parts."""
+    """Returns lse, the targets' logits, and the gradients of hidden and weight, from two parts."""
     parts = []
     for part, first in ((weight[:FIRST], 0), (weight[FIRST:], FIRST)):
         rows = targets - first
@@ -60,13 +61,13 @@ def expected_of(hidden, weight, targets, factors):
 
 
 def largest_error(dtype, device="cpu"):
-    given = made(dtype, device)
-    pairs = zip(by_parts(*given), expected_of(*given), strict=True)
-    return max(((found - want).norm() / want.norm()).item() for found, want in pairs)
+    tensors = made(dtype, device)
+    pairs = zip(by_parts(*tensors), expected_of(*tensors), strict=True)
+    return max(((value - want).norm() / want.norm()).item() for value, want in pairs)
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that a result had."""
+    """Records the number of elements of the largest result."""
 
     elements = 0
 
@@ -78,20 +79,19 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype, limit", [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-def test_two_parts_make_a_whole_and_hold_a_chunk(dtype, limit, monkeypatch):
+def test_two_parts_combine_to_the_whole_and_hold_one_chunk(dtype, limit, monkeypatch):
     monkeypatch.setattr(chunked, "MAX_LOGITS_BYTES_PLAIN", 40 * 192 * dtype.itemsize)
-    with Largest() as seen:
+    with Largest() as largest:
         error = largest_error(dtype)
     assert error < limit
-    with_oracle = TOKENS * VOCABULARY  # which holds all logits
-    assert seen.elements == with_oracle
-    given = made(dtype)
-    with Largest() as seen:
-        by_parts(*given)
-    assert seen.elements <= 40 * 192 < TOKENS * FIRST
+    assert largest.elements == TOKENS * VOCABULARY  # the oracle holds all logits
+    tensors = made(dtype)
+    with Largest() as largest:
+        by_parts(*tensors)
+    assert largest.elements <= 40 * 192 < TOKENS * FIRST
 
 
-def test_refuses_two_types():
+def test_different_types_raise():
     hidden, weight, targets, _ = made(torch.float32)
     with pytest.raises(ValueError, match="expected one type"):
         partial_forward(hidden, weight.double(), targets)
@@ -122,11 +122,11 @@ def test_builds_ahead_of_time(name):
         aligned=[x for x in signature if x != "V"], options={"num_warps": partial_triton.NUM_WARPS},
     )  # fmt: skip
     assert resources_of(compiled)["stack"] == 0
-    assert "ld.global.v4" in compiled.asm["ptx"]  # 16 bytes a load
+    assert "ld.global.v4" in compiled.asm["ptx"]  # 16-byte loads
 
 
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
-def test_gpu_parts_make_a_whole(dtype, limit):
+def test_gpu_parts_combine_to_the_whole(dtype, limit):
     assert largest_error(dtype, "cuda") < limit

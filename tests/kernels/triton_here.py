@@ -1,5 +1,5 @@
-"""How tests meet Triton: on a GPU, interpreted (in a process of its own), compiled ahead of time,
-or not at all.
+"""Markers and helpers for tests that run Triton on a GPU, in the interpreter (in a separate
+process), or only compile ahead of time.
 """
 
 import importlib.util
@@ -26,8 +26,8 @@ needs_gpu = pytest.mark.skipif(
 
 
 def compile_ahead(kernel, arch, signature, constants, *, aligned, options):
-    """The compiled kernel, without a GPU. signature: types of the arguments by name; the others are
-    constants.
+    """Compiles a kernel without a GPU. `signature` has the types of the arguments by name; all
+    others are constants.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -46,17 +46,17 @@ def compile_ahead(kernel, arch, signature, constants, *, aligned, options):
 
 
 def resources_of(compiled):
-    """Registers of a thread, and the bytes of its stack: what registers spilled to."""
+    """The registers per thread, and the bytes of its stack, to which registers spill."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     if not tool.exists():
-        pytest.skip("this triton carries no cuobjdump")
+        pytest.skip("this Triton has no cuobjdump")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         text = subprocess.run(
             [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    return {"registers": int(found[1]), "stack": int(found[2])}
+    match = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    return {"registers": int(match[1]), "stack": int(match[2])}
