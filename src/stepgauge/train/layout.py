@@ -73,8 +73,7 @@ def build_layout_step(
     stages     the blocks of each pipeline stage; by default those of `stages_of`
     recompute  with a data axis only: what backward recomputes, instead of the spec's checkpointing
 
-    Raises ValueError for a precision that the device does not support, and if the ranks have
-    different layouts.
+    Raises ValueError for an unsupported precision, and if the ranks have different layouts.
     """
     if layout.context == layout.tensor == layout.pipeline == 1:  # any wrapper, including torch's
         if layout.ranks > 1:
