@@ -1,7 +1,8 @@
-"""FusedAdamW: torch's AdamW in arithmetic, state and manners; the kernel against the oracle.
+"""FusedAdamW: compares arithmetic, state and behaviour with torch's AdamW, and the kernel with the
+oracle.
 
-Without a GPU the kernel runs in Triton's interpreter (in a process of its own) and is compiled
-ahead of time for three architectures. The tests marked gpu need a CUDA GPU.
+Without a GPU the kernel runs in Triton's interpreter, in a separate process, and is compiled ahead
+of time for three architectures. The tests marked gpu need a CUDA GPU.
 """
 
 import copy
@@ -36,7 +37,7 @@ def error(value, exact):
 
 def parameters(dtype=torch.float32, device="cpu", shapes=SHAPES):
     generator = torch.Generator().manual_seed(0)
-    # .to alone would share memory between the copies that are compared.
+    # copy=True, because otherwise the compared copies could share memory.
     return [
         torch.nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype, copy=True))
         for shape in shapes
@@ -47,7 +48,7 @@ def set_gradients(seed, *groups, scale=1.0):
     generator = torch.Generator().manual_seed(seed)
     for tensors in zip(*groups, strict=True):
         gradient = torch.randn(tensors[0].shape, generator=generator)
-        # The narrowest type's values, so that every group sees the same numbers.
+        # Round to the narrowest type, so that every group gets the same values.
         gradient = gradient.to(min((t.dtype for t in tensors), key=lambda d: d.itemsize))
         for tensor in tensors:
             tensor.grad = (gradient * scale).to(tensor.device, tensor.dtype, copy=True)
@@ -63,23 +64,23 @@ def train(num_steps, pairs, first_seed=0):
 @pytest.mark.parametrize("maximize, steps", [(False, 1000), (True, 10)])
 def test_equals_torch_over_many_steps(maximize, steps):
     few = SHAPES[:2]
-    ours, theirs = parameters(shapes=few), parameters(shapes=few)
+    fused_params, torch_params = parameters(shapes=few), parameters(shapes=few)
     exact = parameters(torch.float64, shapes=few)
     pairs = [
-        (ours, FusedAdamW(ours, **HYPER, maximize=maximize)),
-        (theirs, torch.optim.AdamW(theirs, **HYPER, maximize=maximize)),
+        (fused_params, FusedAdamW(fused_params, **HYPER, maximize=maximize)),
+        (torch_params, torch.optim.AdamW(torch_params, **HYPER, maximize=maximize)),
         (exact, torch.optim.AdamW(exact, **HYPER, maximize=maximize)),
     ]
     train(steps, pairs)
-    for a, b, c in zip(ours, theirs, exact, strict=True):
-        # torch's rounding of 1 - lr * weight_decay drifts; ours must be as near at least.
+    for a, b, c in zip(fused_params, torch_params, exact, strict=True):
+        # torch's rounding of 1 - lr * weight_decay drifts, so allow an error up to torch's.
         assert error(a, c) < 1e-5
         assert error(a, c) <= error(b, c)
         assert error(a, b) < 1e-4
 
 
-def test_groups_keep_their_own_settings_and_schedulers_reach_them():
-    ours, theirs = parameters(), parameters()
+def test_groups_have_their_own_settings_and_schedulers():
+    fused_params, torch_params = parameters(), parameters()
 
     def make(cls, params):
         optimizer = cls(
@@ -88,44 +89,47 @@ def test_groups_keep_their_own_settings_and_schedulers_reach_them():
         )
         return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
-    (a, a_schedule), (b, b_schedule) = make(FusedAdamW, ours), make(torch.optim.AdamW, theirs)
+    (a, a_schedule), (b, b_schedule) = (
+        make(FusedAdamW, fused_params),
+        make(torch.optim.AdamW, torch_params),
+    )
     for seed in range(4):
-        train(1, [(ours, a), (theirs, b)], seed)
+        train(1, [(fused_params, a), (torch_params, b)], seed)
         a_schedule.step()
         b_schedule.step()
-    assert all(error(p, q) < 1e-6 for p, q in zip(ours, theirs, strict=True))
+    assert all(error(p, q) < 1e-6 for p, q in zip(fused_params, torch_params, strict=True))
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_state_dicts_go_either_way(fused):
-    ours, theirs, stay = parameters(), parameters(), parameters()
-    a, b = FusedAdamW(ours, **HYPER), torch.optim.AdamW(theirs, **HYPER, fused=fused)
+def test_state_dicts_can_be_exchanged_with_torch(fused):
+    fused_params, torch_params, stay = parameters(), parameters(), parameters()
+    a, b = FusedAdamW(fused_params, **HYPER), torch.optim.AdamW(torch_params, **HYPER, fused=fused)
     reference = torch.optim.AdamW(stay, **HYPER)
-    train(3, [(ours, a), (theirs, b), (stay, reference)])
+    train(3, [(fused_params, a), (torch_params, b), (stay, reference)])
     saved_a, saved_b = copy.deepcopy(a.state_dict()), copy.deepcopy(b.state_dict())
     assert set(saved_a["state"][0]) == set(saved_b["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
     assert saved_a["state"][0]["step"].dtype == saved_b["state"][0]["step"].dtype
     assert saved_a["param_groups"][0].keys() == saved_b["param_groups"][0].keys()
-    a, b = FusedAdamW(ours), torch.optim.AdamW(theirs)
+    a, b = FusedAdamW(fused_params), torch.optim.AdamW(torch_params)
     a.load_state_dict(saved_b)
     b.load_state_dict(saved_a)
     assert a.param_groups[0]["lr"] == HYPER["lr"]
-    train(3, [(ours, a), (theirs, b), (stay, reference)], 3)
-    for p, q, r in zip(ours, theirs, stay, strict=True):
+    train(3, [(fused_params, a), (torch_params, b), (stay, reference)], 3)
+    for p, q, r in zip(fused_params, torch_params, stay, strict=True):
         assert error(p, r) < 1e-6 and error(q, r) < 1e-6
-    assert a.state[ours[0]]["step"].item() == 6
+    assert a.state[fused_params[0]]["step"].item() == 6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_parameters_keep_float32_moments_through_a_checkpoint(dtype):
-    ours = parameters(dtype)
-    a = FusedAdamW(ours, **HYPER)
-    train(2, [(ours, a)])
+    fused_params = parameters(dtype)
+    a = FusedAdamW(fused_params, **HYPER)
+    train(2, [(fused_params, a)])
     saved = copy.deepcopy(a.state_dict())
     assert saved["state"][1]["exp_avg"].dtype == torch.float32
-    again = FusedAdamW(ours)
+    again = FusedAdamW(fused_params)
     again.load_state_dict(saved)
-    for i, p in enumerate(ours):
+    for i, p in enumerate(fused_params):
         for name in ("exp_avg", "exp_avg_sq"):
             assert again.state[p][name].dtype == torch.float32
             assert torch.equal(again.state[p][name], saved["state"][i][name])
@@ -133,17 +137,18 @@ def test_narrow_parameters_keep_float32_moments_through_a_checkpoint(dtype):
 
 def test_narrow_parameters_follow_the_equation():
     """One step from the parameter's rounded value, in float64, rounded once to the type."""
-    ours = parameters(torch.bfloat16)
-    exact = [torch.nn.Parameter(p.detach().double()) for p in ours]
-    a, b = FusedAdamW(ours, **HYPER), torch.optim.AdamW(exact, **HYPER)
-    train(1, [(ours, a), (exact, b)])
-    for p, q in zip(ours, exact, strict=True):
-        # Within one unit of bfloat16's last place (2^-8 relative) of the exact result.
+    fused_params = parameters(torch.bfloat16)
+    exact = [torch.nn.Parameter(p.detach().double()) for p in fused_params]
+    a, b = FusedAdamW(fused_params, **HYPER), torch.optim.AdamW(exact, **HYPER)
+    train(1, [(fused_params, a), (exact, b)])
+    for p, q in zip(fused_params, exact, strict=True):
+        # Within one unit in bfloat16's last place (2^-8 relative) of the exact result.
         assert ((p.double() - q).abs() <= q.abs() * 2**-8 + 1e-12).all()
 
 
 def with_masters(dtype=torch.bfloat16, **more):
-    """Narrow parameters with masters, and float32 ones of the same values with their optimizer."""
+    """Returns narrow parameters with master weights and float32 ones with the same values, each with
+    their optimizer."""
     narrow = parameters(dtype, **more)
     wide = [torch.nn.Parameter(p.detach().float()) for p in narrow]
     return (narrow, FusedAdamW(narrow, **HYPER, master_weights=True)), (
@@ -159,7 +164,7 @@ def assert_masters_equal(pairs):
         assert torch.equal(p, q.detach().to(p.dtype))
 
 
-def test_master_weights_are_what_float32_training_gives():
+def test_master_weights_equal_float32_training():
     pairs = with_masters()
     train(20, pairs)
     assert_masters_equal(pairs)
@@ -168,13 +173,13 @@ def test_master_weights_are_what_float32_training_gives():
     assert not all(torch.equal(p, q) for p, q in zip(pure, pairs[0][0], strict=True))
 
 
-def test_master_weights_take_over_what_is_written_to_a_parameter():
+def test_values_written_to_a_parameter_reach_its_master():
     pairs = with_masters()
     train(2, pairs)
     for params, _ in pairs:
         with torch.no_grad():
             params[0].fill_(0.5)
-            params[1].clamp_(-0.25, 0.25)  # leaves some elements as they are
+            params[1].clamp_(-0.25, 0.25)  # leaves some elements unchanged
     before = [pairs[0][1].state[p]["master_param"].clone() for p in pairs[0][0]]
     kept = pairs[0][0][1].detach().float().abs() < 0.25
     train(1, pairs)
@@ -198,7 +203,7 @@ def test_master_weights_survive_a_checkpoint(way):
         values = [p.detach().clone() for p in narrow]
         narrow = parameters(torch.bfloat16)
         optimizer = FusedAdamW(narrow, master_weights=True)
-        optimizer.load_state_dict(saved)  # before the weights, and that must not matter
+        optimizer.load_state_dict(saved)  # before the weights; the order must not matter
         with torch.no_grad():
             for p, value in zip(narrow, values, strict=True):
                 p.copy_(value)
@@ -210,33 +215,33 @@ def test_master_weights_survive_a_checkpoint(way):
 @pytest.mark.parametrize("overflow_at", [None, 2])
 def test_grad_scaler(overflow_at):
     """A scaled run equals an unscaled one; a step with an infinite gradient changes nothing."""
-    ours, plain = parameters(), parameters()
-    a, b = FusedAdamW(ours, **HYPER), torch.optim.AdamW(plain, **HYPER)
+    fused_params, plain = parameters(), parameters()
+    a, b = FusedAdamW(fused_params, **HYPER), torch.optim.AdamW(plain, **HYPER)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
-    scaler.scale(torch.ones(()))  # The scaler makes its scale on the first call.
+    scaler.scale(torch.ones(()))  # The scaler creates its scale on the first call.
     for seed in range(4):
-        set_gradients(seed, ours, scale=scaler.get_scale())
+        set_gradients(seed, fused_params, scale=scaler.get_scale())
         set_gradients(seed, plain)
         if seed == overflow_at:
-            ours[1].grad[3] = float("inf")
+            fused_params[1].grad[3] = float("inf")
         else:
             b.step()
         scaler.step(a)
         if seed != overflow_at:
-            assert error(ours[0].grad, plain[0].grad) < 1e-7, "gradients are left unscaled"
+            assert error(fused_params[0].grad, plain[0].grad) < 1e-7, "gradients are left unscaled"
         scaler.update()
     assert scaler.get_scale() == (1024.0 if overflow_at is None else 512.0)
     assert not hasattr(a, "grad_scale") and not hasattr(a, "found_inf")
-    assert a.state[ours[0]]["step"].item() == (4 if overflow_at is None else 3)
-    assert all(error(p, q) < 1e-6 for p, q in zip(ours, plain, strict=True))
+    assert a.state[fused_params[0]]["step"].item() == (4 if overflow_at is None else 3)
+    assert all(error(p, q) < 1e-6 for p, q in zip(fused_params, plain, strict=True))
 
 
 def test_closure_frozen_and_missing_gradients():
-    ours, theirs = parameters(), parameters()
-    a, b = FusedAdamW(ours, **HYPER), torch.optim.AdamW(theirs, **HYPER)
-    set_gradients(0, ours, theirs)
-    ours[1].grad = theirs[1].grad = None
-    before = ours[1].detach().clone()
+    fused_params, torch_params = parameters(), parameters()
+    a, b = FusedAdamW(fused_params, **HYPER), torch.optim.AdamW(torch_params, **HYPER)
+    set_gradients(0, fused_params, torch_params)
+    fused_params[1].grad = torch_params[1].grad = None
+    before = fused_params[1].detach().clone()
     grad_modes = []
 
     def closure():
@@ -245,16 +250,16 @@ def test_closure_frozen_and_missing_gradients():
 
     assert a.step(closure).item() == 7.0 and grad_modes == [True]
     b.step()
-    assert torch.equal(ours[1], before) and ours[1] not in a.state
-    assert all(error(p, q) < 1e-6 for p, q in zip(ours, theirs, strict=True))
+    assert torch.equal(fused_params[1], before) and fused_params[1] not in a.state
+    assert all(error(p, q) < 1e-6 for p, q in zip(fused_params, torch_params, strict=True))
 
 
 def test_learning_rate_as_a_tensor():
-    ours, theirs = parameters(), parameters()
-    a = FusedAdamW(ours, **(HYPER | {"lr": torch.tensor(1e-2)}))
-    b = torch.optim.AdamW(theirs, **HYPER)
-    train(3, [(ours, a), (theirs, b)])
-    assert all(error(p, q) < 1e-6 for p, q in zip(ours, theirs, strict=True))
+    fused_params, torch_params = parameters(), parameters()
+    a = FusedAdamW(fused_params, **(HYPER | {"lr": torch.tensor(1e-2)}))
+    b = torch.optim.AdamW(torch_params, **HYPER)
+    train(3, [(fused_params, a), (torch_params, b)])
+    assert all(error(p, q) < 1e-6 for p, q in zip(fused_params, torch_params, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -266,15 +271,15 @@ def test_learning_rate_as_a_tensor():
         ({"weight_decay": -0.1}, "-0.1"),
     ],
 )
-def test_settings_out_of_range_are_named(settings, shown):
+def test_settings_out_of_range_are_refused(settings, shown):
     with pytest.raises(ValueError, match=re.escape(shown)):
         FusedAdamW(parameters(), **settings)
 
 
 def test_amsgrad_state_is_refused():
-    theirs = torch.optim.AdamW(parameters(), amsgrad=True)
+    torch_params = torch.optim.AdamW(parameters(), amsgrad=True)
     with pytest.raises(ValueError, match="amsgrad"):
-        FusedAdamW(parameters()).load_state_dict(theirs.state_dict())
+        FusedAdamW(parameters()).load_state_dict(torch_params.state_dict())
 
 
 def test_sparse_gradient_is_refused():
@@ -284,28 +289,28 @@ def test_sparse_gradient_is_refused():
         FusedAdamW(table.parameters()).step()
 
 
-def test_pickled_and_copied_optimizers_go_on():
-    ours, theirs = parameters(), parameters()
-    a, b = FusedAdamW(ours, **HYPER), torch.optim.AdamW(theirs, **HYPER)
-    train(2, [(ours, a), (theirs, b)])
-    ours, a = copy.deepcopy((ours, a))
-    train(2, [(ours, a), (theirs, b)], 2)
-    assert all(error(p, q) < 1e-6 for p, q in zip(ours, theirs, strict=True))
+def test_copied_optimizers_continue():
+    fused_params, torch_params = parameters(), parameters()
+    a, b = FusedAdamW(fused_params, **HYPER), torch.optim.AdamW(torch_params, **HYPER)
+    train(2, [(fused_params, a), (torch_params, b)])
+    fused_params, a = copy.deepcopy((fused_params, a))
+    train(2, [(fused_params, a), (torch_params, b)], 2)
+    assert all(error(p, q) < 1e-6 for p, q in zip(fused_params, torch_params, strict=True))
 
 
 def test_one_graph_under_torch_compile():
-    ours, theirs = parameters(), parameters()
-    a, b = FusedAdamW(ours, **HYPER), torch.optim.AdamW(theirs, **HYPER)
+    fused_params, torch_params = parameters(), parameters()
+    a, b = FusedAdamW(fused_params, **HYPER), torch.optim.AdamW(torch_params, **HYPER)
     torch._dynamo.reset()
     step = torch.compile(lambda: a.step(), backend="aot_eager", fullgraph=True)
     for seed in range(3):
-        set_gradients(seed, ours, theirs)
+        set_gradients(seed, fused_params, torch_params)
         step()
         b.step()
-    assert all(error(p, q) < 1e-6 for p, q in zip(ours, theirs, strict=True))
+    assert all(error(p, q) < 1e-6 for p, q in zip(fused_params, torch_params, strict=True))
 
 
-def test_operator_passes_torchs_own_checks():
+def test_operator_passes_opcheck():
     rows = [[torch.randn(4), torch.randn(3, 2)] for _ in range(3)]
     rows.append([torch.rand(4), torch.rand(3, 2)])
     rows.append([torch.zeros(()), torch.ones(())])
@@ -319,7 +324,7 @@ def test_operator_passes_torchs_own_checks():
 
 @pytest.fixture
 def on_kernel(monkeypatch, interpreter):
-    """CPU tensors go to the kernel, in chunks small enough that tensors span several."""
+    """Sends CPU tensors to the kernel, with chunks so small that tensors span several."""
     from stepgauge.kernels.adamw import tables
 
     launches = []
@@ -342,13 +347,13 @@ def on_kernel(monkeypatch, interpreter):
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 3e-7), (torch.float16, 1e-3)])
 @pytest.mark.parametrize("maximize", [False, True])
 def test_interp_equals_float64(dtype, tolerance, maximize, on_kernel):
-    ours = parameters(dtype)
-    exact = [torch.nn.Parameter(p.detach().double()) for p in ours]
-    a = FusedAdamW(ours, **HYPER, maximize=maximize)
+    fused_params = parameters(dtype)
+    exact = [torch.nn.Parameter(p.detach().double()) for p in fused_params]
+    a = FusedAdamW(fused_params, **HYPER, maximize=maximize)
     b = torch.optim.AdamW(exact, **HYPER, maximize=maximize)
-    train(3, [(ours, a), (exact, b)])
+    train(3, [(fused_params, a), (exact, b)])
     assert len(on_kernel) == 3, "one launch a step"
-    for p, q in zip(ours, exact, strict=True):
+    for p, q in zip(fused_params, exact, strict=True):
         assert error(p, q) < tolerance
         for name in ("exp_avg", "exp_avg_sq"):
             assert a.state[p][name].dtype == torch.float32
@@ -371,37 +376,37 @@ def test_interp_master_weights(on_kernel):
 @needs_triton
 @interpreted_only
 def test_interp_scale_and_overflow(on_kernel):
-    ours, plain = parameters(), parameters()
-    a, b = FusedAdamW(ours, **HYPER), torch.optim.AdamW(plain, **HYPER)
+    fused_params, plain = parameters(), parameters()
+    a, b = FusedAdamW(fused_params, **HYPER), torch.optim.AdamW(plain, **HYPER)
     for seed, found in enumerate([0.0, 1.0, 0.0]):
-        set_gradients(seed, ours, scale=8.0)
+        set_gradients(seed, fused_params, scale=8.0)
         set_gradients(seed, plain)
         a.grad_scale, a.found_inf = torch.tensor(8.0), torch.tensor(found)
-        before = [p.detach().clone() for p in ours]
+        before = [p.detach().clone() for p in fused_params]
         a.step()
         if found:
-            assert all(torch.equal(p, q) for p, q in zip(ours, before, strict=True))
+            assert all(torch.equal(p, q) for p, q in zip(fused_params, before, strict=True))
         else:
             b.step()
-            assert error(ours[0].grad, plain[0].grad) < 1e-7
-    assert a.state[ours[0]]["step"].item() == 2
-    assert all(error(p, q) < 1e-6 for p, q in zip(ours, plain, strict=True))
+            assert error(fused_params[0].grad, plain[0].grad) < 1e-7
+    assert a.state[fused_params[0]]["step"].item() == 2
+    assert all(error(p, q) < 1e-6 for p, q in zip(fused_params, plain, strict=True))
 
 
 @needs_triton
 @interpreted_only
 def test_interp_tensor_learning_rate(on_kernel):
-    ours, theirs = parameters(), parameters()
-    a = FusedAdamW(ours, **(HYPER | {"lr": torch.tensor(1e-2)}))
-    b = torch.optim.AdamW(theirs, **HYPER)
-    train(2, [(ours, a), (theirs, b)])
-    assert all(error(p, q) < 1e-6 for p, q in zip(ours, theirs, strict=True))
+    fused_params, torch_params = parameters(), parameters()
+    a = FusedAdamW(fused_params, **(HYPER | {"lr": torch.tensor(1e-2)}))
+    b = torch.optim.AdamW(torch_params, **HYPER)
+    train(2, [(fused_params, a), (torch_params, b)])
+    assert all(error(p, q) < 1e-6 for p, q in zip(fused_params, torch_params, strict=True))
 
 
 @needs_triton
 @interpreted_only
 def test_interp_mixed_types_and_layouts(on_kernel):
-    """A launch for each pair of types; transposed and sliced parameters, transposed gradients."""
+    """One launch per pair of types; with transposed and sliced parameters and transposed gradients."""
 
     def make(cls):
         torch.manual_seed(0)
@@ -414,72 +419,72 @@ def test_interp_mixed_types_and_layouts(on_kernel):
         ]
         return params, cls(params, **HYPER)
 
-    ours, a = make(FusedAdamW)
-    theirs, b = make(torch.optim.AdamW)
+    fused_params, a = make(FusedAdamW)
+    torch_params, b = make(torch.optim.AdamW)
     for seed in range(2):
-        set_gradients(seed, ours, theirs)
-        ours[1].grad = ours[1].grad.t().contiguous().t()
+        set_gradients(seed, fused_params, torch_params)
+        fused_params[1].grad = fused_params[1].grad.t().contiguous().t()
         a.step()
         b.step()
-    # float32 and float16: two launches a step; the parameter with holes goes to the oracle.
+    # float32 and float16: two launches a step; the parameter that is not dense uses the oracle.
     assert len(on_kernel) == 4
-    for p, q in zip(ours[:3], theirs[:3], strict=True):
+    for p, q in zip(fused_params[:3], torch_params[:3], strict=True):
         assert error(p, q) < 1e-6
-    assert error(ours[3], theirs[3]) < 2e-3
+    assert error(fused_params[3], torch_params[3]) < 2e-3
 
 
 @needs_triton
 @interpreted_only
-def test_interp_follows_what_moves(on_kernel):
-    """New gradients, a parameter moved to new memory, loaded state, a gradient that comes late."""
-    ours, theirs = parameters(), parameters()
-    a, b = FusedAdamW(ours, **HYPER), torch.optim.AdamW(theirs, **HYPER)
-    set_gradients(0, ours, theirs)
-    ours[2].grad = theirs[2].grad = None
+def test_interp_follows_tensors_that_move(on_kernel):
+    """New gradients, a parameter moved to other memory, loaded state, and a late first gradient."""
+    fused_params, torch_params = parameters(), parameters()
+    a, b = FusedAdamW(fused_params, **HYPER), torch.optim.AdamW(torch_params, **HYPER)
+    set_gradients(0, fused_params, torch_params)
+    fused_params[2].grad = torch_params[2].grad = None
     a.step()
     b.step()
-    train(2, [(ours, a), (theirs, b)], 1)
-    ours[0].data = ours[0].data.clone()
-    train(1, [(ours, a), (theirs, b)], 3)
+    train(2, [(fused_params, a), (torch_params, b)], 1)
+    fused_params[0].data = fused_params[0].data.clone()
+    train(1, [(fused_params, a), (torch_params, b)], 3)
     a.load_state_dict(copy.deepcopy(b.state_dict()))
-    train(2, [(ours, a), (theirs, b)], 4)
-    assert all(error(p, q) < 1e-6 for p, q in zip(ours, theirs, strict=True))
-    assert [a.state[p]["step"].item() for p in ours] == [6, 6, 5, 6, 6]
+    train(2, [(fused_params, a), (torch_params, b)], 4)
+    assert all(error(p, q) < 1e-6 for p, q in zip(fused_params, torch_params, strict=True))
+    assert [a.state[p]["step"].item() for p in fused_params] == [6, 6, 5, 6, 6]
 
 
 @needs_triton
 @interpreted_only
-def test_interp_steady_state_sends_nothing(on_kernel, monkeypatch):
+def test_interp_unchanged_addresses_are_not_sent_again(on_kernel, monkeypatch):
     from stepgauge.kernels.adamw import tables
 
-    ours = parameters()
-    a = FusedAdamW(ours, **HYPER)
-    train(1, [(ours, a)])
+    fused_params = parameters()
+    a = FusedAdamW(fused_params, **HYPER)
+    train(1, [(fused_params, a)])
     sent = []
     send = tables._send
     monkeypatch.setattr(tables, "_send", lambda *args: sent.append(args) or send(*args))
     a.step()
     assert not sent, "the same addresses"
-    ours[0].grad = ours[0].grad.clone()
+    fused_params[0].grad = fused_params[0].grad.clone()
     a.step()
-    assert len(sent) == 1 and sent[0][0].numel() == 5 * len(ours), "one table, once"
+    assert len(sent) == 1 and sent[0][0].numel() == 5 * len(fused_params), "one table, once"
 
 
 @needs_triton
 @interpreted_only
 def test_interp_operator(on_kernel):
-    ours, theirs = parameters(), parameters()
-    set_gradients(0, ours, theirs)
-    b = torch.optim.AdamW(theirs, **HYPER)
+    fused_params, torch_params = parameters(), parameters()
+    set_gradients(0, fused_params, torch_params)
+    b = torch.optim.AdamW(torch_params, **HYPER)
     b.step()
-    moments = [[torch.zeros_like(p) for p in ours] for _ in range(2)]
-    steps = [torch.zeros(()) for _ in ours]
+    moments = [[torch.zeros_like(p) for p in fused_params] for _ in range(2)]
+    steps = [torch.zeros(()) for _ in fused_params]
     with torch.no_grad():
-        lists = ours, [p.grad for p in ours], *moments, steps, []
+        lists = fused_params, [p.grad for p in fused_params], *moments, steps, []
         lr, betas, eps, decay = (HYPER[name] for name in ("lr", "betas", "eps", "weight_decay"))
         torch.ops.stepgauge.adamw_(*lists, lr, None, *betas, eps, decay, False, None, None)
     assert len(on_kernel) == 1 and steps[3].item() == 1
-    assert all(error(p, q) < 1e-6 for p, q in zip(ours, theirs, strict=True))
+    assert all(error(p, q) < 1e-6 for p, q in zip(fused_params, torch_params, strict=True))
 
 
 @needs_triton
@@ -515,7 +520,7 @@ def test_kernel_compiles_wide_and_without_spills(arch, dtype):
     compiled = compile_ahead(
         kernel, arch, signature, options, aligned=aligned, options={"num_warps": shape.num_warps}
     )
-    # An address from a table brings no alignment; the hint must reach the loads and stores.
+    # An address from a table has no known alignment; the hint must reach loads and stores.
     assert compiled.asm["ptx"].count("ld.global.v4.b32") >= 6
     assert compiled.asm["ptx"].count("st.global.v4.b32") >= 5
     assert resources_of(compiled)["stack"] == 0
@@ -530,21 +535,21 @@ GPU_SHAPES = [(1000, 513), (3, 7), (), (16384,), (16385,), (40000,), (2560,), (1
 @gpu
 @needs_gpu
 def test_gpu_equals_float64_over_1000_steps():
-    ours, theirs, exact = (
+    fused_params, torch_params, exact = (
         parameters(dtype, "cuda", GPU_SHAPES)
         for dtype in (torch.float32, torch.float32, torch.float64)
     )
-    a = FusedAdamW(ours, **HYPER)
-    b = torch.optim.AdamW(theirs, **HYPER, fused=True)
+    a = FusedAdamW(fused_params, **HYPER)
+    b = torch.optim.AdamW(torch_params, **HYPER, fused=True)
     c = torch.optim.AdamW(exact, **HYPER)
     generator = torch.Generator("cuda").manual_seed(0)
     for _ in range(1000):
-        for p, q, r in zip(ours, theirs, exact, strict=True):
+        for p, q, r in zip(fused_params, torch_params, exact, strict=True):
             gradient = torch.randn(p.shape, generator=generator, device="cuda")
             p.grad, q.grad, r.grad = gradient, gradient.clone(), gradient.double()
         for optimizer in (a, b, c):
             optimizer.step()
-    for p, q, r in zip(ours, theirs, exact, strict=True):
+    for p, q, r in zip(fused_params, torch_params, exact, strict=True):
         assert error(p, r) < 1e-5 and error(p, q) < 1e-4
         assert error(a.state[p]["exp_avg_sq"], c.state[r]["exp_avg_sq"]) < 1e-6
         assert a.state[p]["step"].item() == 1000
@@ -554,17 +559,17 @@ def test_gpu_equals_float64_over_1000_steps():
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gpu_narrow_parameters(dtype):
-    ours = parameters(dtype, "cuda", GPU_SHAPES)
-    exact = [torch.nn.Parameter(p.detach().double()) for p in ours]
-    a, b = FusedAdamW(ours, **HYPER), torch.optim.AdamW(exact, **HYPER)
+    fused_params = parameters(dtype, "cuda", GPU_SHAPES)
+    exact = [torch.nn.Parameter(p.detach().double()) for p in fused_params]
+    a, b = FusedAdamW(fused_params, **HYPER), torch.optim.AdamW(exact, **HYPER)
     for seed in range(3):
-        for p, q in zip(ours, exact, strict=True):
-            q.data.copy_(p)  # One step at a time: roundings of the parameter do not add up.
-        set_gradients(seed, ours, exact)
+        for p, q in zip(fused_params, exact, strict=True):
+            q.data.copy_(p)  # Compare single steps, so that roundings do not accumulate.
+        set_gradients(seed, fused_params, exact)
         a.step()
         b.step()
         unit = torch.finfo(dtype).eps
-        for p, q in zip(ours, exact, strict=True):
+        for p, q in zip(fused_params, exact, strict=True):
             assert ((p.double() - q).abs() <= q.abs() * unit + 1e-7).all()
             assert error(a.state[p]["exp_avg"], b.state[q]["exp_avg"]) < 1e-6
 
@@ -585,13 +590,13 @@ def test_gpu_master_weights():
 @gpu
 @needs_gpu
 def test_gpu_step_never_synchronises():
-    ours = parameters(device="cuda", shapes=GPU_SHAPES)
-    a = FusedAdamW(ours, **HYPER)
+    fused_params = parameters(device="cuda", shapes=GPU_SHAPES)
+    a = FusedAdamW(fused_params, **HYPER)
     scaler = torch.amp.GradScaler("cuda", init_scale=64.0)
     scaler.scale(torch.ones((), device="cuda"))
 
     def step(seed):
-        for p in ours:
+        for p in fused_params:
             p.grad = torch.full_like(p, 0.25 * seed)
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -603,53 +608,53 @@ def test_gpu_step_never_synchronises():
 
     for seed in range(1, 12):
         step(seed)
-    assert a.state[ours[0]]["step"].item() == 11
+    assert a.state[fused_params[0]]["step"].item() == 11
 
 
 @gpu
 @needs_gpu
 def test_gpu_grad_scaler_skips_on_overflow():
-    ours, plain = parameters(device="cuda"), parameters(device="cuda")
-    a, b = FusedAdamW(ours, **HYPER), torch.optim.AdamW(plain, **HYPER)
+    fused_params, plain = parameters(device="cuda"), parameters(device="cuda")
+    a, b = FusedAdamW(fused_params, **HYPER), torch.optim.AdamW(plain, **HYPER)
     scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
     scaler.scale(torch.ones((), device="cuda"))
     for seed in range(3):
-        set_gradients(seed, ours, scale=scaler.get_scale())
+        set_gradients(seed, fused_params, scale=scaler.get_scale())
         set_gradients(seed, plain)
         if seed == 1:
-            ours[1].grad[3] = float("nan")
+            fused_params[1].grad[3] = float("nan")
         else:
             b.step()
         scaler.step(a)
         scaler.update()
-    assert scaler.get_scale() == 512.0 and a.state[ours[0]]["step"].item() == 2
-    assert all(error(p, q) < 1e-6 for p, q in zip(ours, plain, strict=True))
+    assert scaler.get_scale() == 512.0 and a.state[fused_params[0]]["step"].item() == 2
+    assert all(error(p, q) < 1e-6 for p, q in zip(fused_params, plain, strict=True))
 
 
 @gpu
 @needs_gpu
 def test_gpu_loads_torchs_host_steps_and_unaligned_memory():
     storage = torch.randn(4097, device="cuda")
-    ours = [torch.nn.Parameter(storage[1:]), *parameters(device="cuda")]
-    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
-    b = torch.optim.AdamW(theirs, **HYPER)  # Its steps live on the host.
-    train(1, [(theirs, b)])
-    for p, q in zip(ours, theirs, strict=True):
+    fused_params = [torch.nn.Parameter(storage[1:]), *parameters(device="cuda")]
+    torch_params = [torch.nn.Parameter(p.detach().clone()) for p in fused_params]
+    b = torch.optim.AdamW(torch_params, **HYPER)  # keeps its steps on the host
+    train(1, [(torch_params, b)])
+    for p, q in zip(fused_params, torch_params, strict=True):
         p.data.copy_(q)
-    a = FusedAdamW(ours)
+    a = FusedAdamW(fused_params)
     a.load_state_dict(copy.deepcopy(b.state_dict()))
-    train(3, [(ours, a), (theirs, b)], 1)
-    assert a.state[ours[0]]["step"].device.type == "cuda"
-    assert all(error(p, q) < 1e-6 for p, q in zip(ours, theirs, strict=True))
+    train(3, [(fused_params, a), (torch_params, b)], 1)
+    assert a.state[fused_params[0]]["step"].device.type == "cuda"
+    assert all(error(p, q) < 1e-6 for p, q in zip(fused_params, torch_params, strict=True))
 
 
 @gpu
 @needs_gpu
 def test_gpu_one_launch_for_a_group():
-    ours = parameters(device="cuda", shapes=[(300, 7)] * 50)
-    a = FusedAdamW(ours, **HYPER)
-    train(2, [(ours, a)])
-    set_gradients(2, ours)
+    fused_params = parameters(device="cuda", shapes=[(300, 7)] * 50)
+    a = FusedAdamW(fused_params, **HYPER)
+    train(2, [(fused_params, a)])
+    set_gradients(2, fused_params)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         a.step()
@@ -661,9 +666,9 @@ def test_gpu_one_launch_for_a_group():
 @gpu
 @needs_gpu
 def test_gpu_captured_in_a_graph():
-    ours, theirs = parameters(device="cuda"), parameters(device="cuda")
-    a, b = FusedAdamW(ours, **HYPER), torch.optim.AdamW(theirs, **HYPER)
-    set_gradients(0, ours, theirs)
+    fused_params, torch_params = parameters(device="cuda"), parameters(device="cuda")
+    a, b = FusedAdamW(fused_params, **HYPER), torch.optim.AdamW(torch_params, **HYPER)
+    set_gradients(0, fused_params, torch_params)
     a.step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -672,8 +677,8 @@ def test_gpu_captured_in_a_graph():
     graph.replay()
     for _ in range(3):
         b.step()
-    assert a.state[ours[0]]["step"].item() == 3
-    assert all(error(p, q) < 1e-6 for p, q in zip(ours, theirs, strict=True))
+    assert a.state[fused_params[0]]["step"].item() == 3
+    assert all(error(p, q) < 1e-6 for p, q in zip(fused_params, torch_params, strict=True))
 
 
 @gpu
@@ -685,5 +690,5 @@ def test_gpu_beyond_2_31_elements():
     p = torch.nn.Parameter(torch.ones(numel, device="cuda", dtype=torch.bfloat16))
     p.grad = torch.ones_like(p)
     FusedAdamW([p], lr=0.5, weight_decay=0.0).step()
-    # The first step moves by lr against the gradient's sign, whatever its size.
+    # The first step moves each parameter by lr against the gradient's sign.
     assert (p[-6000:] == 0.5).all() and (p[:: numel // 997] == 0.5).all()

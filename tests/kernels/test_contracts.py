@@ -1,5 +1,5 @@
-"""What all operations promise: a second derivative is right or raises, and types that an operation
-does not take are refused on every device.
+"""Contracts of all operations: a second derivative is right or raises, and types that an operation
+does not support are refused on every device.
 """
 
 import os
@@ -36,7 +36,7 @@ def attend_exactly(x):
     return attention(x, x.sin(), x.cos(), is_causal=True)[0]
 
 
-# Each: the function of x, the same in plain differentiable PyTorch, and x's shape.
+# For each: the function of x, the same in plain differentiable PyTorch, and x's shape.
 OPERATIONS = {
     "attention": (attend, attend_exactly, (1, 2, 6, 8)),
     "attention's operator": (attend_by_operator, attend_exactly, (1, 2, 6, 8)),
@@ -55,7 +55,7 @@ OPERATIONS = {
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """The path of the kernels on a CPU, with the oracle in the kernels' place."""
+    """Runs the code path of the kernels on a CPU, with the oracle instead of the kernels."""
 
     def forward(q, k, v, is_causal, scale, window, cu_seqlens):
         return attention(q, k, v, is_causal=is_causal, scale=scale)
@@ -65,12 +65,12 @@ def kernels(monkeypatch):
 
     stub = SimpleNamespace(forward=forward, backward=backward)
     monkeypatch.setattr(attention_package.operator, "kernels", lambda: stub)
-    # float64, to compare exactly
+    # float64, for an exact comparison
     monkeypatch.setattr(attention_package, "_check_types", lambda *given: None)
 
 
 def gradient_penalty(function, x, incoming):
-    """The gradient of a loss that contains the norm of a gradient, and x by another way too."""
+    """Returns the gradient of a loss that contains the norm of a gradient, and x directly."""
     y = function(x)
     (dx,) = torch.autograd.grad(y, x, incoming(y), create_graph=True)
     (result,) = torch.autograd.grad(dx.square().sum() + x.sum(), x)

@@ -21,7 +21,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, gpu])]
 
 
 def pair(spec, device, **parts):
-    """Two models with equal weights, the second with other parts."""
+    """Returns two models with equal weights, the second with the given parts."""
     torch.manual_seed(0)
     stock = TransformerLM(spec, device=device)
     other = TransformerLM(dataclasses.replace(spec, **parts), device=device)
@@ -37,7 +37,7 @@ def gradients(model, tokens, targets):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("parts", [*({name: part} for name, part in PARTS.items()), PARTS], ids=str)
-def test_the_gradient_of_the_model_is_the_stock_one(device, parts):
+def test_the_models_gradient_equals_the_default_parts(device, parts):
     stock, fused = pair(STOCK, torch.device(device), **parts)
     tokens, targets = torch.randint(256, (2, 3, 64), device=device)
     expected, got = (gradients(model, tokens, targets) for model in (stock, fused))
@@ -71,7 +71,9 @@ def curve(spec, device, precision, optimizer, steps, *, compiled=False):
     ("precision", "tolerance"), [("fp32", 2e-3), ("bf16", 3e-2), ("fp16", 3e-2)]
 )
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_curve_over_200_steps_on_a_gpu_is_the_stock_one(precision, tolerance, compiled):
+def test_the_loss_curve_over_200_steps_on_a_gpu_equals_the_default_parts(
+    precision, tolerance, compiled
+):
     cuda = torch.device("cuda")
     spec = ModelSpec.preset("tiny", vocab_size=256, context_length=128)
     stock = curve(spec, cuda, precision, "adamw", 200)

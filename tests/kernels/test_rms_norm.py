@@ -1,8 +1,8 @@
-"""RMSNorm: the oracle against the equation, the kernels against the oracle, the house's promises.
+"""RMSNorm: compares the oracle with the equation and the kernels with float64, and checks launches.
 
-Without a GPU the kernels run in Triton's interpreter (in a process of its own, since the choice is
-made when Triton is imported) and are compiled ahead of time for three architectures. The tests
-marked gpu cover every type against float64.
+Without a GPU the kernels run in Triton's interpreter, in a separate process because it is selected
+when Triton is imported, and are compiled ahead of time for three architectures. The tests marked gpu
+cover all types.
 """
 
 import re
@@ -39,18 +39,18 @@ except ImportError:
 
 gpu = pytest.mark.gpu
 
-# Relative error (norms) against float64 that one rounding to the type leaves, with room.
+# Largest relative error (of norms) from float64: that of one rounding to the type, with a margin.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 
 def error(value, exact):
-    """‖value - exact‖ / ‖exact‖; NaN anywhere gives NaN, which no comparison lets pass."""
+    """‖value - exact‖ / ‖exact‖; any NaN gives NaN, which fails every comparison."""
     exact = exact.double()
     return ((value.double().to(exact.device) - exact).norm() / exact.norm()).item()
 
 
 def exact_results(x, weight, dy):
-    """Output and gradients in float64 on the CPU, by autograd of the equation."""
+    """Returns output and gradients in float64 on the CPU, by autograd of the equation."""
     x, w = (tensor.detach().double().cpu().requires_grad_() for tensor in (x, weight))
     y = w * x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5)
     (y * dy.double().cpu()).sum().backward()
@@ -101,20 +101,20 @@ def test_public_function_on_the_cpu(dtype, shape):
 
 
 def test_module_exchanges_state_with_the_builtin():
-    theirs = torch.nn.RMSNorm(16, eps=1e-5)
-    torch.nn.init.normal_(theirs.weight)
-    ours = TritonRMSNorm(16)
-    assert torch.equal(ours.weight, torch.ones(16))
-    ours.load_state_dict(theirs.state_dict())
+    builtin = torch.nn.RMSNorm(16, eps=1e-5)
+    torch.nn.init.normal_(builtin.weight)
+    module = TritonRMSNorm(16)
+    assert torch.equal(module.weight, torch.ones(16))
+    module.load_state_dict(builtin.state_dict())
     x = torch.randn(3, 16)
-    assert error(ours(x), theirs(x)) < 1e-6
-    assert list(ours.state_dict()) == ["weight"]
+    assert error(module(x), builtin(x)) < 1e-6
+    assert list(module.state_dict()) == ["weight"]
 
 
 @pytest.mark.parametrize(
     "x_shape, weight_shape", [((2, 3), (4,)), ((2, 3), (3, 1)), ((), (1,)), ((2, 0), (0,))]
 )
-def test_shapes_that_do_not_fit_are_named(x_shape, weight_shape):
+def test_mismatched_shapes_are_named(x_shape, weight_shape):
     with pytest.raises(ValueError, match=re.escape(str(weight_shape))):
         rms_norm(torch.ones(x_shape), torch.ones(weight_shape))
 
@@ -124,7 +124,7 @@ def test_shapes_that_do_not_fit_are_named(x_shape, weight_shape):
 
 @pytest.fixture
 def few_reducers(monkeypatch):
-    """The weight's gradient in wide blocks: the interpreter takes 5 ms a program."""
+    """Reduces the weight's gradient in wide blocks, because a program takes the interpreter 5 ms."""
     monkeypatch.setattr("stepgauge.kernels.rms_norm.triton.REDUCE_BLOCK", 2048)
 
 
@@ -184,7 +184,7 @@ def test_interp_output_type_of_autocast(interpreter, poisoned):
     "rows, fold, blocks", [(4, True, 0), (4, False, 0), (1, True, 0), (1, True, 2)]
 )
 def test_interp_every_backward_shape(rows, fold, blocks, interpreter, poisoned, monkeypatch):
-    """The launch shapes that the tuned tables may choose all give the same gradients."""
+    """All launch shapes that the tuned tables may choose give the right gradients."""
     from stepgauge.kernels.rms_norm import ops
     from stepgauge.kernels.rms_norm.triton import BackwardConfig
 
@@ -199,7 +199,7 @@ def test_interp_every_backward_shape(rows, fold, blocks, interpreter, poisoned, 
 
 @needs_triton
 @interpreted_only
-def test_interp_operators_pass_torchs_own_checks(interpreter):
+def test_interp_operators_pass_opcheck(interpreter):
     x, weight, dy = inputs((3, 24), torch.float32)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     forward = torch.ops.stepgauge.rms_norm.default
@@ -212,13 +212,13 @@ def test_interp_operators_pass_torchs_own_checks(interpreter):
     torch.library.opcheck(torch.ops.stepgauge.rms_norm_backward.default, given, test_utils=checks)
 
 
-# What surrounds the kernels
+# Operators, torch.compile and errors
 
 
 @needs_triton
 @compiled_only
 def test_one_graph_under_torch_compile(hopper_driver):
-    """Dynamo and AOTAutograd take the operators whole, both directions."""
+    """Dynamo and AOTAutograd keep the operators of both directions whole."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -247,9 +247,7 @@ def test_one_graph_under_torch_compile(hopper_driver):
 @needs_triton
 @compiled_only
 @pytest.mark.parametrize(("width", "operators"), [(2560, 0), (16384, 1)])
-def test_under_torch_compile_inductor_gets_the_equation_up_to_its_width(
-    hopper_driver, width, operators
-):
+def test_torch_compile_sees_the_equation_for_narrow_rows(hopper_driver, width, operators):
     """On a fake CUDA tensor: narrow rows reach the compiler as plain operations, wide ones as the
     kernel's operator.
     """
@@ -282,14 +280,14 @@ def test_fake_tensors_and_flop_counter():
         assert y.shape == x.shape and y.dtype == x.dtype
         (y.float() @ torch.empty(64, 3)).sum().backward()
         assert x.grad.shape == x.shape and weight.grad.dtype == torch.float32
-    # Forward and the input's gradient of the matrix product; the norm adds none, as the built-in.
+    # Forward and the input's gradient of the matrix product; the norm adds none, like the built-in.
     assert counter.get_total_flops() == 2 * (2 * 10 * 64 * 3)
     assert any("stepgauge.rms_norm" in str(op) for op in counter.get_flop_counts()["Global"])
 
 
 @needs_triton
 @compiled_only
-def test_operators_pass_torchs_own_schema_check():
+def test_operator_schemas_neither_mutate_nor_alias():
     for op in ("rms_norm", "rms_norm_backward"):
         schema = getattr(torch.ops.stepgauge, op).default._schema
         assert not schema.is_mutable
@@ -298,7 +296,7 @@ def test_operators_pass_torchs_own_schema_check():
 
 @needs_triton
 @compiled_only
-def test_cpu_tensor_is_refused_by_the_kernels_only():
+def test_only_the_kernels_refuse_cpu_tensors():
     x, weight, _ = inputs((2, 8), torch.float32)
     with pytest.raises(ValueError, match="CUDA"):
         RMSNormTriton.apply(x, weight)
@@ -306,7 +304,7 @@ def test_cpu_tensor_is_refused_by_the_kernels_only():
 
 
 @needs_triton
-def test_kernels_refuse_what_they_cannot_do():
+def test_kernels_refuse_unsupported_types_and_widths():
     with pytest.raises(ValueError, match="float64"):
         RMSNormTriton.apply(torch.ones(2, 8).double(), torch.ones(8).double())
     with pytest.raises(ValueError, match="65537"):
@@ -314,7 +312,7 @@ def test_kernels_refuse_what_they_cannot_do():
 
 
 def specialisations():
-    """Widths and types that between them use every launch shape the tables can choose."""
+    """Widths and types that together use every launch shape of the tables."""
     for dtype in ("fp32", "bf16", "fp16"):
         for width in (64, 1000, 2560, 4096, 8192, 12288, 16384, 20001, 32768, 65536):
             if dtype != "fp16" or width == 2560:
@@ -331,7 +329,7 @@ def test_every_kernel_compiles_without_spills(arch):
     reduced = set()
     for width, dtype in specialisations():
         if arch != 90 and (width, dtype) not in ((2560, "bf16"), (16384, "fp32"), (65536, "fp32")):
-            continue  # One of each kernel is enough to prove that it builds.
+            continue  # One compilation of each kernel is enough to prove that it builds.
         # sm_80's compiler spills six to eight registers in the widest float32 row.
         allowed = 32 if arch == 80 and width == 65536 else 0
         if not triton.__version__.startswith("3.6."):
@@ -358,7 +356,7 @@ def test_tiles_in_flight_fit_shared_memory():
 
 
 def resources_ahead(launch, known, dtype, arch):
-    """Registers and stack of a launch, compiled as the JIT would."""
+    """Returns the registers and stack of a launch, compiled as by the JIT."""
     names = [name for name in launch.kernel.arg_names if name not in launch.constants]
     signature = {
         name: "i32" if name.startswith("num_") else known.get(name, "*" + dtype) for name in names
@@ -376,8 +374,8 @@ def resources_ahead(launch, known, dtype, arch):
     )
 
 
-def test_what_launches_bound_is_torchs(monkeypatch):
-    """Up to the size measured, for tensors of one type, and with torch's second derivative."""
+def test_small_calls_use_torch(monkeypatch):
+    """Up to TORCH_BYTES, for tensors of one type; then a second derivative exists, too."""
     x, weight, dy = inputs((4, 32), torch.float32)
     ours = []
     record = SimpleNamespace(apply=lambda *given: ours.append(given))
@@ -401,7 +399,7 @@ def test_what_launches_bound_is_torchs(monkeypatch):
 @gpu
 @needs_gpu
 def test_gpu_on_a_side_stream():
-    """The launch goes to the current stream: it waits for what that stream does before it."""
+    """The launch is on the current stream, so it waits for earlier work of that stream."""
     x, weight, _ = inputs((2048, 2560), torch.bfloat16, device="cuda")
     x, weight = x.detach(), weight.detach()
     expected = rms_norm(x, weight)
@@ -435,7 +433,8 @@ def test_gpu_on_a_side_stream():
 )
 def test_gpu_against_float64(shape, dtype, poisoned):
     if shape == (1, 1):
-        # The gradient of a one-wide row is eps's alone, a difference of equals: y is what counts.
+        # The gradient of a row of width one comes only from eps, a difference of equal numbers, so
+        # only y is compared.
         x, weight, _ = inputs(shape, dtype, device="cuda")
         assert error(rms_norm(x, weight), exact_results(x, weight, x.detach())[0]) < 1e-2
         return
@@ -467,9 +466,8 @@ def test_gpu_unaligned_and_non_contiguous(poisoned):
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gpu_autocast_types_are_the_builtins(dtype, weight_dtype):
-    # What is promised is the installed torch's type: rms_norm came to autocast's list of float32
-    # operations with 2.12; 2.11 gives x's type. The rounding is each one's own, so both are
-    # compared with float64 and not with each other.
+    # The type is that of the installed torch: since 2.12 rms_norm is in autocast's list of float32
+    # operations; 2.11 returns x's type. Both round differently, so each is compared with float64.
     x, weight, _ = inputs((4, 64), dtype, weight_dtype=weight_dtype, device="cuda")
     with torch.autocast("cuda", dtype=torch.bfloat16):
         ours, theirs = rms_norm(x, weight), F.rms_norm(x, (64,), weight, 1e-5)
@@ -480,7 +478,7 @@ def test_gpu_autocast_types_are_the_builtins(dtype, weight_dtype):
 
 @gpu
 @needs_gpu
-def test_gpu_gradient_is_the_same_every_time():
+def test_gpu_gradients_are_reproducible():
     x, weight, dy = inputs((5000, 2560), torch.bfloat16, device="cuda")
     runs = [torch.autograd.grad(rms_norm(x, weight), (x, weight), dy) for _ in range(5)]
     for run in runs[1:]:
@@ -530,7 +528,7 @@ def test_gpu_captured_in_a_graph_and_no_synchronisation():
 @gpu
 @needs_gpu
 def test_gpu_beyond_2_31_elements():
-    """The last rows of a tensor of 2.2e9 elements: offsets are int64."""
+    """Checks the last rows of a tensor of 2.2e9 elements, which need int64 offsets."""
     rows, width = 140_000, 16384
     if torch.cuda.mem_get_info()[0] < 20e9:
         pytest.skip("needs 20 GB of free GPU memory")
@@ -553,7 +551,7 @@ def test_gpu_beyond_2_31_elements():
 @gpu
 @needs_gpu
 def test_gpu_training_equals_the_builtin():
-    """Plain SGD, so that a wrong scale of a gradient cannot hide; float64 is the judge."""
+    """Under plain SGD, which would show a wrong scale of a gradient; compared with float64."""
     torch.manual_seed(0)
     data = torch.randn(20, 32, 256, device="cuda")
 

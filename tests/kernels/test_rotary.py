@@ -21,14 +21,14 @@ from stepgauge.models.rotary import rotary_tables  # noqa: E402
 from stepgauge.models.transformer import Attention  # noqa: E402
 from stepgauge.spec.model import ModelSpec  # noqa: E402
 
-# Relative error (norms) against float64 that one rounding to the type leaves, with room.
+# Largest relative error (of norms) from float64: that of one rounding to the type, with a margin.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 # batch, tokens, heads of queries, of keys, width, rotated features
 SHAPES = [(2, 37, 3, 3, 16, 16), (1, 40, 4, 2, 24, 12), (2, 1, 2, 1, 10, 10), (1, 33, 2, 2, 8, 2)]
 
 
 def inputs(shape, dtype, device="cpu", tables=None):
-    """Gradients as attention gives them, heads before tokens, and tables."""
+    """Returns gradients with heads before tokens in memory, as from attention, and tables."""
     batch, tokens, heads, kv_heads, width, turned = shape
     generator = torch.Generator().manual_seed(0)
 
@@ -52,7 +52,7 @@ def exact_gradient(dq, dk, dv, cos, sin):
 
 
 def error(value, exact):
-    """‖value - exact‖ / ‖exact‖; NaN anywhere gives NaN, which no comparison lets pass."""
+    """‖value - exact‖ / ‖exact‖; any NaN gives NaN, which fails every comparison."""
     return ((value.double().cpu() - exact).norm() / exact.norm()).item()
 
 
@@ -69,7 +69,7 @@ def test_the_gradient_written_out_equals_autograd(shape):
     assert error(reference.backward(*given), exact_gradient(*given)) < 1e-14
 
 
-def test_rotated_heads_are_the_parts_each_rotated():
+def test_rotated_heads_equal_each_part_rotated():
     x = torch.randn(2, 5, 7, 8)
     cos, sin = inputs((2, 5, 3, 2, 8, 8), torch.float32)[3:]
     q, k, v = rotated_heads(x, (3, 2, 2), cos, sin)
@@ -87,8 +87,8 @@ def test_interp_kernel_equals_float64(shape, dtype, interpreter, poisoned):
 
 @needs_triton
 @interpreted_only
-def test_interp_gradients_that_lie_otherwise(interpreter, poisoned):
-    """Tokens before heads, one value for all, and features apart."""
+def test_interp_gradients_with_other_strides(interpreter, poisoned):
+    """Tokens before heads, an expanded value, and strided features."""
     dq, dk, dv, *tables = inputs((2, 9, 3, 3, 16, 16), torch.float32)
     dq, dk = dq.contiguous(), torch.ones(1).expand(dk.shape)
     dv = dv.transpose(1, 3).contiguous().transpose(1, 3)
@@ -97,8 +97,8 @@ def test_interp_gradients_that_lie_otherwise(interpreter, poisoned):
 
 
 @needs_triton
-def test_a_grid_has_sequences_on_the_axis_that_takes_most(monkeypatch):
-    """CUDA's first axis takes 2^31 - 1 programs, the others 65,535."""
+def test_the_grid_has_sequences_on_the_first_axis(monkeypatch):
+    """CUDA's first grid axis allows 2^31 - 1 programs, the others 65,535."""
     from stepgauge.kernels.rotary import triton as kernels
 
     grids = []
@@ -161,7 +161,7 @@ def check_compiled(device, dtype, **changes):
 
 @compiled_only
 def test_a_compiled_layer_goes_through_the_operator(monkeypatch):
-    """On a CPU, where the operator's own backward is the oracle."""
+    """On a CPU, where the operator's backward is the oracle."""
     calls, backward = [], reference.backward
     monkeypatch.setattr(package, "_has_kernel", lambda heads, cos: True)
     monkeypatch.setattr(reference, "backward", lambda *given: calls.append(1) or backward(*given))

@@ -21,12 +21,12 @@ from stepgauge.kernels.swiglu import reference, swiglu, swiglu_backward  # noqa:
 from stepgauge.models.feed_forward import build_feed_forward  # noqa: E402
 from stepgauge.spec.model import ModelSpec  # noqa: E402
 
-# Relative error (norms) against float64 that one rounding to the type leaves, with room.
+# Largest relative error (of norms) from float64: that of one rounding to the type, with a margin.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 
 def inputs(shape, dtype, device="cpu"):
-    """dy (*, F) and gate_up (*, 2F) of a shape (*, F)."""
+    """Returns dy (*, F) and gate_up (*, 2F) for a shape (*, F)."""
     generator = torch.Generator().manual_seed(0)
     *rows, width = shape
     dy = torch.randn(shape, generator=generator).to(device, dtype)
@@ -41,7 +41,7 @@ def exact_gradient(dy, gate_up):
 
 
 def error(value, exact):
-    """‖value - exact‖ / ‖exact‖; NaN anywhere gives NaN, which no comparison lets pass."""
+    """‖value - exact‖ / ‖exact‖; any NaN gives NaN, which fails every comparison."""
     return ((value.double().cpu() - exact).norm() / exact.norm()).item()
 
 
@@ -60,7 +60,7 @@ def test_second_derivatives_on_the_cpu():
 @pytest.mark.parametrize(
     "gate_up", [torch.ones(()), torch.ones(2, 3), torch.ones(2, 4, dtype=torch.long)]
 )
-def test_what_is_no_gate_and_up_is_refused(gate_up):
+def test_unsuitable_tensors_are_refused(gate_up):
     with pytest.raises(ValueError, match="gate followed by up"):
         swiglu(gate_up)
 
@@ -82,7 +82,7 @@ def test_interp_kernel_equals_float64(shape, dtype, interpreter, poisoned):
 
 @needs_triton
 @interpreted_only
-def test_interp_strides_and_no_rows(interpreter, poisoned):
+def test_interp_strided_and_empty_tensors(interpreter, poisoned):
     dy, gate_up = inputs((6, 4, 20), torch.float32)
     dy, gate_up = dy.transpose(0, 1)[:, ::2], gate_up.transpose(0, 1)[:, ::2]
     assert error(swiglu_backward(dy, gate_up), exact_gradient(dy, gate_up)) < 1e-6
@@ -133,7 +133,7 @@ def check_compiled(device, dtype):
 
 @compiled_only
 def test_a_compiled_layer_goes_through_the_operator(monkeypatch):
-    """On a CPU, where the operator's own backward is the oracle."""
+    """On a CPU, where the operator's backward is the oracle."""
     calls = []
     monkeypatch.setattr(package, "_has_kernel", lambda gate_up: True)
     backward = reference.backward

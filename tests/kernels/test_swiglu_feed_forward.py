@@ -51,7 +51,7 @@ def test_deinterleaved_is_the_inverse_of_interleaved():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_layer_equals_the_one_written_out(compiled):
+def test_the_layer_equals_plain_pytorch(compiled):
     given = inputs(torch.float64)
     layer = swiglu_feed_forward
     if compiled:
@@ -62,7 +62,7 @@ def test_the_layer_equals_the_one_written_out(compiled):
     assert (y - exact[0]).abs().max() < 1e-13
 
 
-def test_autocast_narrows_it_and_gives_gradients_of_the_weights_type():
+def test_under_autocast_gradients_have_the_weights_type():
     given = inputs(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         y, *gradients = with_gradients(swiglu_feed_forward, *given)
@@ -80,7 +80,7 @@ def test_a_second_derivative_raises():
         first.sum().backward()
 
 
-def test_a_network_has_it_by_its_gate():
+def test_a_network_uses_it_with_gate_quack():
     x = torch.randn(2, 5, 64)
     found = []
     for gate in ("torch", "quack"):
@@ -92,7 +92,7 @@ def test_a_network_has_it_by_its_gate():
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (
             lambda: ModelSpec(gate="quack", feed_forward="gelu"),
@@ -112,8 +112,8 @@ def test_a_network_has_it_by_its_gate():
         ),
     ],
 )
-def test_what_it_is_not_for_is_refused(make, said):
-    with pytest.raises(ValueError, match=said):
+def test_unsupported_uses_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
         make()
 
 
@@ -127,7 +127,7 @@ needs_quack = pytest.mark.skipif(
 @needs_quack
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sizes", [((2, 33), 64, 160), ((1000,), 1600, 6400), ((1,), 8, 8)])
-def test_gpu_it_is_as_exact_as_torchs_products(sizes, dtype):
+def test_gpu_it_is_as_exact_as_torchs_matrix_products(sizes, dtype):
     given = inputs(dtype, "cuda", *sizes)
     given = [(t.detach() * t.shape[-1] ** -0.5).requires_grad_() for t in given]
     exact = with_gradients(written_out, *(t.detach().double().requires_grad_() for t in given))

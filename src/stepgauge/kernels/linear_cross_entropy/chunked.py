@@ -141,8 +141,7 @@ def loss_and_gradients(
     need_hidden: bool,
     need_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the loss, the gradients of hidden and weight for an incoming gradient of one, and
-    1/N.
+    """Returns the loss, gradients of hidden and weight for an incoming gradient of one, and 1/N.
 
     Gradients that are not needed are empty. In fp16, they must still be multiplied by 1/N.
     """

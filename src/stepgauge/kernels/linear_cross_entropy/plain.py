@@ -35,9 +35,7 @@ def softmax_gradient_(
     write_gradient: bool,
     scale_gradient: bool,
 ) -> None:
-    """Like triton.softmax_gradient_. On a CPU, raises ValueError for a target outside the
-    vocabulary.
-    """
+    """Like triton.softmax_gradient_. On a CPU, raises ValueError for an unknown target."""
     valid_N = targets_N != loss.ignore_index
     targets_N = _checked(targets_N.where(valid_N, 0).long(), vocabulary)
     index_N1 = targets_N[:, None]
