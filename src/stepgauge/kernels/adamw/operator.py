@@ -1,6 +1,6 @@
 """The operator stepgauge::adamw_ and its launch: AdamW on lists of tensors of one device and type.
 
-``masters`` is empty, or holds a float32 master weight for each parameter.
+``masters`` is empty, or has a float32 master weight for each parameter.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from .reference import adamw_
 
 try:
     from . import tables as _tables
-except ImportError:  # No Triton: the reference computes.
+except ImportError:  # without Triton, the reference runs instead
     _tables = None
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -62,11 +62,13 @@ def _(*args, **kwargs) -> None:
 
 
 def launch(tables, addresses: list[int], dtypes: tuple, options: dict) -> None:
+    """Launches the kernel on the tables' device, with tensor options moved to it."""
     device = tables.device
     options = dict(options)
     for name in ("lr", "grad_scale", "found_inf"):
         if isinstance(options[name], Tensor) and options[name].device != device:
-            # A CPU learning rate is a number; the others move without the host waiting.
+            # Reading a learning rate on the CPU does not wait; other tensors are copied to the
+            # device asynchronously.
             value = options[name]
             on_host = name == "lr" and value.device.type == "cpu"
             options[name] = value.item() if on_host else value.to(device, non_blocking=True)
@@ -100,18 +102,18 @@ def kernel_takes(param: Tensor, grad: Tensor) -> bool:
 
 
 def _ready_for_kernel(param, grad, exp_avg, exp_avg_sq, step, *master) -> bool:
-    held = (exp_avg, exp_avg_sq, *master)
+    states = (exp_avg, exp_avg_sq, *master)
     return (
         kernel_takes(param, grad)
         and step.dtype == torch.float32
-        and all(t.dtype == torch.float32 for t in held)
-        and all(t.stride() == param.stride() for t in (grad, *held))
+        and all(t.dtype == torch.float32 for t in states)
+        and all(t.stride() == param.stride() for t in (grad, *states))
         and step.device == param.device
     )
 
 
 def _dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, in whatever order."""
+    """True if the elements fill one block of memory without gaps, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

@@ -7,8 +7,8 @@ At step t, with gradient g, learning rate lr and weight decay d:
     v <- v + (1 - beta2) (g^2 - v)
     p <- p - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
 
-m and v are float32 beside a narrower parameter, else the parameter's type; the arithmetic is done
-in their type. With a master weight, p is the master, and the parameter is its rounded copy.
+m and v are float32 if the parameter's type is narrower, and otherwise have its type; the arithmetic
+is done in their type. With a master weight, p is the master, and the parameter is its rounded copy.
 """
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def state_dtype(param: Tensor) -> torch.dtype:
-    """The type of a parameter's moments: at least float32."""
+    """Returns the type of a parameter's moments, which is at least float32."""
     return torch.promote_types(param.dtype, torch.float32)
 
 
@@ -37,17 +37,17 @@ def adamw_(
     found_inf: Tensor | None = None,
     master: Tensor | None = None,
 ) -> None:
-    """Update all but grad in place; all but step, the steps already taken (fp32), have one shape.
+    """Updates the parameter and its state in place; ``step`` (fp32, a scalar) counts earlier steps.
 
-    ``grad`` is divided by ``grad_scale``, in place, and nothing changes where ``found_inf`` is not
-    zero; neither tensor is read by the host.
+    ``grad`` is divided by ``grad_scale`` in place. If ``found_inf`` is not zero, parameter and state
+    keep their values. The host reads neither of these two tensors.
     """
     dtype = exp_avg.dtype
     if grad_scale is not None:
         grad.div_(grad_scale.to(grad))
     g = -grad.to(dtype) if maximize else grad.to(dtype)
     t = step.to(device=param.device, dtype=torch.float64) + 1
-    # Scalars in float64: 1 - beta2 and 1 - beta2^t lose digits in float32.
+    # Scalars are float64, because 1 - beta2 and 1 - beta2^t lose digits in float32.
     step_size = (lr / (1 - beta1**t)).to(dtype)
     denom_scale = (1 - beta2**t).sqrt().to(dtype)
 
@@ -65,7 +65,7 @@ def adamw_(
 def _write(
     tensor: Tensor, value: Tensor, found_inf: Tensor | None, otherwise: Tensor | None = None
 ) -> None:
-    """Where `found_inf` is not zero the tensor gets `otherwise`, by default what it holds."""
+    """Writes `value`; if `found_inf` is not zero `otherwise`, or nothing if that is None."""
     if found_inf is not None:
         skip = (found_inf.to(tensor.device) != 0).reshape(())
         value = torch.where(skip, tensor if otherwise is None else otherwise, value)

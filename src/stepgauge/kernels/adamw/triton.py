@@ -1,8 +1,8 @@
 """AdamW's Triton kernel: one launch for any number of tensors.
 
-The kernel finds its tensors through a table of addresses in device memory and its share of the
-work through a table of chunks; a chunk is CHUNK consecutive elements of one tensor. The arithmetic
-is reference.py's, in float32. The design stands in docs/log/2026-11-21-adamw.md.
+The kernel finds its tensors through a table of addresses in device memory, and its share of the
+work through a table of chunks. A chunk is CHUNK consecutive elements of one tensor. The arithmetic
+is that of reference.py in float32. docs/log/2026-11-21-adamw.md has the design.
 """
 
 from typing import NamedTuple
@@ -10,29 +10,31 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-# Rows of the address table, one column a tensor; the last only with master weights.
+# Rows of the address table, which has one column per tensor. The last row exists only with master
+# weights.
 TABLE_ROWS = ("param", "grad", "exp_avg", "exp_avg_sq", "step", "master")
 
-# What a parameter or its gradient may be; the moments are float32.
+# Types of a parameter and of its gradient; the moments are float32.
 TYPES = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
 
 
 class Shape(NamedTuple):
-    """A launch: elements of one tensor a program, elements at a time, warps."""
+    """Shape of a launch: elements per program, elements per loop iteration, warps."""
 
     chunk: int
     block: int
     num_warps: int
 
 
-# By bytes a parameter: the best of sweeps of about 40 on an H100 (benchmarks/kernels/sweep.py),
-# 2026-11-21; 2.6 and 4.0 % faster than the shape before.
+# By bytes per parameter: the fastest of about 40 candidates on an H100
+# (benchmarks/kernels/sweep.py), 2026-11-21; 2.6 and 4.0 % faster than the previous shape.
 SHAPES = {2: Shape(4096, 2048, 8), 4: Shape(2048, 2048, 8)}
 
 
 @triton.jit
 def _pointer(address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    # An address out of a table carries no alignment; without the hint loads are 4 bytes wide.
+    # The compiler does not know the alignment of an address from a table; without this hint, loads
+    # are 4 bytes wide.
     if ALIGNED:
         address = tl.multiple_of(address, 16)
     pointer = address.to(tl.pointer_type(TYPE))
@@ -47,14 +49,16 @@ def _update(
     inv_scale, decay, step_size, inv_denom_scale, one_minus_beta1, one_minus_beta2, eps,
     MAXIMIZE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_MASTER: tl.constexpr,
 ):  # fmt: skip
-    """reference.adamw_ on one block; mask None: the whole block lies inside the tensor."""
+    """Runs reference.adamw_ on one block. The mask is None if the whole block is inside the
+    tensor.
+    """
     source = master_ptr if HAS_MASTER else param_ptr
     p = tl.load(source + offset, mask=mask).to(tl.float32)
     g = tl.load(grad_ptr + offset, mask=mask).to(tl.float32)
     m = tl.load(avg_ptr + offset, mask=mask)
     v = tl.load(sq_ptr + offset, mask=mask)
     if HAS_SCALE:
-        # torch's optimizers leave unscaled gradients behind; whoever logs them relies on it.
+        # Like torch's optimizers, write the unscaled gradient back, because users log gradients.
         g = (g * inv_scale).to(grad_ptr.dtype.element_ty)
         tl.store(grad_ptr + offset, g, mask=mask)
         g = g.to(tl.float32)
@@ -85,9 +89,10 @@ def adamw_kernel(
     HAS_LR: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_FOUND_INF: tl.constexpr,
     HAS_MASTER: tl.constexpr,
 ):  # fmt: skip
-    """One chunk a program: chunk_ptr holds (tensor, chunk within the tensor) for each.
+    """Updates one chunk per program; chunk_ptr has (tensor, chunk within the tensor) for each
+    program.
 
-    The last program to finish adds one to every tensor's step, which all others have read by then.
+    The last program to finish increments every tensor's step, which all others have read by then.
     """
     pid = tl.program_id(0)
     tensor = tl.load(chunk_ptr + 2 * pid)
@@ -111,7 +116,8 @@ def adamw_kernel(
         inv_scale = 1.0
         if HAS_SCALE:
             inv_scale = 1.0 / tl.load(grad_scale_ptr)
-        # float64, a few instructions a program: 1 - beta2^t cancels while t is small.
+        # float64, which costs a few instructions per program, because 1 - beta2^t cancels for small
+        # t.
         t = step.to(tl.float64) + 1.0
         correction1 = (1.0 - tl.exp(t * log_beta1)).to(tl.float32)
         correction2 = (1.0 - tl.exp(t * log_beta2)).to(tl.float32)
@@ -126,8 +132,8 @@ def adamw_kernel(
                     one_minus_beta1, one_minus_beta2, eps, MAXIMIZE, HAS_SCALE, HAS_MASTER,
                 )  # fmt: skip
         else:
-            # A bound of unknown divisibility makes every access one element wide: only the last
-            # chunk of a tensor pays for it.
+            # A bound of unknown divisibility makes every access one element wide, so only the last
+            # chunk of a tensor uses this loop.
             for i in range(0, left, BLOCK):
                 offset = i + tl.arange(0, BLOCK)
                 _update(
@@ -135,7 +141,7 @@ def adamw_kernel(
                     inv_scale, decay, step_size, inv_denom_scale,
                     one_minus_beta1, one_minus_beta2, eps, MAXIMIZE, HAS_SCALE, HAS_MASTER,
                 )  # fmt: skip
-    # Every warp must have read `step` before this program counts as finished.
+    # All warps must have read `step` before this program counts as finished.
     tl.debug_barrier()
     finished = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
     if finished == tl.num_programs(0) - 1:
