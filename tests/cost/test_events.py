@@ -1,4 +1,4 @@
-"""Streams as events, against timelines computed by hand; and what a wrapper adds, from its plan."""
+"""Simulated streams, compared with timelines computed by hand."""
 
 import math
 
@@ -17,7 +17,7 @@ from stepgauge.cost.streams.events import (
 
 
 class Fixed:
-    """Every kernel takes 2 times as long beside a collective, which takes 1.5 times."""
+    """During a collective, every kernel takes 2 times as long, and the collective 1.5 times."""
 
     def of(self, operation, collective, axis, us=math.inf):
         return Slowdown(2.0, 1.5, "assumed")
@@ -27,7 +27,7 @@ def ends(works, contention=None):
     return [round(ran.end, 6) for ran in simulate(works, contention or NoContention())]
 
 
-def test_streams_run_in_order_and_wait_for_what_they_read():
+def test_streams_run_in_order_and_wait_for_other_streams():
     works = [
         StreamWork("host", HOST, 4.0),
         StreamWork("first", COMPUTE, 10.0, "matmul", (0,)),
@@ -42,14 +42,14 @@ def test_streams_run_in_order_and_wait_for_what_they_read():
     assert math.isclose(alone_us(ran, "data"), 30.0)
 
 
-def test_contention_is_a_rate_over_what_overlaps():
-    """A collective of 6 us beside computing of 10 takes 9, in which 4.5 us of it are done."""
+def test_contention_slows_both_while_they_overlap():
+    """During 10 us of computation, a collective of 6 us takes 9, in which 4.5 us of the kernel are done."""
     works = [
         StreamWork("kernel", COMPUTE, 10.0, "traffic"),
         StreamWork("bucket", "data", 6.0, "all_reduce"),
     ]
     assert ends(works, Fixed()) == [14.5, 9.0]
-    # the kernel ends first: 4 us beside, then the collective's rest alone
+    # the kernel ends first, after 4 us with overlap; then the rest of the collective runs alone
     works = [
         StreamWork("kernel", COMPUTE, 2.0, "traffic"),
         StreamWork("bucket", "data", 6.0, "all_reduce"),
@@ -57,8 +57,8 @@ def test_contention_is_a_rate_over_what_overlaps():
     assert ends(works, Fixed()) == [4.0, pytest.approx(4.0 + 6.0 - 4.0 / 1.5)]
 
 
-def test_a_product_waits_for_the_collective_beside_which_it_was_launched():
-    """While that runs, and for no longer than it loses beside collectives all along."""
+def test_a_product_waits_for_the_collective_that_runs_when_it_starts():
+    """It waits at most as long as it would lose during collectives all along."""
 
     def product_beside(collective_us, product_us=10.0):
         works = [
@@ -74,21 +74,21 @@ def test_a_product_waits_for_the_collective_beside_which_it_was_launched():
         StreamWork("before", HOST, 4.0),
         StreamWork("bucket", "data", 2.0, "all_reduce", (1,)),
     ]
-    assert ends(first, Fixed()) == [10.0, 4.0, 7.0], "it had all multiprocessors when it began"
+    assert ends(first, Fixed()) == [10.0, 4.0, 7.0], "it had all multiprocessors when it started"
     two = [StreamWork(f"bucket {us}", "data", us, "all_reduce") for us in (2.0, 20.0)]
     product = StreamWork("product", COMPUTE, 10.0, "matmul nn bf16")
-    assert ends([*two, product], Fixed())[2] == 20.0, "it waits for the one that follows, too"
+    assert ends([*two, product], Fixed())[2] == 20.0, "it waits for the next collective, too"
 
 
-def test_what_is_exposed_is_what_runs_beside_no_computing():
+def test_communication_is_exposed_while_nothing_is_computed():
     spans = [("data", 0, 4), ("data", 6, 9), ("data", 12, 20), (COMPUTE, 1, 3), (COMPUTE, 2, 7)]
     spans += [(COMPUTE, 8, 15), (COMPUTE, 19, 25)]
     ran = [WorkSpan(StreamWork(stream, stream, 0.0), start, end) for stream, start, end in spans]
-    # 1 before computing; 1 between; 4 of the last between two computations
+    # 1 before any computation, 1 between two, and 4 of the last between two
     assert alone_us(ran, "data") == 1 + 1 + 4
 
 
-def test_a_circle_is_named():
+def test_a_cycle_is_reported():
     works = [StreamWork("a", COMPUTE, 1.0, after=(1,)), StreamWork("b", "data", 1.0, after=(0,))]
     with pytest.raises(ValueError, match="a waits for what never ends"):
         simulate(works, NoContention())

@@ -51,7 +51,7 @@ def test_a_layout_of_one_rank_is_the_single_gpu():
         assert spread.median(metric) == pytest.approx(single.median(metric)), metric
 
 
-def test_a_ring_by_hand():
+def test_the_time_of_a_ring_by_hand():
     """Eight ranks of a node: 2 · 7/8 of 1 GB at 450 GB/s. Over two nodes of eight the ring leaves a
     node eight times over, at 8 · 50 GB/s; alone on its node a rank has one wire.
     """
@@ -80,8 +80,8 @@ def test_more_bandwidth_is_never_slower(layout, rate, ratio):
     assert fast <= slow * (1 + 1e-9)
 
 
-def test_sharded_stages_are_gathered_once_a_step_and_are_whole_meanwhile():
-    """Whatever the number of micro-batches; the weights count in the peak."""
+def test_sharded_stages_are_gathered_once_per_step_and_stay_unsharded():
+    """The number of micro-batches does not matter. The unsharded weights count in the peak."""
     exposed = {}
     for micro_batches in (2, 8):
         found = step(f"pp2 1f1b m{micro_batches} dp2 zero3", wired(within=20e9))
@@ -92,9 +92,10 @@ def test_sharded_stages_are_gathered_once_a_step_and_are_whole_meanwhile():
     assert exposed[2] > 100, "both ways at 20 GB/s"
 
 
-def test_collectives_beside_products_expose_what_these_do_not_hide():
-    """Over fast wires the latencies alone; over slow ones what is left when the products are done.
-    Small pieces go the plain way, and boxes are memory that the plain way has not.
+def test_overlapped_collectives_expose_what_products_do_not_hide():
+    """Over fast wires, that is the latency; over slow ones, the rest after the products are done.
+
+    Small messages are not overlapped. Overlap needs buffers.
     """
     plain, beside = step("tp2", wired()), step("tp2 overlap", wired())
     layouts = ("tp2", "tp2 overlap")
@@ -114,8 +115,8 @@ def test_collectives_beside_products_expose_what_these_do_not_hide():
 
 
 @pytest.mark.parametrize("layout", ["pp2 1f1b m4", "pp4 1f1b m4"])
-def test_stages_are_cut_by_the_times_of_the_hardware_file(layout):
-    """Small products are slower than their FLOPs say, so blocks weigh more beside the head."""
+def test_stages_are_balanced_by_the_times_of_the_hardware_file(layout):
+    """Small products are slow for their FLOPs, so that blocks count more relative to the head."""
     narrow = {"num_layers": 24, "d_model": 512, "d_ff": 2048, "num_heads": 8}
     small = ModelSpec.preset("small", context_length=512, vocab_size=50_257, **narrow)
     by_flops, by_time = (
@@ -125,7 +126,7 @@ def test_stages_are_cut_by_the_times_of_the_hardware_file(layout):
     assert by_time.note.endswith("blocks, by predicted time") and not by_flops.note
 
 
-def test_half_blocks_are_cut_by_the_times_of_the_hardware_file():
+def test_half_blocks_are_balanced_by_the_times_of_the_hardware_file():
     wide = {"num_layers": 12, "d_model": 1024, "d_ff": 4096, "num_heads": 16}
     model = ModelSpec.preset("small", context_length=1024, vocab_size=150_000, **wide)
     asked = {"model": model, "ranks": 2, "micro_batches": 4, "batch": 8, "precision": "bf16"}
@@ -143,11 +144,15 @@ def test_accumulation_repeats_forward_and_backward_and_adds_gradients():
     both = step("none", wired(), batch=8)
     passes = 2 * (both.median("forward_ms") + both.median("backward_ms"))
     added = 2 * wired().traffic(12 * MODEL.num_parameters).us / 1e3
-    assert longer == pytest.approx(passes + added, rel=0.01)  # the host is ahead after the first
+    assert longer == pytest.approx(
+        passes + added, rel=0.01
+    )  # after the first pass, the host is ahead
 
 
 def test_sharded_weights_are_gathered_in_each_pass():
-    """and their gradients reduced: no rank has a place for whole ones. Replicas send once."""
+    """Gradients are reduced in each pass, too, because no rank can hold whole ones. Other wrappers
+    reduce them once.
+    """
     slow = wired(within=20e9)
     exposed = {
         (wrapper, n): step(f"dp2 {wrapper}", slow, accumulation=n).median("data_exposed_ms")
@@ -158,14 +163,14 @@ def test_sharded_weights_are_gathered_in_each_pass():
     assert exposed["bucketed", 3] == pytest.approx(exposed["bucketed", 1], rel=0.02)
 
 
-def test_what_an_axis_sends_costs_no_less_than_nothing():
+def test_exposed_communication_is_never_negative():
     assert exposed_ms(7.0, 5.0) == 2.0
     assert exposed_ms(5.0, 7.0) == exposed_ms(5.0, 5.0 + 1e-12) == 0.0
 
 
 @pytest.mark.parametrize("layout", ["dp2 zero2", "tp2", "pp2 1f1b m16", "pp2 zbv m16 dp2"])
-def test_the_shortened_step_is_the_step(layout):
-    """Passes and micro-batches that repeat one another are counted."""
+def test_a_shortened_simulation_gives_the_same_step(layout):
+    """Repeated passes and micro-batches are extrapolated."""
     asked = {"model": MODEL, "size": "2.7b", "layout": layout, "precision": "bf16-pure"}
     spec = LayoutSpec(device="cuda", batch=64, accumulation=4, **asked)
     whole, shortened = (
@@ -179,7 +184,7 @@ def test_the_shortened_step_is_the_step(layout):
     "layout", ["none", "dp4 bucketed", "dp4 zero1", "dp4 zero3", "dp2 zero3 tp2", "pp2 1f1b m8 tp2"]
 )
 def test_a_step_is_the_sum_of_its_terms(layout, shortened):
-    """and no rest is below zero: nothing counts twice."""
+    """No rest is negative, so nothing counts twice."""
     asked = {"model": MODEL, "size": "2.7b", "layout": layout, "precision": "bf16"}
     for accumulation in (1, 3):
         spec = LayoutSpec(device="cuda", batch=64, accumulation=accumulation, **asked)
@@ -192,7 +197,9 @@ def test_a_step_is_the_sum_of_its_terms(layout, shortened):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_pipelines_measured_on_four_gpus(schedule):
-    """Computing was calibrated on another device, an H100: what the schedule adds is compared, too."""
+    """Operations are calibrated on another device, an H100. The time that the schedule adds is compared,
+    too.
+    """
     path = ROOT / "benchmarks" / "results" / "2026-11-22-h200-pipeline.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     row = next(r for r in rows if (r["part"], r.get("schedule")) == ("measured", schedule))
@@ -205,8 +212,8 @@ def test_pipelines_measured_on_four_gpus(schedule):
     assert abs(found.median("over_ideal") / over - 1) < 0.05
 
 
-def test_gradients_of_later_passes_are_added_to_those_of_earlier_ones():
-    """Of four passes three read two gradients and write one, of every parameter in fp32."""
+def test_accumulation_adds_gradients():
+    """Three of four passes read two fp32 gradients of every parameter and write one."""
     machine = wired()
 
     def added(layout, **changes):
@@ -221,7 +228,7 @@ def test_gradients_of_later_passes_are_added_to_those_of_earlier_ones():
     assert of_a_stage == pytest.approx(3 * 12 * MODEL.num_parameters / 2, rel=0.02)
 
 
-def test_tensor_parallel_rows_of_several_sequences():
+def test_measured_tensor_parallel_rows_of_several_sequences():
     """Their exchanges are between strided copies, and their loss is fullest in its forward. Rotation's
     backward had a copy more until ac25dd3: of rows before it forward and peak are compared, steps of
     the two in bf16 after it that the GPU bounds.
@@ -250,7 +257,7 @@ def test_tensor_parallel_rows_of_several_sequences():
     check("validation-now", {("custom", 8), ("large", 2)}, step_ms=0.025, peak_bytes=0.002)
 
 
-def test_ranks_that_share_sequences_have_half_of_all_but_the_keys():
+def test_two_ranks_in_a_ring_each_have_half_of_everything_but_the_keys():
     """Of two ranks each has half of the tokens; its attention is that of half the length twice, of
     the quarter of pairs that each rank has. Keys and their gradients travel beside it where wires
     are fast.
@@ -264,19 +271,19 @@ def test_ranks_that_share_sequences_have_half_of_all_but_the_keys():
     block = [row for row in shared.tables["terms"] if row[1] == "attention"]
     assert [row[3] for row in block] == [
         f"{heads} × 2048 × 80" for heads in (64, 64, 32, 64, 32)
-    ]  # in backward, halves of the own heads before and after the other rank's
+    ]  # in backward, half of the own heads comes before the other rank's keys, and half after
     least = 32 * 3 * LEAST_EXPOSED_US / 1e3
     assert shared.median("context_exposed_ms") == pytest.approx(least)
     assert slow.median("context_exposed_ms") > 100 * least
-    assert shared.median("data_exposed_ms") > 0, "gradients are averaged over both"
-    one_key_head = dataclasses.replace(model, num_kv_heads=1)  # which both tensor ranks have
+    assert shared.median("data_exposed_ms") > 0, "gradients are averaged over both ranks"
+    one_key_head = dataclasses.replace(model, num_kv_heads=1)  # both tensor ranks have it
     cut = step("cp2 bucketed tp2", wired(), model=one_key_head, batch=2)
     block = [row for row in cut.tables["terms"] if row[1] == "attention"]
     assert [row[3] for row in block] == ["32 × 2048 × 80"] * 4
 
 
-def test_ranks_that_exchange_heads_attend_over_all_tokens_with_some():
-    """In two groups, of which one travels while the other attends."""
+def test_ranks_that_exchange_heads_compute_some_heads_over_all_tokens():
+    """They do it in two groups: one is sent while the other is computed."""
     asked = {"model": dataclasses.replace(MODEL, context_length=4096), "batch": 2}
     alone = step("none", wired(), **asked)
     shared, slow = (step("cp2 ulysses bucketed", wired(rate), **asked) for rate in (450e9, 5e9))
@@ -286,16 +293,16 @@ def test_ranks_that_exchange_heads_attend_over_all_tokens_with_some():
     sent = 4 * (2 * 2048 * 2560) * 2 / 2  # half of q, k, v and o, in bf16
     waits_ms = MODEL.num_layers * sent / 5e9 * 1e3
     longer = slow.median("forward_ms") - shared.median("forward_ms")
-    assert 0.95 * waits_ms < longer < waits_ms, "a part is beside attention in either case"
+    assert 0.95 * waits_ms < longer < waits_ms, "some of it overlaps with attention in both cases"
 
 
-def test_a_pipelines_record_says_how_it_is_cut_and_what_is_not_known():
+def test_a_pipelines_record_notes_its_stages_and_missing_host_times():
     cut = step("pp2 1f1b m2 dp2 bucketed", wired(), batch=4, balance="time").note
     assert cut.startswith("stages of 16, 16 blocks, by predicted time; host cost of bucketed")
 
 
-def test_all_forwards_first_hold_no_gradients_at_the_peak():
-    """unless they are of an earlier pass; 1f1b goes forward again when there are some."""
+def test_gpipe_has_no_gradients_at_its_peak():
+    """Gradients of an earlier pass do exist. 1f1b runs forwards while it has gradients."""
     model = ModelSpec.preset("medium", context_length=1024)
     held = {}
     for layout, accumulation in (("gpipe m8", 1), ("gpipe m8", 2), ("1f1b m8", 1)):
@@ -306,7 +313,7 @@ def test_all_forwards_first_hold_no_gradients_at_the_peak():
 
 
 @pytest.mark.parametrize("layout", ["none", "dp2 zero3", "tp2 overlap", "pp2 zbv m4"])
-def test_a_larger_batch_takes_longer_and_what_is_computed_again_is_not_held(layout):
+def test_a_larger_batch_takes_longer_and_recomputed_activations_are_not_held(layout):
     asked = {"model": dataclasses.replace(MODEL, num_layers=4), "compile": "blocks"}
     once = step(layout, wired(), **asked)
     longer = step(layout, wired(), **asked, batch=32)

@@ -23,14 +23,14 @@ def made(size, pieces):
 
 
 @given(alpha=st.floats(1e-3, 10), rate=st.floats(1e6, 1e12))
-def test_one_line_is_found_as_one_line(alpha, rate):
+def test_points_on_a_line_give_one_piece(alpha, rate):
     (piece,) = fit([LinkPoint(size, made(size, [(math.inf, alpha, rate)])) for size in SIZES])
     assert piece.to_bytes is None
     for size in SIZES:
         assert piece.time_ms(size) == pytest.approx(made(size, [(math.inf, alpha, rate)]), rel=1e-3)
 
 
-def test_the_size_where_the_algorithm_changes_is_found():
+def test_the_breakpoint_between_two_algorithms_is_found():
     pieces = [(2**18, 0.03, 40e9), (math.inf, 0.2, 400e9)]
     found = fit([LinkPoint(size, made(size, pieces)) for size in SIZES])
     assert len(found) == 2
@@ -38,7 +38,7 @@ def test_the_size_where_the_algorithm_changes_is_found():
     assert [round(p.bytes_per_s / 1e9) for p in found] == [40, 400]
 
 
-def test_noise_makes_no_pieces():
+def test_noise_does_not_add_pieces():
     noisy = [
         LinkPoint(size, (0.1 + size / 1e10 * 1e3) * (1 + 0.008 * (-1) ** i))
         for i, size in enumerate(SIZES)
@@ -46,7 +46,7 @@ def test_noise_makes_no_pieces():
     assert len(fit(noisy)) == 1
 
 
-def test_a_size_that_repeats_badly_moves_the_fit_less():
+def test_a_noisy_size_counts_less():
     points = [LinkPoint(size, 0.1 + size / 1e10 * 1e3) for size in SIZES]
     outlier = points[12]._replace(ms=points[12].ms * 1.5, noise=0.5)
     (piece,) = fit([*points[:12], outlier, *points[13:]])
@@ -75,21 +75,21 @@ def test_sizes_that_were_held_out_are_not_fitted():
     assert found.held_out_error(least_bytes=2**40) is None
 
 
-def test_a_time_that_falls_with_size_is_flat():
+def test_times_that_fall_with_size_give_a_flat_line():
     (piece,) = fit([LinkPoint(1, 2.0), LinkPoint(2, 1.9)])
     assert piece.time_ms(10**9) == pytest.approx(1.95, rel=0.01)
 
 
 @given(st.lists(st.floats(1e-4, 1e4), min_size=2, max_size=12))
-def test_no_size_takes_less_than_nothing(times):
-    """However noisy the rows are, and below the smallest of them too."""
+def test_predicted_times_are_never_negative(times):
+    """That holds for any noise, and below the smallest measured size."""
     points = [LinkPoint(2 ** (12 + i), ms) for i, ms in enumerate(times)]
     fitted = link(points, asked={}, measured={})
     for size in (1, *(2**i for i in range(8, 26))):
         assert fitted.time_ms(size) >= -1e-9 * max(times)
 
 
-def test_one_size_is_no_line():
+def test_one_size_is_not_enough():
     with pytest.raises(ValueError, match="at least 2 sizes; there is 1"):
         fit([LinkPoint(8, 1.0)])
 
@@ -121,7 +121,7 @@ def test_links_in_a_hardware_file(tmp_path):
         ('{"schema": 1, "links": [{"op": 1}]}', "not a link"),
     ],
 )
-def test_what_is_no_hardware_file(tmp_path, text, words):
+def test_invalid_hardware_files_are_refused(tmp_path, text, words):
     (tmp_path / "bad.json").write_text(text)
     with pytest.raises(ValueError, match=words):
         HardwareFile.read(tmp_path / "bad.json")
@@ -129,7 +129,7 @@ def test_what_is_no_hardware_file(tmp_path, text, words):
         HardwareFile.read(tmp_path / "none.json")
 
 
-def test_a_link_survives_json():
+def test_a_link_can_be_written_and_read():
     found = link(
         [LinkPoint(size, 1 + size / 1e6) for size in SIZES], asked={"op": "x"}, measured={}
     )

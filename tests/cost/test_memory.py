@@ -1,4 +1,4 @@
-"""Peak memory by closed formula, against measured peaks and against what must add up."""
+"""Peak memory by closed formula, compared with measured peaks and checked for consistency."""
 
 import dataclasses
 import json
@@ -39,8 +39,10 @@ def work(record, **changes):
 
 
 def peak_with_products(row):
-    """The peak of a row that was measured before d6870e9, when values were a view of the product of
-    queries, keys and values: a compiled block kept the whole of it beside what it had rotated.
+    """Predicts a row that was measured before d6870e9.
+
+    Values were a view of the product of queries, keys and values then, so that a compiled block kept the
+    whole product in addition to the rotated heads.
     """
     step = StepOperations(work(row))
     product = len(step.blocks) * step.tokens * step.rotated_width * step.arithmetic.activation_bytes
@@ -48,7 +50,7 @@ def peak_with_products(row):
     return step_memory(step, Layout()).peak_bytes + kept
 
 
-def test_39_measured_peaks():
+def test_39_measured_peaks_of_single_gpu_steps():
     rows = records("2026-11-21-h200-memory.jsonl", "memory")
     errors = [
         step_memory(StepOperations(work(row)), Layout()).peak_bytes / row.median("peak_bytes") - 1
@@ -59,8 +61,8 @@ def test_39_measured_peaks():
     assert max(map(abs, errors)) < 0.016
 
 
-def test_peaks_of_steps_that_no_mend_had_seen():
-    """One of them since: compiled selective checkpointing, which was predicted 7.5 % too high."""
+def test_peaks_of_steps_that_were_not_used_to_improve_the_formulas():
+    """One has been used since: compiled selective checkpointing, which was predicted 7.5 % too high."""
     found = {}
     for name in ("unseen", "heated"):
         for row in records(f"2026-11-23-h200-validation-{name}.jsonl", "step"):
@@ -71,7 +73,7 @@ def test_peaks_of_steps_that_no_mend_had_seen():
     assert max(found.values()) < 0.012
 
 
-def test_peaks_of_ranks_that_share_state_gradients_and_weights():
+def test_measured_peaks_of_zero_ranks():
     rows = records("2026-11-22-h200-data-parallel.jsonl", "data-parallel")
     seen = set()
     for row in rows:
@@ -88,7 +90,7 @@ def test_peaks_of_ranks_that_share_state_gradients_and_weights():
     assert len(seen) > 20
 
 
-def test_compiled_steps_graphs_and_the_fused_loss():
+def test_measured_peaks_of_compiled_steps_cuda_graphs_and_the_fused_loss():
     rows = records("2026-11-21-h100-step-parts.jsonl", "step")
     rows += records("2026-11-21-h100-step-fused.jsonl", "step")
     modes = {(row.spec["compile"], row.spec["model"]["loss"]) for row in rows}
@@ -97,14 +99,14 @@ def test_compiled_steps_graphs_and_the_fused_loss():
         assert abs(peak_with_products(row) / row.median("peak_bytes") - 1) < 0.05, row.spec
 
 
-def test_a_compiled_block_keeps_rotated_heads_and_no_product_of_them():
+def test_a_compiled_block_keeps_rotated_heads_instead_of_their_product():
     rows = records("2026-11-23-hopper-steps.jsonl", "step")
     (row,) = (row for row in rows if row.environment["commit"] == "d6870e9")
     found = step_memory(StepOperations(work(row)), Layout()).peak_bytes
     assert found == pytest.approx(row.median("peak_bytes"), rel=0.004)
 
 
-def test_a_gate_in_its_products_keeps_no_result():
+def test_a_gate_inside_products_keeps_no_activation():
     rows = records("2026-11-23-h200-gates.jsonl", "step")
     assert [row.spec["model"]["gate"] for row in rows] == ["torch", "quack"] * 3
     for row in rows:
@@ -112,7 +114,7 @@ def test_a_gate_in_its_products_keeps_no_result():
         assert found == pytest.approx(row.median("peak_bytes"), rel=0.007), row.spec
 
 
-def test_a_compiled_loss_holds_the_narrow_logits_alone():
+def test_a_compiled_loss_holds_bf16_logits_only():
     rows = records("2026-11-23-h200-validation.jsonl", "step")
     compiled = [row for row in rows if row.spec["compile"] == "on"]
     assert len(compiled) == 3
@@ -142,10 +144,10 @@ def test_bytes_add_up_over_the_ranks():
     crowd = step_memory(operations(), Layout(data=4096, wrapper="zero1"))
     state = next(item.bytes for item in crowd.items if item.name == "optimizer state")
     largest = max(*whole.block_matrices, *whole.end_matrices)
-    assert state == pytest.approx(8 * largest, rel=0.01)  # owners have whole parameters
+    assert state == pytest.approx(8 * largest, rel=0.01)  # owners have whole tensors
 
 
-def test_gradients_that_add_up_are_whole_until_they_are_sent():
+def test_accumulated_gradients_are_whole_until_they_are_reduced():
     def gradients(wrapper, accumulates):
         memory = step_memory(operations(), Layout(data=8, wrapper=wrapper), accumulates=accumulates)
         return next(item.bytes for item in memory.items if item.name == "gradients")
@@ -155,7 +157,7 @@ def test_gradients_that_add_up_are_whole_until_they_are_sent():
     assert gradients("zero3", True) == pytest.approx(whole / 8, rel=0.02)
 
 
-def test_a_schedule_that_holds_fewer_micro_batches_needs_less():
+def test_a_schedule_with_fewer_micro_batches_in_flight_needs_less_memory():
     layout = Layout(pipeline=2, schedule="1f1b", microbatches=8)
     stages = [operations(batch=1, blocks=blocks) for blocks in (range(12), range(12, 24))]
     peaks = {
@@ -165,7 +167,7 @@ def test_a_schedule_that_holds_fewer_micro_batches_needs_less():
     assert peaks["1f1b"] < peaks["gpipe"]
 
 
-def test_torchs_data_parallel_keeps_buckets_beside_the_gradients():
+def test_torchs_ddp_keeps_buckets_in_addition_to_gradients():
     """Measured on two H200s, 2.7b at 16 x 128 in bf16 (2026-11-22-h200-data-parallel)."""
     spec = DataParallelSpec(
         model=ModelSpec.preset("2.7b", context_length=128), size="2.7b", ranks=2, batch=16,

@@ -1,4 +1,4 @@
-"""Stages cut for the shortest simulated step, beside stages of equal load."""
+"""Stages for the shortest simulated step, compared with stages of equal load."""
 
 import dataclasses
 import itertools
@@ -19,7 +19,7 @@ from stepgauge.spec.plan.pipeline import build, lower
 from stepgauge.spec.plan.stages import cut_parts
 
 ROOT = Path(__file__).parents[2]
-# Blocks in two halves, between a lookup and a head, in ms on an H200.
+# Times of embedding, half blocks and head in ms on an H200.
 PARTS = [0.5, *[4.9, 5.7] * 16, 6.3]
 
 
@@ -33,7 +33,7 @@ def step_of(parts, weights, schedule):
 
 
 @pytest.mark.parametrize(("name", "gain"), [("1f1b", 1.01), ("interleaved", 1.05), ("zbv", 1.03)])
-def test_the_cut_for_the_step_is_shorter_than_that_for_equal_loads(name, gain):
+def test_stages_for_the_shortest_step_beat_stages_of_equal_load(name, gain):
     schedule = build(name, ranks=4, micro_batches=8)
     loads, shortest = cut_parts(PARTS, schedule), shortest_cut(PARTS, schedule)
     assert list(itertools.chain(*shortest)) == list(range(len(PARTS)))
@@ -41,7 +41,7 @@ def test_the_cut_for_the_step_is_shorter_than_that_for_equal_loads(name, gain):
     assert step_of(loads, PARTS, schedule) > gain * step_of(shortest, PARTS, schedule)
 
 
-def test_no_border_can_be_moved_to_a_shorter_step():
+def test_no_single_move_of_a_border_gives_a_shorter_step():
     schedule = build("zbv", ranks=2, micro_batches=4)
     weights = [1.0, 3.0, 2.0, 2.0, 1.0, 2.0, 4.0]
     found = step_of(shortest_cut(weights, schedule), weights, schedule)
@@ -52,7 +52,7 @@ def test_no_border_can_be_moved_to_a_shorter_step():
     assert found == pytest.approx(min(step_of(parts, weights, schedule) for parts in every))
 
 
-def test_an_overweight_stage_has_its_blocks_more():
+def test_an_overweight_stage_gets_additional_blocks():
     schedule = build("1f1b", ranks=2, micro_batches=4)
     plain, heavier = (shortest_cut([1.0] * 8, schedule, overweight=more) for more in (0, 1))
     assert [len(part) for part in heavier] == [len(plain[0]), len(plain[1]) + 2]
@@ -64,7 +64,7 @@ WIDE = ModelSpec(num_layers=16, context_length=4096, d_model=4096, d_ff=11_008, 
                  vocab_size=32_000, attention="sdpa", loss="cross-entropy")  # fmt: skip
 
 
-def test_whole_blocks_of_a_layout_are_cut_so_too():
+def test_layouts_are_cut_between_whole_blocks():
     machine = CalibratedMachine(HardwareFile.read(ROOT / "hardware" / "h200-sxm.json"))
     by_load, by_step = (
         predict_layout(
@@ -79,7 +79,7 @@ def test_whole_blocks_of_a_layout_are_cut_so_too():
     assert by_step.note.endswith(" blocks, for the shortest step by predicted time")
 
 
-def test_a_predicted_row_is_cut_so_and_says_it():
+def test_a_predicted_row_notes_its_stages():
     asked = PipelineSpec(model=WIDE, schedule="zbv", ranks=4, micro_batches=8, batch=8,
                          precision="bf16-pure", device="cuda", balance="time")  # fmt: skip
     machine = CalibratedMachine(HardwareFile.read(ROOT / "hardware" / "h200-sxm.json"))

@@ -15,8 +15,8 @@ def run(name, ranks, micro_batches, **durations):
 
 
 @pytest.mark.parametrize("p", [2, 4, 8])
-def test_bubbles_are_those_that_the_papers_derive(p):
-    """With F, I and W of one unit, idle units of rank 0 in a step of m micro-batches.
+def test_bubbles_equal_those_derived_in_the_papers(p):
+    """Idle units of rank 0 in a step of m micro-batches, if F, I and W each take one unit.
 
     GPipe and 1F1B (p - 1)(F + I + W); interleaved over v = 2 stages a v-th; ZB-H1
     (p - 1)(F + I - W), a third; interleaved zero bubble, ZBV and DualPipeV only the way down the
@@ -45,7 +45,7 @@ def test_half_the_memory_still_has_a_shorter_bubble_than_1f1b(p):
     assert run("v-min", p, 4 * p).over_ideal < plain
 
 
-def test_the_others_wait_for_a_slow_stage():
+def test_all_ranks_wait_for_a_slow_stage():
     """m micro-batches of the slow stage, a forward of the stage before, two units in which its
     warm-up is over and the first backward not there, and the last backward of the stage before.
     """
@@ -55,8 +55,8 @@ def test_the_others_wait_for_a_slow_stage():
     assert timeline.bubbles[0] == timeline.bubbles[3] == pytest.approx(1 - 24 / 53)
 
 
-def test_a_transfer_is_hidden_where_its_receive_is_posted_early():
-    """The way down and back counts twice; in between nothing waits with receives posted ahead."""
+def test_a_transfer_is_hidden_if_its_receive_is_posted_early():
+    """It is exposed on the first way down and the last way back only."""
     schedule = build("gpipe", ranks=2, micro_batches=8)
     durations = Durations.of_stages(2, transfer=0.5)
     for ahead in (0, 1):
@@ -68,7 +68,7 @@ def test_a_transfer_is_hidden_where_its_receive_is_posted_early():
 
 
 def test_a_slow_host_bounds_the_step():
-    """Each computation of a rank costs its time to issue; the last one's work comes after."""
+    """The host issues all computations of a rank; the last one still has to run."""
     schedule = lower(build("1f1b", ranks=2, micro_batches=4))
     durations = Durations.of_stages(2, forward=0.01, input=0.01, weight=0.01, host_ms=1.0)
     timeline = simulate(schedule, durations)
@@ -76,14 +76,14 @@ def test_a_slow_host_bounds_the_step():
     assert computations <= timeline.step_ms < computations + 1
     without = Durations.of_stages(2, forward=0.01, input=0.01, weight=0.01, host_ms=0.0)
     assert simulate(schedule, without).step_ms < 1
-    # A fast one costs nothing: a GPU computes while the rest is issued.
+    # A fast host costs nothing, because the GPU computes while the rest is issued.
     slow, none = (
         simulate(schedule, Durations.of_stages(2, host_ms=ms)).step_ms for ms in (0.5, 0.0)
     )
     assert slow == none
 
 
-def test_what_cannot_be_simulated_is_refused():
+def test_invalid_schedules_and_durations_are_refused():
     with pytest.raises(ScheduleError, match="lower it first"):
         simulate(build("1f1b", ranks=2, micro_batches=2), Durations.of_stages(2))
     with pytest.raises(ValueError, match="no duration for F of stage 1"):
@@ -95,8 +95,8 @@ def test_what_cannot_be_simulated_is_refused():
         simulate(lower(stuck), Durations.of_stages(2))
 
 
-def test_filled_bubbles_are_shorter_and_hold_no_more():
-    """A last stage with the head makes rank 0 of a V the slowest; the others have gaps for W."""
+def test_filled_bubbles_shorten_the_step_without_more_memory():
+    """The head makes rank 0 of a V schedule the slowest; the other ranks have gaps for W."""
     for name, most in (("zbv", 1.13), ("v-half", 1.28)):
         schedule = build(name, ranks=4, micro_batches=8)
         durations = Durations.of_stages(8, transfer=0.03, weights=[1.0] * 7 + [1.3])

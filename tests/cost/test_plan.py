@@ -1,4 +1,4 @@
-"""Layouts ranked: what fits, in which order, and throughputs that others have published."""
+"""Ranked layouts: which fit, and in which order."""
 
 import dataclasses
 import math
@@ -31,14 +31,14 @@ DGX_H100 = HardwareFile.read(ROOT / "hardware" / "dgx-h100.json")
 MODEL = ModelSpec.preset("10b", context_length=4096)
 
 
-def asked(**changes):
+def plan_spec(**changes):
     usual = {"model": MODEL, "size": "10b", "gpus": 16, "global_batch": 32, "precision": "bf16"}
     return PlanSpec(**{**usual, **changes})
 
 
-def test_rows_fit_are_ranked_and_fill_the_gpus():
+def test_rows_fit_into_memory_are_ranked_and_use_all_gpus():
     machine = CalibratedMachine(DGX_H100)
-    found = plan(asked(tokens="1B"), machine, top=2)
+    found = plan(plan_spec(tokens="1B"), machine, top=2)
     times = [row.median("step_ms") for row in found.rows]
     assert times == sorted(times) and len(times) == 2
     every, fitting = found.counted
@@ -51,21 +51,23 @@ def test_rows_fit_are_ranked_and_fill_the_gpus():
         assert row.median("gpu_hours") == pytest.approx(hours * 16)
     best = LayoutSpec(**{**found.rows[0].spec, "model": MODEL})
     assert all(o.ratio > 0 for o in overlaps(best, machine))
-    for of_word in found.fastest.values():  # simulated like the rows, so never better than the best
-        assert next(iter(of_word.values())) == found.rows[0]
-        steps = [row.median("step_ms") for row in of_word.values()]
+    for (
+        by_name
+    ) in found.fastest.values():  # simulated like the rows, so never faster than the first
+        assert next(iter(by_name.values())) == found.rows[0]
+        steps = [row.median("step_ms") for row in by_name.values()]
         assert len(steps) > 1 and steps == sorted(steps)
 
 
-def test_the_first_row_does_not_depend_on_how_many_are_asked_for():
+def test_the_first_row_does_not_depend_on_the_number_of_rows():
     model = ModelSpec.preset("2.7b")
-    spec = asked(model=model, size="2.7b", gpus=8, global_batch=64)
+    spec = plan_spec(model=model, size="2.7b", gpus=8, global_batch=64)
     machine = CalibratedMachine(DGX_H100)
     few, many = (plan(spec, machine, top=top).rows[0] for top in (1, 20))
     assert few == many
 
 
-def test_tensor_collectives_beside_products_are_not_said_to_be_waited_for():
+def test_overlapped_tensor_collectives_do_not_make_computation_wait():
     waits = [
         overlaps(
             LayoutSpec(model=MODEL, layout=layout, batch=batch, precision="bf16", device="cuda"),
@@ -73,40 +75,40 @@ def test_tensor_collectives_beside_products_are_not_said_to_be_waited_for():
         )[0].waits
         for layout, batch in (("tp2", 4), ("tp2 overlap", 4), ("tp4 overlap", 1))
     ]
-    assert waits == [True, False, True]  # pieces of the last are too small
+    assert waits == [True, False, True]  # messages of the last are too small to overlap
 
 
-def test_candidates_hide_what_a_tensor_axis_sends_where_it_is_large():
+def test_candidates_overlap_large_tensor_parallel_messages():
     found = {
         (candidate.micro_batch, candidate.layout.overlap)
-        for candidate in candidates(asked(gpus=2, global_batch=4), 8)
+        for candidate in candidates(plan_spec(gpus=2, global_batch=4), 8)
         if candidate.layout.tensor == 2
     }
     # a piece is half of micro_batch x 4096 tokens x 4608 x 2 bytes: 18 MiB, and 16 is enough
     assert MODEL.d_model == 4608 and found == {(1, True), (2, True), (4, True)}
-    small = asked(model=ModelSpec.preset("nano"), gpus=2, global_batch=4)
+    small = plan_spec(model=ModelSpec.preset("nano"), gpus=2, global_batch=4)
     assert not any(c.layout.overlap for c in candidates(small, 8))
 
 
-def test_micro_batches_are_all_that_divide_a_ranks_batch():
-    """25 sequences a rank in one pass of zero3 are 1.6 times as fast as any pipeline of 16."""
-    of_25 = asked(model=ModelSpec.preset("10b"), global_batch=100)
+def test_micro_batches_are_all_divisors_of_a_ranks_batch():
+    """25 sequences per rank in one pass of zero3 are 1.6 times as fast as any pipeline of 16."""
+    per_rank_25 = plan_spec(model=ModelSpec.preset("10b"), global_batch=100)
     sizes = {
         (c.micro_batch, c.accumulation)
-        for c in candidates(of_25, 8)
+        for c in candidates(per_rank_25, 8)
         if c.layout.wrapper == "zero3" and c.layout.sizes == {"data": 4, "tensor": 4}
     }
     assert sizes == {(1, 25), (5, 5), (25, 1)}
-    on_a_cpu = asked(model=ModelSpec.preset("nano"), gpus=1, global_batch=192, device="cpu")
-    assert max(c.micro_batch for c in candidates(on_a_cpu, 1)) == 64
-    row = plan(of_25, CalibratedMachine(DGX_H100), top=1).rows[0]
+    cpu_spec = plan_spec(model=ModelSpec.preset("nano"), gpus=1, global_batch=192, device="cpu")
+    assert max(c.micro_batch for c in candidates(cpu_spec, 1)) == 64
+    row = plan(per_rank_25, CalibratedMachine(DGX_H100), top=1).rows[0]
     assert row.spec["layout"] == "dp4 zero3 tp4 overlap"
-    alone = predict_layout(layout_spec(candidate_of(row), of_25), CalibratedMachine(DGX_H100))
+    alone = predict_layout(layout_spec(candidate_of(row), per_rank_25), CalibratedMachine(DGX_H100))
     assert row.median("step_ms") == pytest.approx(alone.median("step_ms"), rel=0.01)
 
 
-def test_the_context_of_a_process_is_counted_once():
-    """An H100 of 80 GB has 79.2 GiB for programs; tensors have what their context leaves."""
+def test_the_cuda_context_is_counted_once():
+    """An H100 of 80 GB has 79.2 GiB for programs, of which the CUDA context takes a part."""
     spec = LayoutSpec(model=MODEL, layout="dp16 zero3", batch=16, precision="bf16", device="cuda")
     row = predict_layout(spec, CalibratedMachine(DGX_H100))
     outside = sum(size for name, size, _ in row.tables["memory"][1:] if "(outside)" in name)
@@ -114,12 +116,12 @@ def test_the_context_of_a_process_is_counted_once():
     assert outside > CUDA_CONTEXT and left == 80 * 2**30 - NOT_FOR_TENSORS
 
 
-def test_the_head_of_a_small_network_counts_for_its_stage():
-    """Its last stage takes several times as long as its blocks: screened without it, pipelines
-    would take the places of what is faster.
+def test_screening_includes_the_head_of_the_last_stage():
+    """The last stage of a small network takes several times as long as its blocks. If screening left it
+    out, pipelines would displace faster layouts.
     """
     model = ModelSpec.preset("nano", vocab_size=100_000, context_length=1024)
-    machine, spec = CalibratedMachine(DGX_H100), asked(model=model, gpus=2, global_batch=8)
+    machine, spec = CalibratedMachine(DGX_H100), plan_spec(model=model, gpus=2, global_batch=8)
     row = plan(spec, machine, top=1).rows[0]
     screen = Screen(spec, machine)
     for candidate in candidates(spec, 8):
@@ -130,25 +132,25 @@ def test_the_head_of_a_small_network_counts_for_its_stage():
     assert "dp2" in row.spec["layout"]
 
 
-def test_sequences_are_shared_where_no_rank_could_have_its_own():
-    """Ranks have whole sequences before they share one; a ring is our attention's."""
+def test_sequences_are_shared_only_if_there_are_too_few_for_all_ranks():
+    """A ring needs this package's attention."""
     model = dataclasses.replace(MODEL, context_length=131_072)
-    spec = asked(model=model, global_batch=8)
+    spec = plan_spec(model=model, global_batch=8)
     exchanged = {c.layout for c in candidates(spec, 8) if c.layout.context > 1}
     assert exchanged and all(layout.ulysses for layout in exchanged)
-    ours = asked(model=dataclasses.replace(model, attention="triton"), global_batch=8)
+    ours = plan_spec(model=dataclasses.replace(model, attention="triton"), global_batch=8)
     found = list(candidates(ours, 8))
     assert all(c.layout.ranks == 16 for c in found)
     assert {c.layout.ulysses for c in found if c.layout.context > 1} == {True, False}
     assert all(math.gcd(c.micro_batch, c.layout.context) == 1 for c in found)
-    short = asked(model=ModelSpec.preset("10b", context_length=2048), global_batch=8)
+    short = plan_spec(model=ModelSpec.preset("10b", context_length=2048), global_batch=8)
     assert not any(c.layout.context > 1 for c in candidates(short, 8))
 
 
 def test_long_sequences_are_planned_with_a_context_axis():
-    """One sequence of 128k tokens for 16 GPUs, of which a tensor axis takes four at most."""
+    """One sequence of 128k tokens on 16 GPUs, with a tensor axis of at most four."""
     model = dataclasses.replace(MODEL, num_layers=8, context_length=131_072, attention="triton")
-    spec, machine = asked(model=model, global_batch=1), CalibratedMachine(DGX_H100)
+    spec, machine = plan_spec(model=model, global_batch=1), CalibratedMachine(DGX_H100)
     found = plan(spec, machine, top=2)
     best = found.rows[0]
     assert "cp" in best.spec["layout"]
@@ -165,14 +167,14 @@ def test_long_sequences_are_planned_with_a_context_axis():
         plan(longer, machine, top=1)
 
 
-def test_nothing_fits_is_said_with_what_is_missing():
-    with pytest.raises(ValueError, match=r"the least that a layout needs is \d+\.\d GiB a GPU"):
-        plan(asked(gpus=1, global_batch=1), CalibratedMachine(DGX_H100))
-    with pytest.raises(ValueError, match="no layout spreads 3 sequences over 64 GPUs"):
-        plan(asked(global_batch=3, gpus=64), CalibratedMachine(DGX_H100))
+def test_the_error_that_nothing_fits_names_the_needed_memory():
+    with pytest.raises(ValueError, match=r"every layout needs at least \d+\.\d GiB per GPU"):
+        plan(plan_spec(gpus=1, global_batch=1), CalibratedMachine(DGX_H100))
+    with pytest.raises(ValueError, match="no layout divides 3 sequences among 64 GPUs"):
+        plan(plan_spec(global_batch=3, gpus=64), CalibratedMachine(DGX_H100))
     unknown = dataclasses.replace(DGX_H100, device="", base=DGX_H100.base)
     with pytest.raises(ValueError, match="published peaks"):
-        plan(asked(), CalibratedMachine(unknown))
+        plan(plan_spec(), CalibratedMachine(unknown))
 
 
 def test_1024_gpus_are_planned_without_torch():
@@ -198,27 +200,33 @@ def test_1024_gpus_are_planned_without_torch():
 
 
 def test_overlap_ratios_by_hand():
-    """1000 tokens at 4 PFLOP/s are 1 ns of backward a weight; 2 · 1/2 · 4 bytes at 8 GB/s half."""
+    """With 1000 tokens at 4 PFLOP/s, backward takes 1 ns per weight; 2 · 1/2 · 4 bytes at 8 GB/s half
+    of that.
+    """
     data = overlap_ratios.data_parallel(
         ranks=2, tokens=1000, gradient_bytes=4, flops_per_s=4e12, bytes_per_s=8e9
     )
     assert data.ratio == pytest.approx(0.5 / 1.0)
-    assert "sending takes 0.50 of the time of computing, and can hide" in data.sentence
+    assert (
+        "communication takes 0.50 times as long as computation, and can be hidden" in data.sentence
+    )
     forward, backward = overlap_ratios.sharded(
         ranks=2, tokens=1000, weight_bytes=2, flops_per_s=4e12, bytes_per_s=1e9
     )
     assert forward.ratio == backward.ratio == pytest.approx(1e-9 / 0.5e-9)
-    assert not forward.hides and "too much to hide" in forward.sentence
+    assert not forward.hides and "too long to be hidden" in forward.sentence
     given = {"value_bytes": 2, "flops_per_s": 1e12, "bytes_per_s": 1e11}
     one, twice = (
         overlap_ratios.tensor(ranks=4, width=w, block_weights=12 * w**2, waits=True, **given).ratio
         for w in (1024, 2048)
     )
-    assert one == pytest.approx(2 * twice)  # the wider, the shorter beside its block
+    assert one == pytest.approx(
+        2 * twice
+    )  # communication of a wider network is shorter relative to its block
     waits = overlap_ratios.tensor(
         ranks=4, width=8192, block_weights=12 * 8192**2, waits=True, **given
     )
-    assert waits.ratio < 1 and not waits.hides and "computing waits for it" in waits.sentence
+    assert waits.ratio < 1 and not waits.hides and "computation waits for it" in waits.sentence
     shallow, deep = (
         overlap_ratios.pipeline(blocks=n, width=1024, block_weights=12 * 1024**2, **given).ratio
         for n in (1, 4)

@@ -46,7 +46,7 @@ def wired(rate):
 
 
 def holding(memory_gib):
-    """A machine whose GPUs have so much memory."""
+    """A machine whose GPUs have this much memory."""
     peaks = dataclasses.replace(DGX.peaks, memory_gb=memory_gib * GIB / 1e9)
     values = {f.name: getattr(peaks, f.name) for f in dataclasses.fields(peaks)}
     return CalibratedMachine(dataclasses.replace(DGX, other={**DGX.other, "peaks": values}))
@@ -64,7 +64,7 @@ def holding(memory_gib):
     st.sampled_from((1, 2)),
 )  # fmt: skip
 def test_faster_wires_are_never_slower(model, layout, rate, ratio, accumulation):
-    model = dataclasses.replace(model, attention="triton")  # which rings of keys need
+    model = dataclasses.replace(model, attention="triton")  # for the ring
     asked = LayoutSpec(model=model, layout=layout, batch=16, precision="bf16", device="cuda",
                        accumulation=accumulation)  # fmt: skip
     slow, fast = (
@@ -75,8 +75,8 @@ def test_faster_wires_are_never_slower(model, layout, rate, ratio, accumulation)
 
 @few
 @given(models, st.integers(0, 3), st.floats(0.5, 8.0), st.floats(1.0, 4.0))
-def test_more_memory_never_leaves_less_to_choose_from(model, batch, memory_gib, ratio):
-    """Nor does it make the first layout slower: what fits as well is only added."""
+def test_more_memory_never_removes_a_layout(model, batch, memory_gib, ratio):
+    """Nor does it make the first layout slower, because it only adds layouts."""
     asked = PlanSpec(model=model, gpus=8, global_batch=8 * 2**batch, precision="bf16")
     found = []
     for gib in (memory_gib, ratio * memory_gib):
@@ -94,15 +94,15 @@ def test_more_memory_never_leaves_less_to_choose_from(model, batch, memory_gib, 
 
 @few
 @given(models, st.sampled_from(sorted(set(WRAPPERS) - {"none"})), st.sampled_from((2, 4, 8)))
-def test_bytes_add_up(model, wrapper, ranks):
-    """The parts of memory are its peak, and what ranks share is whole between them."""
+def test_the_parts_of_memory_add_up(model, wrapper, ranks):
+    """The parts add up to the peak, and all shards together are the whole."""
     asked = LayoutSpec(model=model, layout=f"dp{ranks} {wrapper}", batch=ranks, precision="bf16",
                        device="cuda")  # fmt: skip
     row = predict_layout(asked, CalibratedMachine(DGX))
     parts = {name: float(size) for name, size, _ in row.tables["memory"][1:]}
     inside = sum(size for name, size in parts.items() if not name.endswith("(outside)"))
     assert inside == pytest.approx(row.median("peak_bytes"), abs=1)
-    whole = 8 * model.num_parameters  # Adam's two values of 4 bytes
+    whole = 8 * model.num_parameters  # Adam has two values of 4 bytes
     shares = ranks if WRAPPERS[wrapper].shards("optimizer state") else 1
     assert parts["optimizer state"] * shares >= whole * 0.999
     backward = LayoutParts.of(asked, CalibratedMachine(DGX)).rank_step(0).groups("backward")
@@ -117,7 +117,7 @@ def test_bytes_add_up(model, wrapper, ranks):
     st.sampled_from(("none", "selective", "blocks")),
     st.integers(1, 4),
 )
-def test_one_rank_is_the_single_gpu(model, precision, checkpointing, batch):
+def test_a_layout_of_one_rank_equals_the_single_gpu(model, precision, checkpointing, batch):
     how = {"model": model, "precision": precision, "checkpointing": checkpointing, "batch": batch}
     alone = predict(StepSpec(device="cuda", **how), CalibratedMachine(DGX))
     spread_out = predict_layout(

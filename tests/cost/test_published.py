@@ -17,7 +17,7 @@ DGX_A100 = CalibratedMachine(HardwareFile.read(ROOT / "hardware" / "dgx-a100.jso
 
 
 def gpt(heads, width, layers):
-    """Megatron's networks."""
+    """Returns a network of Megatron."""
     return ModelSpec(
         vocab_size=51200, context_length=2048, d_model=width, d_ff=4 * width, num_layers=layers,
         num_heads=heads, feed_forward="gelu", norm="layernorm", positions="learned",
@@ -27,7 +27,7 @@ def gpt(heads, width, layers):
 
 # Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters Using
 # Megatron-LM, table 1: billion parameters, heads, width, blocks, tensor, pipeline, GPUs, sequences,
-# TFLOP/s a GPU on A100s of 80 GB, by the paper's formula, which counts recomputation.
+# TFLOP/s per GPU on A100s of 80 GB, by the paper's formula, which counts recomputation.
 MEGATRON = (
     (3.6, 32, 3072, 30, 2, 1, 64, 512, 138),
     (18.4, 48, 6144, 40, 8, 1, 256, 1024, 135),
@@ -37,8 +37,8 @@ MEGATRON = (
 
 @pytest.mark.parametrize("row", MEGATRON, ids=lambda row: f"{row[0]}b")
 def test_published_throughputs_of_megatron(row):
-    """Micro-batches are not in the table: one sequence is assumed. Computing is an H100's, by the
-    ratio of published peaks.
+    """The table has no micro-batches; one sequence is assumed. Operations are those of an H100, scaled by
+    published peaks.
     """
     billions, heads, width, layers, tensor, stages, gpus, sequences, published = row
     model = gpt(heads, width, layers)
@@ -60,7 +60,7 @@ def test_published_throughputs_of_megatron(row):
 # The configurations that calculon is validated with (calculon-ai/calculon, validation/seqsel/tab5),
 # measured by Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models,
 # table 5: heads, width, blocks, layout, sequences, seconds with all recomputed and with the
-# attention's scores alone. Our attention never keeps scores, so that is checkpointing none.
+# attention's scores only. Our attention never keeps scores, so the latter is checkpointing none.
 SEQUENCE_PARALLEL = {
     "22B": (64, 6144, 48, "tp8", 4, 1.42, 1.10),
     "175B": (96, 12288, 96, "tp8 pp8 interleaved v3 m64", 64, 18.13, 13.75),

@@ -1,4 +1,4 @@
-"""What the cost model says that ranks of a sequence send, and beside what, is what they do."""
+"""Context-parallel ranks send what the cost model predicts, during the predicted attention."""
 
 import types
 
@@ -14,7 +14,7 @@ HEADS, TOKENS, WIDTH = 6, 4, 8
 
 
 class Wire:
-    """Of each message its bytes, and the query heads that met keys before it was waited for."""
+    """Records the bytes of each message, and the query heads computed before it was waited for."""
 
     def __init__(self):
         self.messages = []
@@ -45,7 +45,7 @@ def predicted(terms):
 
 
 @pytest.mark.parametrize(("ranks", "key_heads"), [(2, 2), (2, 1), (3, 3), (4, 6)])
-def test_messages_and_the_attention_beside_them(ranks, key_heads, monkeypatch):
+def test_messages_and_the_attention_that_hides_them(ranks, key_heads, monkeypatch):
     wire = Wire()
     monkeypatch.setattr(ring_transport, "_Shift", wire.arriving)
 
@@ -72,6 +72,6 @@ def test_messages_and_the_attention_beside_them(ranks, key_heads, monkeypatch):
     assert wire.taken() == predicted(ring.backward(whole))
 
 
-def test_two_ranks_sum_in_the_type_of_keys():
+def test_two_ranks_sum_in_the_dtype_of_keys():
     names = [t.name for t in Ring(2, 1.0, 1.0, 2, 1).forward(Term("attention", "a", (1, 1, 1)))]
-    assert not {"attention.ring.widened", "attention.ring.narrowed"} & {*names}
+    assert not {"attention.ring.cast_to_fp32", "attention.ring.cast_result"} & {*names}

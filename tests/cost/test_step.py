@@ -1,4 +1,4 @@
-"""Predicted steps: properties that hold for any machine, and shipped measurements."""
+"""Predicted steps: properties that hold for any machine, and comparisons with stored measurements."""
 
 import dataclasses
 import math
@@ -39,7 +39,7 @@ def step(size="2.7b", **changes):
 
 
 def machine(*, product_us, traffic_us):
-    """A machine on which every product and every byte takes equally long."""
+    """A machine on which all products take equally long, and all bytes, too."""
     tables = {
         "matmul nt bf16": OperationTable(("m", "n", "k"), ((512, 512, 512, product_us),)),
         "traffic": OperationTable(("bytes",), ((1e6, traffic_us), (1e9, 1e3 * traffic_us))),
@@ -47,7 +47,7 @@ def machine(*, product_us, traffic_us):
     return CalibratedMachine(HardwareFile(name="made", device="none", operations=tables))
 
 
-def test_a_calibrated_shape_is_looked_up_and_others_say_how_they_were_found():
+def test_a_calibrated_shape_is_looked_up_and_others_have_another_source():
     table = OperationTable(("m", "n", "k"), ((64, 64, 64, 1.0), (128, 64, 64, 1.0)))
     passes = OperationTable(("bytes",), ((1e6, 1.0), (1e9, 1e3)))
     tables = {"matmul nt bf16": table, "traffic": passes}
@@ -61,8 +61,8 @@ def test_a_calibrated_shape_is_looked_up_and_others_say_how_they_were_found():
     assert thin.us == pytest.approx(2 * 2**20 * 65 / 1e6, rel=0.02)
 
 
-def test_products_run_at_the_pace_of_their_share_of_the_step():
-    """Timed in turns with as long of other work, and alone at a lower clock, some of them."""
+def test_products_take_longer_the_larger_their_share_of_the_step():
+    """All were timed alternating with other work, and some back to back at a lower clock."""
     axes, large = ("m", "n", "k"), (512, 512, 512)
     tables = {
         "matmul nt bf16": OperationTable(axes, ((*large, 10.0), (512, 512, 1024, 22.0))),
@@ -73,7 +73,9 @@ def test_products_run_at_the_pace_of_their_share_of_the_step():
     assert half.at_product_share(1.0).time("matmul nt bf16", *large).us == pytest.approx(12.0)
     assert half.at_product_share(0.3).time("matmul nt bf16", *large).us == pytest.approx(9.2)
     other = half.at_product_share(0.75).time("matmul nt bf16", 512, 512, 1024)
-    assert other.us == pytest.approx(22.0 * 1.1)  # slower by as much as the nearest that was timed
+    assert other.us == pytest.approx(
+        22.0 * 1.1
+    )  # slower by the same factor as the nearest timed shape
 
 
 @given(st.floats(0.1, 10), st.floats(0.1, 10), st.integers(1, 10**9))
@@ -85,7 +87,7 @@ def test_more_bandwidth_is_never_slower(slow_us, ratio, nbytes):
 
 @settings(max_examples=20, deadline=None)
 @given(st.sampled_from(["fp32", "tf32", "bf16", "bf16-pure"]), st.sampled_from(["off", "on"]))
-def test_terms_add_up_and_blocks_cost_alike(precision, compile):
+def test_terms_add_up_and_all_blocks_cost_the_same(precision, compile):
     spec = step(precision=precision, compile=compile)
     record = predict(spec, H100)
     head, *rows = record.tables["terms"]
@@ -107,8 +109,8 @@ def test_what_is_not_modelled_is_refused():
         CalibratedMachine(HardwareFile(name="empty"))
 
 
-def test_steps_that_the_gpu_bounds_are_predicted_within_five_percent():
-    """Rows of an H100 of another day than the calibration's, which has not seen them."""
+def test_gpu_bound_steps_are_predicted_within_five_percent():
+    """The rows were measured on another day than the calibration, which has not used them."""
     path = ROOT / "benchmarks" / "results" / "2026-11-21-h100-study.jsonl"
     measured = [Record.from_json(line) for line in path.read_text().splitlines()]
     asked = {"fp32": ("off",), "tf32": ("off",), "bf16": ("off", "on"), "bf16-pure": ("off",)}
@@ -124,7 +126,7 @@ def test_steps_that_the_gpu_bounds_are_predicted_within_five_percent():
         assert abs(modelled.median("step_ms") / found.median("step_ms") - 1) < 0.05, found.spec
 
 
-def test_a_prediction_pairs_with_its_measurement_alone():
+def test_a_prediction_is_paired_with_its_own_measurement_only():
     modelled = predict(step(precision="bf16"), H100)
     measured = dataclasses.replace(modelled, provenance="measured", environment={})
     other = dataclasses.replace(measured, spec={**measured.spec, "batch": 8})
@@ -134,8 +136,8 @@ def test_a_prediction_pairs_with_its_measurement_alone():
     )
 
 
-def test_a_prediction_is_of_one_device():
-    """One folder may have rows of two GPUs, each with its own prediction."""
+def test_predictions_of_two_devices_are_paired_separately():
+    """A folder may have rows of two GPUs, each with its own prediction."""
     modelled = predict(step(precision="bf16"), H100)
     here = dataclasses.replace(modelled, provenance="measured", environment=modelled.environment)
     there = dataclasses.replace(here, environment={"device": "NVIDIA H200"})
@@ -145,7 +147,7 @@ def test_a_prediction_is_of_one_device():
 
 
 def test_the_fused_loss_computes_its_gradients_in_forward():
-    """The same three products, a chunk at a time; backward has none of them."""
+    """It has the same three products, in chunks; backward has none."""
     model = ModelSpec.preset("2.7b", context_length=512, vocab_size=128_256)
     fused, plain = (
         StepOperations(
@@ -166,7 +168,7 @@ def test_the_fused_loss_computes_its_gradients_in_forward():
 
 
 @pytest.mark.parametrize(("batch", "chunks"), [(16, 1), (32, 8)])
-def test_logits_come_in_chunks_of_many_tokens_alone(batch, chunks):
+def test_only_many_tokens_are_divided_into_chunks(batch, chunks):
     """8192 tokens of 128,256 words are 2.1 GB in bf16, which 2560 columns hold whole; of 16,384 a
     chunk takes 512 MiB.
     """
@@ -183,7 +185,7 @@ def two_ranks(wrapper="bucketed", **changes):
 
 
 def linked(bytes_per_s):
-    """The H100 with links of one speed."""
+    """The H100 with links of this speed."""
     links = [
         Link(asked={"op": op, "backend": "nccl", "ranks": 2}, pieces=[Piece(0.02, bytes_per_s)],
              range_bytes=(1, 2**30), fitted={}, held_out={}, measured={})
@@ -192,7 +194,7 @@ def linked(bytes_per_s):
     return CalibratedMachine(dataclasses.replace(H100.hardware, links=links))
 
 
-def test_wrappers_hide_what_they_can():
+def test_wrappers_hide_communication():
     machine = linked(300e9)
     step_ms = {
         wrapper: predict_data_parallel(two_ranks(wrapper), machine).median("step_ms")
@@ -215,14 +217,14 @@ def test_faster_links_are_never_slower(bytes_per_s, ratio, wrapper):
     assert fast <= slow * (1 + 1e-9)
 
 
-def test_what_no_link_or_wrapper_is_known_for_is_refused():
+def test_unknown_links_and_wrappers_are_refused():
     with pytest.raises(ValueError, match="has no all_reduce between 2 ranks"):
         predict_data_parallel(two_ranks(), H100)
     with pytest.raises(ValueError, match="of torch-ddp only own is predicted"):
         predict_data_parallel(two_ranks("torch-ddp", reduce_dtype="bf16"), linked(1e9))
 
 
-def test_torchs_wrappers_copy_weights_and_send_them_one_rank_after_the_other():
+def test_torchs_wrappers_copy_weights_and_broadcast_them_one_rank_after_another():
     """fully_shard copies each weight out of its buffer, in forward and in backward; the redundancy
     optimizer broadcasts half of the weights after the other half.
     """
@@ -231,18 +233,20 @@ def test_torchs_wrappers_copy_weights_and_send_them_one_rank_after_the_other():
     ours, torchs = on["zero3"].median("forward_ms"), on["torch-fsdp"].median("forward_ms")
     weights = two_ranks().model.num_parameters
     copies = H200.traffic(2 * 2 * weights).us / 1e3
-    assert 0 < torchs - ours < copies, "some are hidden, and ours has hooks"
+    assert 0 < torchs - ours < copies, "some copies are hidden, and our wrapper has hooks"
     assert on["torch-fsdp"].median("peak_bytes") < on["torch-ddp"].median("peak_bytes")
     whole, shared = (on[name].median("optimizer_ms") for name in ("torch-ddp", "torch-zero1"))
     prices = Prices(H200, two_ranks().parsed_layout)
     sent = prices.collective("broadcast", 4 * weights, "data").us / 1e3
     assert shared == pytest.approx(whole / 2 + sent, rel=0.1)
     by_wires = predict_data_parallel(two_ranks("torch-zero1", precision="bf16"), DGX)
-    assert by_wires.median("optimizer_ms") > whole / 2, "a fabric names no broadcast"
+    assert by_wires.median("optimizer_ms") > whole / 2, "a fabric has no time of a broadcast"
 
 
-def test_a_compiled_backward_gives_gradients_by_its_graphs():
-    """of blocks as each ends; of the whole network at the end, so that all of them is exposed."""
+def test_a_compiled_graph_returns_all_its_gradients_at_its_end():
+    """Compiled blocks return theirs as each ends. A whole network returns all at the end, so that all
+    communication is exposed.
+    """
     machine = linked(300e9)
     waits = {
         mode: predict_data_parallel(two_ranks(compile=mode), machine).median("exposed_ms")
@@ -252,7 +256,7 @@ def test_a_compiled_backward_gives_gradients_by_its_graphs():
     assert waits["off"] <= waits["blocks"] < waits["on"] == pytest.approx(sent)
 
 
-def test_a_machine_s_own_contention_counts():
+def test_the_machines_own_contention_is_used():
     rows = [Contention(kind, "all_reduce", 1.0, 1.0) for kind in ("matmul", "attention", "traffic")]
     machine = linked(300e9)
     quiet = CalibratedMachine(machine.hardware.with_contention(rows))
@@ -262,10 +266,10 @@ def test_a_machine_s_own_contention_counts():
         alone.median("backward_ms")
     )
     assert usual.median("backward_ms") > 1.02 * free.median("backward_ms")
-    assert "slower beside collectives" not in str(free.tables["terms"])
+    assert "slowed by collectives" not in str(free.tables["terms"])
 
 
-def test_contention_is_that_of_as_many_ranks():
+def test_contention_depends_on_the_number_of_ranks():
     rows = [Contention("matmul", "all_reduce", 1.0 + n / 10, 1.5, n) for n in (2, 8)]
     hardware = linked(300e9).hardware.with_contention(rows)
     prices = Prices(CalibratedMachine(hardware), Layout.parse("dp8 tp2"))
@@ -276,7 +280,7 @@ def test_contention_is_that_of_as_many_ranks():
 
 @pytest.mark.parametrize("wrapper", ["bucketed", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_layout_of_one_rank_is_the_single_gpu(wrapper, precision):
+def test_a_layout_of_one_rank_equals_the_single_gpu(wrapper, precision):
     spec = two_ranks(wrapper, precision=precision, ranks=1)
     spread = predict_data_parallel(spec, H100)
     single = step(precision=precision, batch=16, model=spec.model)
@@ -286,8 +290,8 @@ def test_a_layout_of_one_rank_is_the_single_gpu(wrapper, precision):
     assert spread.median("communication_ms") == spread.median("exposed_ms") == 0
 
 
-def test_a_time_at_the_launch_floor_says_nothing_about_larger_shapes():
-    """64 heads take as long for 128 tokens as for 512: that gives no rate for 512 heads."""
+def test_launch_bound_times_are_not_extrapolated():
+    """64 heads take as long for 128 tokens as for 512, which gives no rate for 512 heads."""
     rows = ((64, 128, 64, 100.0), (64, 512, 64, 110.0), (64, 4096, 64, 2000.0))
     table = OperationTable(("h", "t", "d"), rows)
     tables = {
@@ -300,7 +304,7 @@ def test_a_time_at_the_launch_floor_says_nothing_about_larger_shapes():
     assert found.us == pytest.approx(of_its_bytes / 1e3, rel=0.05)
 
 
-def test_attention_without_a_mask_is_twice_the_causal_one_until_it_is_timed_itself():
+def test_attention_without_a_mask_takes_twice_the_causal_time_unless_it_was_timed():
     axes, sizes = ("h", "t", "d"), (64, 4096, 64)
     tables = {
         "attention sdpa forward bf16": OperationTable(axes, ((*sizes, 2000.0),)),
@@ -318,7 +322,7 @@ def test_attention_without_a_mask_is_twice_the_causal_one_until_it_is_timed_itse
     assert us({**tables, "attention sdpa-full forward bf16 asked": own}) == 3100
 
 
-def test_products_outside_of_the_grid_run_at_the_pace_of_their_share_too():
+def test_products_outside_of_the_grid_depend_on_their_share_of_the_step_too():
     axes = ("m", "n", "k")
     tables = {
         "matmul nt bf16": OperationTable(axes, ((512, 512, 512, 10.0),)),
@@ -336,8 +340,8 @@ def test_products_outside_of_the_grid_run_at_the_pace_of_their_share_too():
     assert inside == pytest.approx([10.0, 12.0]) and outside == pytest.approx([20.0, 24.0])
 
 
-def test_a_batch_of_products_takes_its_bytes_until_it_is_timed_itself():
-    """As one product with the rows of all it would reuse what each pair reads and writes by itself."""
+def test_batched_products_take_at_least_the_time_of_their_bytes_unless_they_were_timed():
+    """One product with all rows would reuse a factor that each product of a batch reads separately."""
     sizes = (128, 1024, 1024, 64)
     tables = {
         "matmul nn bf16": OperationTable(("m", "n", "k"), ((128 * 1024, 1024, 64, 30.0),)),
@@ -357,8 +361,8 @@ def test_a_batch_of_products_takes_its_bytes_until_it_is_timed_itself():
     assert us({**tables, "matmul nn bf16": slow}) == 900
 
 
-def test_a_captured_backward_is_the_gpu_s_at_any_size():
-    """Of older files short backward times are left out: they may be the host's."""
+def test_a_captured_backward_is_used_at_any_size():
+    """Short backward times of older files may be launch overhead, and are left out."""
     name = "rmsnorm backward bf16"
     rows = ((512, 512, 30.0), (512, 4096, 31.0), (8192, 512, 31.0), (8192, 4096, 200.0))
     for captured, source in ((True, CALIBRATED), (False, EXTRAPOLATED)):
@@ -371,19 +375,18 @@ def heads_us(kv_heads, phase):
     model = ModelSpec.preset("medium", context_length=2048, num_kv_heads=kv_heads)
     spec = StepSpec(model=model, batch=2, precision="bf16", device="cuda")
     terms = getattr(StepOperations(spec), phase)()
-    return next(H200.time(t.operation, *t.sizes).us for t in terms if ".heads" in t.name
-                or ".rotation" in t.name)  # fmt: skip
+    return next(H200.time(t.operation, *t.sizes).us for t in terms if ".rotation" in t.name)
 
 
-def test_fewer_key_heads_rotate_and_join_at_the_rate_of_strided_views():
-    """As wide in all as the same heads of a narrower network: 16 and 4 + 4 are 24 of 48."""
+def test_grouped_key_heads_are_priced_like_a_narrower_network():
+    """16 query and 4 + 4 key and value heads are as wide as half of 48 heads."""
     for phase, part in (("forward", 20 / 32), ("backward", 24 / 48)):
         assert heads_us(4, phase) == pytest.approx(part * heads_us(16, phase), rel=0.1)
 
 
 @pytest.mark.parametrize(("compile", "last"), [("off", []), ("blocks", ["down"]), ("on", [])])
-def test_a_checkpointed_block_is_computed_again_up_to_what_backward_needs(compile, last):
-    """Its last product is not, where torch can stop within the block: one compiled alone is a call."""
+def test_a_checkpointed_block_is_recomputed_as_far_as_backward_needs_it(compile, last):
+    """torch stops before the last product, except in a separately compiled block, which is one call."""
     spec = StepSpec(model=ModelSpec.preset("medium"), precision="bf16", device="cuda",
                     checkpointing="blocks", compile=compile)  # fmt: skip
     again = [t for t in StepOperations(spec).backward() if t.name.startswith("recomputed.")]
@@ -401,7 +404,7 @@ def test_a_checkpointed_block_is_computed_again_up_to_what_backward_needs(compil
         (NetworkPart(batch=1, context=2, ulysses=True), []),
     ],
 )
-def test_selective_checkpointing_sends_again_what_products_gather(share, sent):
+def test_selective_checkpointing_repeats_the_all_gathers_before_products(share, sent):
     model = ModelSpec.preset("xl", context_length=16_384, attention="triton")
     spec = StepSpec(model=model, precision="bf16", device="cuda", checkpointing="selective")
     again = [t for t in StepOperations(spec, share).backward() if t.name.startswith("recomputed.")]

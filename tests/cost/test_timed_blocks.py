@@ -1,4 +1,4 @@
-"""Steps that are predicted from a few of their blocks, timed whole."""
+"""Steps that are predicted from networks of few blocks that were timed as a whole."""
 
 import dataclasses
 from pathlib import Path
@@ -18,7 +18,7 @@ from stepgauge.validate.predicted import predicted
 FILE = Path(__file__).parents[2] / "hardware" / "h200-sxm.json"
 MODEL = ModelSpec.preset("medium", context_length=512)
 STEP = StepSpec(model=MODEL, size="medium", batch=4, precision="bf16", device="cuda")
-# Microseconds of each phase of a block and of what is outside of blocks, by clock.
+# Microseconds of each phase of a block, and of everything outside of blocks, by clock.
 DEVICE = {"forward": (900.0, 300.0), "backward": (2000.0, 700.0), "optimizer": (100.0, 50.0)}
 HOST = {"forward": (400.0, 100.0), "backward": (500.0, 100.0), "optimizer": (40.0, 20.0)}
 
@@ -42,7 +42,7 @@ def at_depth(times, layers: int) -> float:
     return sum(outside + layers * block for block, outside in times.values()) / 1e3
 
 
-def test_a_step_is_so_many_blocks_and_what_is_outside_of_them():
+def test_a_step_is_its_blocks_and_everything_outside_of_them():
     found = predicted(STEP, machine())
     assert found.median("step_ms") == pytest.approx(at_depth(DEVICE, 24), rel=0.01)
     head, *rows = found.tables["terms"]
@@ -53,14 +53,14 @@ def test_a_step_is_so_many_blocks_and_what_is_outside_of_them():
     assert longer == pytest.approx(24 * 3000 / 1e3, rel=0.01)
 
 
-def test_a_step_that_the_host_bounds_takes_what_the_host_took():
+def test_a_host_bound_step_takes_the_measured_time_of_the_host():
     host = {phase: (4 * block, 4 * outside) for phase, (block, outside) in DEVICE.items()}
     found = predicted(STEP, machine(host=host))
     assert found.median("step_ms") == pytest.approx(at_depth(host, 24), rel=0.03)
     assert found.median("device_ms") < at_depth(host, 24) / 2
 
 
-def test_ranks_compute_the_same_blocks():
+def test_data_parallel_ranks_use_the_blocks_of_a_single_gpu():
     rank = DataParallelSpec(model=MODEL, size="medium", wrapper="bucketed", ranks=2, batch=4,
                             precision="bf16", device="cuda")  # fmt: skip
     assert blocks_of(rank) == [dataclasses.replace(blocks_of(STEP)[0], ranks=2)]
@@ -70,7 +70,7 @@ def test_ranks_compute_the_same_blocks():
     assert found.median("without_communication_ms") == pytest.approx(alone, rel=0.03)
 
 
-def test_stages_of_a_pipeline_compute_them_by_micro_batch():
+def test_pipeline_stages_use_blocks_timed_with_a_micro_batch():
     layout = LayoutSpec(model=MODEL, size="medium", layout="pp2 1f1b m4", batch=16,
                         precision="bf16", device="cuda")  # fmt: skip
     assert blocks_of(layout) == [dataclasses.replace(blocks_of(STEP)[0], ranks=2)]
@@ -82,7 +82,7 @@ def test_stages_of_a_pipeline_compute_them_by_micro_batch():
     assert shorter == pytest.approx(4 * 12 * 0.45, rel=0.05)
 
 
-def test_layers_that_ranks_share_are_timed_with_what_they_send():
+def test_tensor_parallel_blocks_are_timed_with_their_communication():
     layout = LayoutSpec(model=MODEL, size="medium", layout="tp2", batch=4, precision="bf16",
                         device="cuda")  # fmt: skip
     assert [(few.cut, few.ranks) for few in blocks_of(layout)] == [("tp2", 2)]
@@ -91,8 +91,8 @@ def test_layers_that_ranks_share_are_timed_with_what_they_send():
     assert 0 < found.median("tensor_exposed_ms") < 0.5 * found.median("step_ms")
 
 
-def test_weights_that_ranks_send_are_launched_as_the_host_did_there():
-    """Its hooks are in the host's time, and no hooks of another network are added."""
+def test_zero3_uses_the_host_times_of_blocks_that_gather_weights():
+    """The host's time includes its hooks, so that no other hooks are added."""
     rank = DataParallelSpec(model=MODEL, size="medium", wrapper="zero3", ranks=2, batch=4,
                             precision="bf16", device="cuda")  # fmt: skip
     assert [few.cut for few in blocks_of(rank)] == ["dp2 zero3", "none"]
@@ -101,7 +101,7 @@ def test_weights_that_ranks_send_are_launched_as_the_host_did_there():
     assert found.median("forward_ms") == pytest.approx(24 * 5.0 + 0.1, rel=0.02)
 
 
-def test_sequences_that_ranks_share_and_what_is_hardly_deeper_is_not_timed_whole():
+def test_context_parallel_and_shallow_networks_have_no_timed_blocks():
     triton = dataclasses.replace(MODEL, attention="triton")
     sequences = LayoutSpec(model=triton, layout="cp2 bucketed", batch=4, device="cuda")
     assert blocks_of(sequences) == []

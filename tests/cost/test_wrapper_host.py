@@ -1,4 +1,4 @@
-"""What wrappers take of the host: read from a calibration's table, and part of a predicted step."""
+"""Host times of wrappers: read from a calibration's table, and part of a predicted step."""
 
 import dataclasses
 from pathlib import Path
@@ -28,17 +28,17 @@ from stepgauge.spec.step import StepSpec
 ROOT = Path(__file__).parents[2]
 H100 = HardwareFile.read(ROOT / "hardware" / "h100-sxm.json")
 H200 = HardwareFile.read(ROOT / "hardware" / "h200-sxm.json")
-SIZES = {  # parameters and messages of a network of 2 layers, of 10, and of 10 in many messages
+SIZES = {  # parameters and messages of networks of 2 and 10 layers, and of 10 layers in many messages
     **dict.fromkeys(("bucketed", "zero1", "zero2"), ((15, 1), (63, 2), (63, 60))),
     **dict.fromkeys(("naive", "overlapped"), ((15, 15), (63, 63))),
     "flat": ((15, 1), (63, 1)),
     "zero3": ((15, 3), (63, 11)),
 }
-BLOCKS, PARAMETERS = 12, 75  # of small
+BLOCKS, PARAMETERS = 12, 75  # of size small
 
 
 def table(wrapper, **phases):
-    """Times that are a plane: of a parameter, of a message, and once."""
+    """Host times that are linear in parameters and messages."""
     rows = [
         (parameters, messages, number, once + each * parameters + every * messages)
         for phase, number in WRAPPER_PHASES.items()
@@ -49,7 +49,7 @@ def table(wrapper, **phases):
 
 
 def machine(wrapper=None, **phases):
-    """The H100 with links that take no time, and a table of the wrapper's host."""
+    """The H100 with links that take no time, and host times of the wrapper."""
     links = [
         Link(asked={"op": op, "backend": "nccl", "ranks": 2}, pieces=[Piece(0.0, 1e18)],
              range_bytes=(1, 2**30), fitted={}, held_out={}, measured={})
@@ -61,7 +61,7 @@ def machine(wrapper=None, **phases):
 
 
 def predicted(wrapper, on, **changes):
-    """A step that its host bounds: the GPU always waits."""
+    """Predicts a host-bound step, whose GPU always waits."""
     model = ModelSpec.preset("small", context_length=16)
     asked = {"model": model, "size": "small", "batch": 1, "device": "cuda", "precision": "bf16"}
     return predict_data_parallel(DataParallelSpec(wrapper=wrapper, **{**asked, **changes}), on)
@@ -72,17 +72,17 @@ def hooks(on, wrapper, device="cuda"):
     return hooks_of(on, wrapper, work, Layout(data=2, wrapper=wrapper))
 
 
-def test_a_plane_is_found_again():
+def test_the_fit_finds_the_costs_that_made_the_table():
     for wrapper in CALIBRATED_WRAPPERS:
         found = hooks(machine(wrapper, backward=(0.0, 40.0, 7.0)), wrapper)["backward"]
-        if wrapper == "flat":  # whose message is always one
+        if wrapper == "flat":  # always one message
             assert found.us(75, 1) == pytest.approx(47.0)
         else:
             assert found == Hooks(0.0, pytest.approx(40.0), pytest.approx(7.0))
     both = hooks(machine("zero2", backward=(6.0, 40.0, 7.0)), "zero2")["backward"]
     assert both.us(219, 110) == pytest.approx(7.0 + 6.0 * 219 + 40.0 * 110)
     less = hooks(machine("zero3", forward=(0.0, -5.0, 0.0)), "zero3")["forward"]
-    assert less == Hooks()  # a host that is quicker under a wrapper is noise
+    assert less == Hooks()  # a host that is faster with a wrapper is noise
     assert hooks(machine("zero3", forward=(0.0, 5.0, 0.0)), "zero3", "cpu")["forward"] == Hooks()
 
 
@@ -98,14 +98,14 @@ def test_a_plane_is_found_again():
         ("flat", {"backward": (0.0, 0.0, 70.0)}, 70.0),
     ],
 )
-def test_a_step_that_its_host_bounds_takes_that_much_longer(wrapper, phases, added_us):
-    """Of ZeRO 1 a little less: the GPU updates three of four parts beside the host."""
+def test_hooks_lengthen_a_host_bound_step(wrapper, phases, added_us):
+    """ZeRO 1 adds a little less, because the GPU updates three of four parts while the host works."""
     before = predicted(wrapper, machine(wrapper)).median("step_ms")
     after = predicted(wrapper, machine(wrapper, **phases)).median("step_ms")
     assert (after - before) * 1e3 == pytest.approx(added_us, rel=0.08)
 
 
-def test_a_gpu_that_has_much_to_do_hides_the_hooks():
+def test_a_busy_gpu_hides_the_hooks():
     changes = {"model": ModelSpec.preset("2.7b"), "batch": 16, "size": "2.7b"}
     free, slow = (
         predicted("bucketed", machine("bucketed", backward=(each, 0.0, 0.0)), **changes)
@@ -126,7 +126,7 @@ def test_a_wrapper_without_host_times_gets_those_of_a_typical_host():
 
 
 def eager_host(block_us, outside_us=0.0):
-    """Of 2 and of 10 blocks, alike in each phase."""
+    """Host times of 2 and 10 blocks, equal in all phases."""
     rows = tuple(
         (layers, number, outside_us + block_us * layers)
         for layers in (2, 10)
@@ -136,12 +136,12 @@ def eager_host(block_us, outside_us=0.0):
 
 
 def timed(**tables):
-    """The H100 with these hosts, by what ends their names."""
+    """The H100 with these host times, by the suffix of their names."""
     named = {f"host eager bf16{under.replace('_', ' ')}": t for under, t in tables.items()}
     return CalibratedMachine(dataclasses.replace(H100, operations={**H100.operations, **named}))
 
 
-def test_ranks_launch_as_those_of_another_number_that_were_timed():
+def test_host_times_of_another_number_of_ranks_are_used():
     work = StepSpec(model=ModelSpec.preset("small"), device="cuda", precision="bf16")
     on = timed(_tp2=eager_host(900.0), _tp8=eager_host(1000.0), _dp2_zero3=eager_host(700.0))
     for layout, block_us in (("tp2", 900.0), ("tp4 ", 900.0), ("tp8", 1000.0), ("tp16", 1000.0)):
@@ -151,11 +151,11 @@ def test_ranks_launch_as_those_of_another_number_that_were_timed():
     sharded = launch_costs(work, on, Layout.parse("dp4 zero3"))["backward"]
     assert sharded.block_us == pytest.approx(700.0)
     other = launch_costs(work, on, Layout.parse("dp4 zero1"))["backward"]
-    assert other == launch_costs(work, on)["backward"], "whose hooks are in a table of their own"
+    assert other == launch_costs(work, on)["backward"], "its hooks have their own table"
 
 
-def test_a_host_that_is_asked_of_each_operator_takes_longer():
-    """In forward, and again when blocks are computed a second time; in compiled blocks it is not."""
+def test_selective_checkpointing_takes_the_host_longer():
+    """In forward and in recomputation, but not in compiled blocks."""
 
     def block_us(phase, checkpointing, on, **changes):
         work = StepSpec(model=ModelSpec.preset("small"), device="cuda", precision="bf16",
@@ -175,7 +175,7 @@ def test_a_host_that_is_asked_of_each_operator_takes_longer():
     assert compiled[0] == compiled[1]
 
 
-def test_what_axes_take_of_the_host_is_missed():
+def test_missing_host_times_of_a_layout_are_noted():
     def note(layout, on):
         asked = LayoutSpec(model=ModelSpec.preset("small", attention="triton"), layout=layout,
                            batch=4, precision="bf16", device="cuda")  # fmt: skip
@@ -188,7 +188,7 @@ def test_what_axes_take_of_the_host_is_missed():
     assert "host cost of zero2 cp2 not measured" in note("zero2 cp2", with_links)
 
 
-def test_a_step_that_waits_for_its_host_may_be_off_by_more():
+def test_a_host_bound_step_has_a_larger_spread():
     bound = predicted("none", timed(**{"": eager_host(1000.0)}))
     free = predicted("none", timed(**{"": eager_host(1.0)}))
     assert spread(bound) > SLOWER_HOST - 1 > 4 * spread(free)

@@ -74,7 +74,7 @@ def modelled(
     tables: dict[str, list[list[object]]] = {"terms": [[*HEADINGS], *rows]}
     if late_us:
         cause = f"a host that takes {SLOWER_HOST:g} times as long"
-        tables[INTERVAL] = [["may be longer by", "us"], [cause, late_us]]
+        tables[INTERVAL] = [["possible delay", "us"], [cause, late_us]]
     notes = [note]
     if memory is not None and not spec.device.startswith("cpu"):
         metrics = {**metrics, "peak_bytes": Sample.exact(round(memory.peak_bytes), "bytes")}
@@ -101,8 +101,8 @@ def _untimed(rows: Sequence[Sequence[Any]]) -> str:
         return ""
     longest = ", ".join(sorted(us_by_term, key=lambda name: -us_by_term[name])[:3])
     return (
-        f"untimed: {untimed_us / 1e3:.2g} ms of it go by the bytes or operations of {longest}; "
-        f"stepgauge validate --now times their calls"
+        f"untimed: {untimed_us / 1e3:.2g} ms of the step are estimated from the bytes or FLOPs of "
+        f"{longest}; stepgauge validate --now times these calls"
     )
 
 

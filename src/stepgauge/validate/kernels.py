@@ -18,7 +18,7 @@ PARTS = {
     "feed_forward.norm": STREAM,
     "head.norm": STREAM,
     "residual": STREAM,
-    "attention.heads": "attention",
+    "attention.rotation_and_split": "attention",
     "attention.rotation": "attention",
     "feed_forward.up": "feed_forward.gate_up",
     "feed_forward.gate": "feed_forward",

@@ -65,7 +65,7 @@ class Elementwise:
             eager, compiled = 9 * rotated + 10 * values, 2 * (rotated + values)
             nbytes = compiled if arithmetic.is_compiled else eager
             yield arithmetic.timed_pass(
-                "attention.heads", "heads backward", self._timed_sizes, nbytes
+                "attention.rotation_and_split", "heads backward", self._timed_sizes, nbytes
             )
             return
         if model.positions == "rope":

@@ -1,5 +1,6 @@
-"""The network with formulas that is nearest to one without: layouts of the latter are screened as
-those of the former, and the best are traced.
+"""Finds the network with formulas that is nearest to one without.
+
+Its layouts are screened by formula; the best are traced with the original network.
 """
 
 import dataclasses
@@ -12,8 +13,10 @@ OF_PARAMETERS = ("parameters", "gradients", "optimizer state")
 
 
 def nearest_with_formulas(spec: PlanSpec) -> PlanSpec:
-    """As much computed for a token: the experts that it goes to as one feed-forward layer. Attention
-    is causal and without a window, norms and optimizer are those that are calibrated.
+    """Returns the plan for a dense network with as much computation per token.
+
+    The experts of a token become one feed-forward layer. Attention is causal without a window, and the
+    norm and optimizer are calibrated ones.
     """
     model = spec.network
     norm = "layernorm" if model.norm.startswith("layernorm") else "rmsnorm"
@@ -33,6 +36,6 @@ def nearest_with_formulas(spec: PlanSpec) -> PlanSpec:
 
 
 def needed_bytes(memory: Memory, *, times: float) -> float:
-    """Of a device, where the network has so many times the parameters."""
+    """Returns the bytes that a device needs if the network has `times` as many parameters."""
     held = sum(item.bytes for item in memory.items if item.name in OF_PARAMETERS)
     return memory.device_bytes + (times - 1) * held

@@ -1,4 +1,4 @@
-"""The formulas of overlap_ratios.py at the rates that a layout's block and its wires reach."""
+"""Evaluates overlap_ratios.py at the rates that a layout's block and its wires reach."""
 
 from stepgauge.cost.layout import LayoutParts
 from stepgauge.cost.operations.step_operations import StepOperations
@@ -11,7 +11,7 @@ from stepgauge.spec.layout_step import LayoutSpec
 
 
 def scales(spec: LayoutSpec) -> dict[str, float]:
-    """Orders of magnitude of a rank's micro-batch in the whole network."""
+    """Returns orders of magnitude for a rank's micro-batch in the whole network."""
     model = require_priced(spec)  # type: ignore[arg-type]
     return overlap_ratios.typical_scales(
         tokens=spec.micro_batch * model.context_length,
@@ -23,38 +23,41 @@ def scales(spec: LayoutSpec) -> dict[str, float]:
 
 
 def overlaps(spec: LayoutSpec, machine: CalibratedMachine) -> list[overlap_ratios.OverlapRatio]:
-    """Each axis of the layout against what could hide it. Raises ValueError for what is not
-    modelled.
+    """Returns the ratio of communication to computation for each axis of the layout.
+
+    Raises ValueError for what is not modelled.
     """
     parts = LayoutParts.of(spec, machine)
     stage, prices = parts.stages[0], parts.prices
     assert isinstance(stage, StepOperations), "nothing was traced"
-    computing = prices.total_us(term for term in stage.forward_parts()[1] if not term.axis)
+    block_us = prices.total_us(term for term in stage.forward_parts()[1] if not term.axis)
     weights = stage.model.block_matrix_parameters / spec.parsed_layout.tensor
-    rate = 2 * stage.tokens * weights / computing * 1e6
-    found: list[overlap_ratios.OverlapRatio] = []
+    flops_per_s = 2 * stage.tokens * weights / block_us * 1e6
+    ratios: list[overlap_ratios.OverlapRatio] = []
     if spec.parsed_layout.tensor > 1:
-        found.append(_tensor(stage, prices, rate))
+        ratios.append(_tensor(stage, prices, flops_per_s))
     if spec.parsed_layout.num_replicas > 1:
-        found += _data(spec, stage, prices, rate)
+        ratios += _data(spec, stage, prices, flops_per_s)
     if spec.parsed_layout.pipeline > 1:
-        found.append(_pipeline(stage, prices, rate))
-    return found
+        ratios.append(_pipeline(stage, prices, flops_per_s))
+    return ratios
 
 
 def _sent_per_s(
     prices: Prices, operation: str, nbytes: float, axis: str, *, sends: int = 1
 ) -> float:
-    """Bytes that a rank of a ring sends in a second."""
+    """Returns the bytes per second that a rank of a ring sends."""
     ranks, us = prices.axes[axis].ranks, prices.collective(operation, nbytes, axis).us
     return sends * nbytes * (ranks - 1) / ranks / us * 1e6
 
 
-def _tensor(stage: StepOperations, prices: Prices, rate: float) -> overlap_ratios.OverlapRatio:
+def _tensor(
+    stage: StepOperations, prices: Prices, flops_per_s: float
+) -> overlap_ratios.OverlapRatio:
     width, itemsize = stage.model.d_model, stage.arithmetic.activation_bytes
     stream = stage.tokens * width * itemsize
     return overlap_ratios.tensor(
-        ranks=stage.share.tensor, width=width, value_bytes=itemsize, flops_per_s=rate,
+        ranks=stage.share.tensor, width=width, value_bytes=itemsize, flops_per_s=flops_per_s,
         block_weights=stage.model.block_matrix_parameters,
         bytes_per_s=_sent_per_s(prices, "all_gather", stream, "tensor"),
         waits=not stage.overlapped,
@@ -62,29 +65,31 @@ def _tensor(stage: StepOperations, prices: Prices, rate: float) -> overlap_ratio
 
 
 def _data(
-    spec: LayoutSpec, stage: StepOperations, prices: Prices, rate: float
+    spec: LayoutSpec, stage: StepOperations, prices: Prices, flops_per_s: float
 ) -> list[overlap_ratios.OverlapRatio]:
-    """Of ZeRO 3 both directions, else gradients in buckets."""
+    """Returns the ratios of both directions for ZeRO 3, and that of gradients for other wrappers."""
     ranks = spec.parsed_layout.num_replicas
     if WRAPPERS[spec.parsed_layout.wrapper].shards("weights"):
         itemsize = stage.arithmetic.activation_bytes
         unit = stage.model.block_matrix_parameters / stage.share.tensor * itemsize
         return list(overlap_ratios.sharded(
-            ranks=ranks, tokens=stage.tokens, weight_bytes=itemsize, flops_per_s=rate,
+            ranks=ranks, tokens=stage.tokens, weight_bytes=itemsize, flops_per_s=flops_per_s,
             bytes_per_s=_sent_per_s(prices, "all_gather", unit, "data"),
         ))  # fmt: skip
     bucket = spec.bucket_mb * 1e6
     return [overlap_ratios.data_parallel(
-        ranks=ranks, tokens=stage.tokens, gradient_bytes=stage.arithmetic.weight_bytes, flops_per_s=rate,
+        ranks=ranks, tokens=stage.tokens, gradient_bytes=stage.arithmetic.weight_bytes, flops_per_s=flops_per_s,
         bytes_per_s=_sent_per_s(prices, "all_reduce", bucket, "data", sends=2),
     )]  # fmt: skip
 
 
-def _pipeline(stage: StepOperations, prices: Prices, rate: float) -> overlap_ratios.OverlapRatio:
+def _pipeline(
+    stage: StepOperations, prices: Prices, flops_per_s: float
+) -> overlap_ratios.OverlapRatio:
     model, itemsize, tensor = stage.model, stage.arithmetic.residual_bytes, stage.share.tensor
     piece = stage.own_tokens * model.d_model * itemsize
     return overlap_ratios.pipeline(
         blocks=len(stage.blocks), width=model.d_model / tensor, value_bytes=itemsize,
-        block_weights=model.block_matrix_parameters / tensor, flops_per_s=rate,
+        block_weights=model.block_matrix_parameters / tensor, flops_per_s=flops_per_s,
         bytes_per_s=piece / prices.transfer(piece).us * 1e6,
     )  # fmt: skip

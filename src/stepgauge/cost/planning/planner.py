@@ -1,4 +1,4 @@
-"""Every layout of a training run, ranked: screened by closed formula, the best simulated."""
+"""Ranks all layouts of a training run: screens them by closed formula and simulates the best."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.operations.supported import require_priced
 from stepgauge.cost.planning.dense import nearest_with_formulas, needed_bytes
 from stepgauge.cost.planning.screen import Candidate, Screen, Screened, candidates
-from stepgauge.cost.rates.estimate import spread
+from stepgauge.cost.rates.estimate import with_spread
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.traced.network import TracedNetwork
 from stepgauge.spec.layout import Layout
@@ -20,20 +20,23 @@ from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import WorkSpec
 from stepgauge.spec.units import GIB
 
-# Simulated for each row that is asked for, and at least: the first must not depend on how many.
+# Layouts that are simulated per requested row, and at least. The minimum keeps the first row independent
+# of the number of rows.
 FINALISTS, LEAST_FINALISTS = 3, 30
-LEAST_TRACED = 8  # of a network without formulas, each of which takes seconds
+LEAST_TRACED = 8  # for a network without formulas, whose traces take seconds each
 DAY_S = 86_400.0
 Trace = Callable[[LayoutSpec], Sequence[TracedNetwork]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """rows       modelled records of the best layouts, fastest first
-    fastest    the fastest of each wrapper and of each checkpointing, by its name
-    counted    layouts that were screened, and of these how many fit
-    limit_bytes  of a device; infinite on a CPU, whose memory is not predicted
-    refused    why an axis was left out, by its name
+    """Ranked layouts.
+
+    rows         modelled records of the best layouts, fastest first
+    fastest      by "wrapper" and "checkpointing": the fastest layout for each value
+    counted      the number of layouts that were screened, and of those that fit
+    limit_bytes  memory of a device; infinite on a CPU, whose memory is not predicted
+    refused      by axis: why it was left out
     """
 
     rows: Sequence[Record]
@@ -46,67 +49,69 @@ class Plan:
 def plan(
     spec: PlanSpec, machine: CalibratedMachine, *, top: int = 10, trace: Trace | None = None
 ) -> Plan:
-    """Raises ValueError for a GPU of unknown memory, and where nothing fits. Memory on a CPU is not
-    predicted: there everything fits.
+    """Ranks the layouts of a training run.
 
-    trace  the stages of a layout of a network without formulas, which is screened as the nearest
-           one that has them
+    `trace` returns the traced stages of a layout of a network without formulas; such a network is
+    screened like the nearest one with formulas. Memory on a CPU is not predicted, so that everything
+    fits there. Raises ValueError for a GPU of unknown memory, and if nothing fits.
     """
     limit = limit_of(spec, machine)
-    every, fitting = _screened(spec, machine, limit, is_traced=trace is not None)
+    num_layouts, fitting = _screened(spec, machine, limit, is_traced=trace is not None)
     refused: list[str] = []
     simulate = functools.partial(
         _simulated, spec=spec, machine=machine, refused=refused, trace=trace
     )
-    possible = filter(None, (simulate(one.candidate) for one in fitting))
+    simulated = filter(None, (simulate(each.candidate) for each in fitting))
     finalists = max(FINALISTS * top, LEAST_FINALISTS) if trace is None else max(top, LEAST_TRACED)
-    rows = list(itertools.islice(possible, finalists))
+    rows = list(itertools.islice(simulated, finalists))
     if not rows:
         raise ValueError(
             f"none of the {len(fitting)} layouts that fit can be predicted; the first: {refused[0]}"
         )
-    if not (holding := [row for row in rows if device_bytes(row) <= limit]):
+    # Screening estimates memory by closed formula; the simulated peak may be larger.
+    within_limit = [row for row in rows if device_bytes(row) <= limit]
+    if not within_limit:
         raise ValueError(f"nothing fits: {rows[0].spec['layout']} {rows[0].note}")
-    rows = sorted(holding, key=_step_ms)
-    others = fitting if trace is None else ()  # each would be traced
+    rows = sorted(within_limit, key=_step_ms)
+    others = fitting if trace is None else ()  # tracing them would take too long
     fastest = {
         "wrapper": _fastest_by(lambda c: c.layout.wrapper, rows, others, simulate),
         "checkpointing": _fastest_by(lambda c: c.checkpointing, rows, others, simulate),
     }
-    return Plan(rows[:top], fastest, (every, len(fitting)), limit)
+    return Plan(rows[:top], fastest, (num_layouts, len(fitting)), limit)
 
 
 def _screened(
     spec: PlanSpec, machine: CalibratedMachine, limit: float, *, is_traced: bool
 ) -> tuple[int, list[Screened]]:
-    """How many layouts there are, and those that fit by formula, the fastest first."""
-    asked = nearest_with_formulas(spec) if is_traced else spec
-    require_priced(_work(asked))
-    screen = Screen(asked, machine)
-    every = [screen.of(c) for c in candidates(asked, machine.network.gpus_per_node)]
-    if not every:
+    """Returns the number of layouts, and those that fit by formula, the fastest first."""
+    screened_spec = nearest_with_formulas(spec) if is_traced else spec
+    require_priced(_work(screened_spec))
+    screen = Screen(screened_spec, machine)
+    layouts = [screen.of(c) for c in candidates(screened_spec, machine.network.gpus_per_node)]
+    if not layouts:
         raise ValueError(
-            f"no layout spreads {spec.global_batch} sequences over {spec.gpus} GPUs; choose a "
+            f"no layout divides {spec.global_batch} sequences among {spec.gpus} GPUs; choose a "
             f"global batch that has more common divisors with them"
         )
-    times = spec.network.num_parameters / asked.network.num_parameters
-    needs = [needed_bytes(one.memory, times=times) for one in every]
+    times = spec.network.num_parameters / screened_spec.network.num_parameters
+    needs = [needed_bytes(layout.memory, times=times) for layout in layouts]
     if min(needs) > limit:
         raise ValueError(
-            f"nothing fits: the least that a layout needs is {min(needs) / GIB:.1f} GiB a GPU, of "
+            f"nothing fits: every layout needs at least {min(needs) / GIB:.1f} GiB per GPU, which has "
             f"{limit / GIB:.1f}; add GPUs, or shorten the context"
         )
-    fitting = [one for one, needed in zip(every, needs, strict=True) if needed <= limit]
-    return len(every), sorted(fitting, key=lambda one: one.step_us)
+    fitting = [layout for layout, needed in zip(layouts, needs, strict=True) if needed <= limit]
+    return len(layouts), sorted(fitting, key=lambda layout: layout.step_us)
 
 
 def limit_of(spec: PlanSpec, machine: CalibratedMachine) -> float:
-    """Bytes that a rank may need; of a CPU, whose memory is not predicted, infinite."""
+    """Returns the bytes that a rank may need; infinite on a CPU, whose memory is not predicted."""
     return memory_limit(machine) if spec.device != "cpu" else math.inf
 
 
 def memory_limit(machine: CalibratedMachine) -> int:
-    """Bytes of a device for a process and its CUDA context. Raises ValueError where they are not known."""
+    """Returns a device's bytes for a process and its CUDA context. Raises ValueError if unknown."""
     peaks = machine.hardware.peaks
     if peaks is None or not peaks.memory_gb:
         raise ValueError(
@@ -116,12 +121,12 @@ def memory_limit(machine: CalibratedMachine) -> int:
 
 
 def device_bytes(row: Record) -> float:
-    """Of the peak and of what lies outside of torch's count; 0 of a CPU."""
+    """Returns the bytes that a predicted layout needs of a device; 0 on a CPU."""
     return sum(float(nbytes) for _, nbytes, _ in row.tables.get("memory", [])[1:])
 
 
 def layout_spec(candidate: Candidate, spec: PlanSpec) -> LayoutSpec:
-    """What `bench layout` runs of a candidate. Raises ValueError for what cannot be run."""
+    """Returns the spec with which `bench layout` runs a candidate. Raises ValueError if it cannot."""
     batch = candidate.micro_batch * candidate.layout.data * candidate.layout.microbatches
     return LayoutSpec(
         model=spec.model, size=spec.size, layout=str(candidate.layout), batch=batch,
@@ -137,94 +142,100 @@ def _simulated(
     refused: list[str],
     trace: Trace | None,
 ) -> Record | None:
-    """The modelled record with what a run comes to; None for what the runtime refuses or nobody
-    has calibrated, whose reason is then `refused`.
+    """Returns the modelled record, with the cost of the whole training run.
+
+    Returns None for what the runtime refuses or what is not calibrated, and adds the reason to `refused`.
     """
     try:
-        asked = layout_spec(candidate, spec)
-        record = predict_layout(asked, machine, trace(asked) if trace else (), shortened=True)
+        step = layout_spec(candidate, spec)
+        record = predict_layout(step, machine, trace(step) if trace else (), shortened=True)
     except ValueError as error:
         refused.append(str(error))
         return None
     step_ms = record.metrics["step_ms"].median
-    more = {"spread": Sample.exact(spread(record), "fraction of the step")}
+    metrics = dict(with_spread(record).metrics)
     if spec.num_tokens:
-        seconds = spec.num_tokens / asked.tokens_per_step * step_ms / 1e3
-        more["days"] = Sample.exact(seconds / DAY_S, "days")
-        more["gpu_hours"] = Sample.exact(seconds / 3600 * spec.gpus, "GPU-hours")
-    return dataclasses.replace(record, metrics={**record.metrics, **more})
+        seconds = spec.num_tokens / step.tokens_per_step * step_ms / 1e3
+        metrics["days"] = Sample.exact(seconds / DAY_S, "days")
+        metrics["gpu_hours"] = Sample.exact(seconds / 3600 * spec.gpus, "GPU-hours")
+    return dataclasses.replace(record, metrics=metrics)
 
 
 def largest_micro_batch(spec: PlanSpec, machine: CalibratedMachine, candidate: Candidate) -> int:
-    """Of the layout, by doubling; its global batch may grow with it."""
-    limit, screen, found = memory_limit(machine), Screen(spec, machine), candidate
+    """Returns the layout's largest micro-batch that fits, found by doubling.
+
+    The global batch may grow with it.
+    """
+    limit, screen, largest = memory_limit(machine), Screen(spec, machine), candidate
     while True:
-        larger = dataclasses.replace(found, micro_batch=2 * found.micro_batch)
+        larger = dataclasses.replace(largest, micro_batch=2 * largest.micro_batch)
         try:
-            needs = screen.of(larger).memory.device_bytes
-        except ValueError:  # more sequences than a step takes
-            return found.micro_batch
-        if needs > limit:
-            return found.micro_batch
-        found = larger
+            needed = screen.of(larger).memory.device_bytes
+        except ValueError:  # more sequences than a step may have
+            return largest.micro_batch
+        if needed > limit:
+            return largest.micro_batch
+        largest = larger
 
 
 def longest_context(spec: PlanSpec, machine: CalibratedMachine, candidate: Candidate) -> int:
-    """The longest context of the candidate's micro-batch that fits, by doubling."""
-    limit, found = memory_limit(machine), spec.network
+    """Returns the longest context that fits with the candidate's micro-batch, found by doubling."""
+    limit, model = memory_limit(machine), spec.network
     while True:
         try:
-            longer = dataclasses.replace(found, context_length=2 * found.context_length)
-        except ValueError:  # more than the network has positions
-            return found.context_length
+            longer = dataclasses.replace(model, context_length=2 * model.context_length)
+        except ValueError:  # longer than the network's positions
+            return model.context_length
         screen = Screen(dataclasses.replace(spec, model=longer), machine)
         if screen.of(candidate).memory.device_bytes > limit:
-            return found.context_length
-        found = longer
+            return model.context_length
+        model = longer
 
 
 def longest_of_all(spec: PlanSpec, machine: CalibratedMachine) -> tuple[int, Candidate]:
-    """The longest context, by doubling, that any layout of the batch fits in, and the first that
-    does, of those that hold least: all is shared, and blocks are computed again.
+    """Returns the longest context that fits with any layout, found by doubling, and the first such layout.
+
+    Only layouts that need the least memory are tried: ZeRO 3, with recomputed blocks.
     """
-    limit, asked, found = memory_limit(machine), spec, None
+    limit, longest = memory_limit(machine), None
     while True:
-        screen = Screen(asked, machine)
+        screen = Screen(spec, machine)
         fitting = (
-            one
-            for one in candidates(asked, machine.network.gpus_per_node)
-            if one.checkpointing == "blocks" and one.layout.wrapper in ("zero3", "none")
-            if screen.of(one).memory.device_bytes <= limit
+            candidate
+            for candidate in candidates(spec, machine.network.gpus_per_node)
+            if candidate.checkpointing == "blocks" and candidate.layout.wrapper in ("zero3", "none")
+            if screen.of(candidate).memory.device_bytes <= limit
         )
         first = next(fitting, None)
         if first is None:
-            assert found, "a plan that has rows has one at its own context"
-            return found
-        found = asked.network.context_length, first
+            assert longest, "a plan with rows has a layout at its own context"
+            return longest
+        longest = spec.network.context_length, first
         try:
-            longer = dataclasses.replace(asked.network, context_length=2 * found[0])
-        except ValueError:  # more than the network has positions
-            return found
-        asked = dataclasses.replace(asked, model=longer)
+            longer = dataclasses.replace(spec.network, context_length=2 * longest[0])
+        except ValueError:  # longer than the network's positions
+            return longest
+        spec = dataclasses.replace(spec, model=longer)
 
 
 def _fastest_by(
-    word: Callable[[Candidate], str],
+    name_of: Callable[[Candidate], str],
     rows: Sequence[Record],
     screened: Sequence[Screened],
     simulate: Callable[[Candidate], Record | None],
 ) -> dict[str, Record]:
-    """The fastest for each word of a candidate: of the simulated rows, where these have none the
-    simulation of the one that formulas call the fastest. The fastest word comes first.
+    """Returns the fastest layout for each name, the fastest of all first.
+
+    A name that has no simulated row is represented by its fastest screened layout, which is simulated.
     """
-    found: dict[str, Record] = {}
+    fastest: dict[str, Record] = {}
     for row in rows:
-        found.setdefault(word(candidate_of(row)), row)
-    for one in screened:
-        name = word(one.candidate)
-        if name not in found and (simulated := simulate(one.candidate)) is not None:
-            found[name] = simulated
-    return dict(sorted(found.items(), key=lambda item: _step_ms(item[1])))
+        fastest.setdefault(name_of(candidate_of(row)), row)
+    for layout in screened:
+        name = name_of(layout.candidate)
+        if name not in fastest and (simulated := simulate(layout.candidate)) is not None:
+            fastest[name] = simulated
+    return dict(sorted(fastest.items(), key=lambda item: _step_ms(item[1])))
 
 
 def _step_ms(row: Record) -> float:
@@ -232,6 +243,7 @@ def _step_ms(row: Record) -> float:
 
 
 def candidate_of(row: Record) -> Candidate:
+    """Returns the candidate of a predicted layout."""
     layout = Layout.parse(row.spec["layout"])
     sequences = row.spec["batch"] // layout.data // layout.microbatches
     return Candidate(layout, sequences, row.spec["accumulation"], row.spec["checkpointing"])

@@ -1,8 +1,7 @@
-"""Layouts by the thousand, by closed formula: what a step takes and needs, near enough to tell
-which are worth a simulation.
+"""Estimates time and memory of thousands of layouts by closed formula, to pick those to simulate.
 
-A micro-batch takes what its terms take on the fullest stage; a pipeline adds its bubble, the data
-axis what backward cannot hide.
+A micro-batch takes the sum of its terms on the fullest stage. A pipeline adds its bubble, and the data
+axis adds the communication that backward cannot hide.
 """
 
 import dataclasses
@@ -30,14 +29,14 @@ from stepgauge.spec.units import ceil_div
 
 SCHEDULES = ("1f1b", "interleaved", "zbv")
 CHECKPOINTING = ("none", "selective", "blocks")
-MOST_ON_A_CPU = 64  # sequences of a micro-batch, where no memory limits them
-# Of a sequence on each rank that shares it: with fewer, each message waits for little computing.
+MAX_CPU_MICRO_BATCH = 64  # sequences; memory does not limit them on a CPU
+# Tokens of a sequence per context-parallel rank. With fewer, computation hides little of each message.
 LEAST_TOKENS = 2048
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A layout with its micro-batch and checkpointing; a batch of `accumulation` passes."""
+    """A layout with its micro-batch, accumulated passes and checkpointing."""
 
     layout: Layout
     micro_batch: int
@@ -47,14 +46,17 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Screened:
+    """A candidate with its estimated step and memory."""
+
     candidate: Candidate
     step_us: float
     memory: Memory
 
 
 def candidates(spec: PlanSpec, gpus_per_node: int) -> Iterator[Candidate]:
-    """All that fill the GPUs and divide batch, heads, sequences and blocks: a tensor axis within a
-    node.
+    """Yields all layouts that use every GPU and divide batch, heads, sequences and blocks.
+
+    A tensor axis stays within a node.
     """
     model = spec.network
     for tensor in divisors(spec.gpus):
@@ -87,22 +89,26 @@ def _of_axes(
                 passes = rank_batch // micro_batch
                 if pipeline > 1 and not _runs(schedule, pipeline, passes):
                     continue
-                if math.gcd(micro_batch, context) > 1:  # ranks have sequences of their own first
+                # ranks that could have whole sequences do not share them
+                if math.gcd(micro_batch, context) > 1:
                     continue
-                for ulysses in _exchanges(spec, tensor, context):
+                for ulysses in _context_modes(spec, tensor, context):
                     layout = Layout(
                         data=data, wrapper=wrapper, context=context, ulysses=ulysses,
                         tensor=tensor, pipeline=pipeline, schedule=schedule,
                         microbatches=passes if pipeline > 1 else 1,
-                        overlap=_hides(spec, micro_batch, tensor, context),
+                        overlap=_overlaps(spec, micro_batch, tensor, context),
                     )  # fmt: skip
-                    for kept in CHECKPOINTING:
-                        yield Candidate(layout, micro_batch, 1 if pipeline > 1 else passes, kept)
+                    accumulation = 1 if pipeline > 1 else passes
+                    for checkpointing in CHECKPOINTING:
+                        yield Candidate(layout, micro_batch, accumulation, checkpointing)
 
 
-def _exchanges(spec: PlanSpec, tensor: int, context: int) -> Iterator[bool]:
-    """How ranks may share a sequence: by a ring of keys, which is our attention's, or by an exchange
-    of heads; none where they would have too few tokens each to be worth it.
+def _context_modes(spec: PlanSpec, tensor: int, context: int) -> Iterator[bool]:
+    """Yields the values of `ulysses` with which ranks can share a sequence.
+
+    A ring (False) needs this package's attention, an exchange of heads (True) enough heads. There are
+    none if each rank had too few tokens.
     """
     model = spec.network
     if context == 1:
@@ -116,8 +122,8 @@ def _exchanges(spec: PlanSpec, tensor: int, context: int) -> Iterator[bool]:
         yield True
 
 
-def _hides(spec: PlanSpec, micro_batch: int, tensor: int, context: int) -> bool:
-    """Whether what the tensor axis sends runs beside products: on GPUs, where it is large enough."""
+def _overlaps(spec: PlanSpec, micro_batch: int, tensor: int, context: int) -> bool:
+    """Returns True if tensor parallelism should overlap: on GPUs, if its messages are large enough."""
     itemsize = Arithmetic.of(spec.precision, is_compiled=spec.compile != "off").activation_bytes
     tokens = micro_batch * spec.network.context_length // context
     stream = tokens * spec.network.d_model * itemsize
@@ -125,20 +131,20 @@ def _hides(spec: PlanSpec, micro_batch: int, tensor: int, context: int) -> bool:
 
 
 def _runs(schedule: str, pipeline: int, micro_batches: int) -> bool:
-    """Fewer micro-batches than stages leave ranks idle; interleaved ones come in whole rounds."""
+    """Returns True if there is a micro-batch per rank; interleaved schedules need whole rounds."""
     return micro_batches >= pipeline and (
         schedule != "interleaved" or micro_batches % pipeline == 0
     )
 
 
 def _micro_batches(spec: PlanSpec, rank_batch: int) -> list[int]:
-    """All that divide the batch of a rank: a batch of 25 is 25 passes of one without them."""
-    most = MOST_ON_A_CPU if spec.device == "cpu" else rank_batch
-    return [size for size in divisors(rank_batch) if size <= most]
+    """Returns all divisors of a rank's batch, so that a batch of 25 has 5 as well as 1 and 25."""
+    largest = MAX_CPU_MICRO_BATCH if spec.device == "cpu" else rank_batch
+    return [size for size in divisors(rank_batch) if size <= largest]
 
 
 class Screen:
-    """Candidates on a machine. What depends on share and checkpointing alone is computed once."""
+    """Estimates candidates on a machine. Results for equal shares of the network are cached."""
 
     def __init__(self, spec: PlanSpec, machine: CalibratedMachine):
         self.spec, self.machine = spec, machine
@@ -149,14 +155,14 @@ class Screen:
         self._most_owned = functools.cache(most_owned)
 
     def of(self, candidate: Candidate) -> Screened:
-        """Raises ValueError for what the machine does not know."""
+        """Estimates a candidate. Raises ValueError for what the machine has no times for."""
         layout, layers = candidate.layout, self.spec.network.num_layers
         stage = self._stage(candidate, range(ceil_div(layers, layout.pipeline)))
         prices = self._prices(layout.tensor, layout.data, layout.context, layout.pipeline)
         forward, backward = self._times(stage, prices)
         bubble = _bubble(layout.schedule, layout.pipeline, forward, backward)
         if layout.pipeline > 1:
-            # the last has the head, which may take longer than blocks
+            # the last stage has the head, which may take longer than blocks
             last = self._stage(candidate, range(layers - layers // layout.pipeline, layers))
             forward, backward = max((forward, backward), self._times(last, prices), key=sum)
             memory = stage_memory(stage, layout)
@@ -164,13 +170,13 @@ class Screen:
             memory = step_memory(stage, layout, accumulates=candidate.accumulation > 1)
         passes = layout.microbatches * candidate.accumulation
         exposed, slowed = self._data_us(stage, prices, layout, forward, backward, passes)
-        update = prices.us(stage.optimizer(self._updated(stage, layout)))
-        each = max(forward + backward, self._hosts(stage, prices))
-        step_us = passes * each + bubble + exposed + slowed + update
+        update = prices.us(stage.optimizer(self._num_updated(stage, layout)))
+        pass_us = max(forward + backward, self._hosts(stage, prices))
+        step_us = passes * pass_us + bubble + exposed + slowed + update
         return Screened(candidate, step_us, memory)
 
     def _stage(self, candidate: Candidate, blocks: range) -> StepOperations:
-        """These blocks as a rank of the candidate has them."""
+        """Returns the operations of these blocks on a rank of the candidate."""
         layout = candidate.layout
         return self._shares(
             candidate.micro_batch,
@@ -183,8 +189,8 @@ class Screen:
             blocks,
         )
 
-    def _updated(self, stage: StepOperations, layout: Layout) -> float:
-        """Parameters that a rank's optimizer steps."""
+    def _num_updated(self, stage: StepOperations, layout: Layout) -> float:
+        """Returns the number of parameters that a rank updates."""
         wrapper = WRAPPERS[layout.wrapper]
         if wrapper.shards("weights"):
             return stage.num_parameters / layout.num_replicas
@@ -193,11 +199,11 @@ class Screen:
         return stage.num_parameters
 
     def _timed(self, stage: StepOperations, prices: Prices) -> tuple[float, float]:
-        """Microseconds of a micro-batch."""
+        """Returns the microseconds of forward and backward of a micro-batch."""
         return prices.total_us(stage.forward()), prices.total_us(stage.backward())
 
     def _launched(self, stage: StepOperations, prices: Prices) -> float:
-        """Microseconds of the host for a micro-batch, which it may need longer for than the device."""
+        """Returns the host's microseconds for a micro-batch, which may be more than the device's."""
         host = launch_costs(stage.spec, prices.machine, prices.layout)
         return sum(host[phase].us(len(stage.blocks)) for phase in ("forward", "backward"))
 
@@ -205,39 +211,40 @@ class Screen:
         self, stage: StepOperations, prices: Prices, layout: Layout, forward: float,
         backward: float, passes: int,
     ) -> tuple[float, float]:  # fmt: skip
-        """What the data axis adds: while nothing computes, and by slowing down what does."""
+        """Returns the exposed time of the data axis, and the time by which it slows computation."""
         if layout.num_replicas == 1:
             return 0.0, 0.0
         numel, arithmetic = stage.num_parameters, stage.arithmetic
 
-        def sent(operation: str, itemsize: int, parts: int) -> float:
+        def collectives_us(operation: str, itemsize: int, parts: int) -> float:
             nbytes = numel * itemsize / parts
             return parts * prices.collective(operation, nbytes, "data").us
 
         wrapper = WRAPPERS[layout.wrapper]
+        units = len(stage.blocks)
         if wrapper.shards("weights") and layout.pipeline > 1:
-            units = len(stage.blocks)
-            whole = [
-                sent(op, arithmetic.weight_bytes, units) for op in ("all_gather", "reduce_scatter")
+            both_us = [
+                collectives_us(operation, arithmetic.weight_bytes, units)
+                for operation in ("all_gather", "reduce_scatter")
             ]
-            return passes / layout.microbatches * sum(whole), 0.0
+            return passes / layout.microbatches * sum(both_us), 0.0
         if wrapper.shards("weights"):
-            units = len(stage.blocks)
-            gather = sent("all_gather", arithmetic.activation_bytes, units)
-            reduce = sent("reduce_scatter", arithmetic.activation_bytes, units)
-            over = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
-            beside = min(gather, forward) + min(gather + reduce, backward)
-            return passes * over, passes * beside * (1 - 1 / DEFAULT_SLOWDOWN.kernel)
+            gather = collectives_us("all_gather", arithmetic.activation_bytes, units)
+            reduce = collectives_us("reduce_scatter", arithmetic.activation_bytes, units)
+            exposed = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
+            hidden = min(gather, forward) + min(gather + reduce, backward)
+            return passes * exposed, passes * hidden * (1 - 1 / DEFAULT_SLOWDOWN.kernel)
         buckets = max(
             1, round(numel * arithmetic.weight_bytes / (DataParallelSpec.bucket_mb * 1e6))
         )
         operation = "reduce_scatter" if wrapper.shards("gradients") else "all_reduce"
-        gradients = sent(operation, arithmetic.weight_bytes, buckets)
-        hidden = backward * (buckets - 1) / buckets if layout.pipeline == 1 else 0.0
-        over, beside = max(0.0, gradients - hidden), min(gradients, hidden)
+        gradients = collectives_us(operation, arithmetic.weight_bytes, buckets)
+        # all but the last bucket can be hidden
+        can_hide = backward * (buckets - 1) / buckets if layout.pipeline == 1 else 0.0
+        exposed, hidden = max(0.0, gradients - can_hide), min(gradients, can_hide)
         if wrapper.shards("optimizer state"):
-            over += sent("all_gather", arithmetic.weight_bytes, 4)
-        return over, beside * (1 - 1 / DEFAULT_SLOWDOWN.kernel)
+            exposed += collectives_us("all_gather", arithmetic.weight_bytes, 4)
+        return exposed, hidden * (1 - 1 / DEFAULT_SLOWDOWN.kernel)
 
     def _share(
         self,
@@ -250,7 +257,7 @@ class Screen:
         gathered: bool,
         blocks: range,
     ) -> StepOperations:
-        """A stage of so many blocks. The first has the embedding and holds the most micro-batches."""
+        """Returns the operations of a share of the network."""
         spec = self.spec
         work = WorkSpec(
             model=spec.model, size=spec.size, batch=batch, precision=spec.precision,
@@ -275,8 +282,10 @@ class Screen:
 
 
 def _bubble(schedule: str, ranks: int, forward: float, backward: float) -> float:
-    """Idle time of a rank: (p-1)(F + I + W), of two stages a rank half of it; of zbv the way down
-    alone (spec/plan/pipeline/schedules.py).
+    """Returns the idle time of a rank (spec/plan/pipeline/schedules.py).
+
+    Of p ranks, 1f1b idles (p-1)(F + I + W). Interleaved with two stages per rank halves that, and zbv
+    idles half of (p-1) F.
     """
     match schedule:
         case "1f1b":

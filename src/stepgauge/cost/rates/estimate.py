@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from stepgauge.spec.record import Record
+from stepgauge.spec.record import Record, Sample
 
 # How a time was found:
 CALIBRATED = "calibrated"  # measured at exactly these sizes
@@ -48,3 +48,9 @@ def spread(record: Record) -> float:
     delay_us = sum(row[-1] for row in record.tables.get(INTERVAL, [])[1:])
     off_us = sum(row[us] * SPREAD[row[source]] for row in rows)
     return (off_us + delay_us) / step_us if step_us else 0.0
+
+
+def with_spread(record: Record) -> Record:
+    """Returns a modelled step with its spread as a metric."""
+    metric = Sample.exact(spread(record), "fraction of the step")
+    return dataclasses.replace(record, metrics={**record.metrics, "spread": metric})

@@ -25,15 +25,15 @@ def step_rows(operations: Operations, prices: Prices, step: Outcome, *, passes: 
     }
     rows = term_rows(phases, prices, times=passes)
     rows.append(_update_row(operations, prices, step.update_ms))
-    casts_us = step.device_ms * 1e3 - total_us(rows)
-    rows += _row("backward", "casts of what is sent", TRAFFIC, casts_us)
+    copies_us = step.device_ms * 1e3 - total_us(rows)
+    rows += _row("backward", "casts and copies for communication", TRAFFIC, copies_us)
     for axis, ms in step.exposed.items():
         rows += _row("exposed", f"{axis} axis", "communication", ms * 1e3)
     slowdown = f"× {prices.contention.of('matmul', 'all_reduce', DATA).kernel:g}"
-    rows += _row("backward", "slower beside collectives", "contention", step.slowed_ms * 1e3,
+    rows += _row("backward", "slowed by collectives", "contention", step.slowed_ms * 1e3,
                  sizes=slowdown)  # fmt: skip
     left_us = step.step_ms * 1e3 - total_us(rows)
-    return rows + _row("step", "waits", "the host's launches", left_us)
+    return rows + _row("step", "waits", "host launches", left_us)
 
 
 def pipeline_rows(
@@ -58,7 +58,7 @@ def pipeline_rows(
     rows.append(_update_row(stages[0], prices, optimizer_ms))
     rows += _row("exposed", "data axis", "communication", exposed_ms * 1e3)
     left_us = step_ms * 1e3 - total_us(rows)
-    return rows + _row("step", "waits", "other stages and the host's launches", left_us)
+    return rows + _row("step", "waits", "other stages and host launches", left_us)
 
 
 def total_us(rows: Sequence[Sequence[object]]) -> float:

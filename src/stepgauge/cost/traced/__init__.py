@@ -1,1 +1,5 @@
-"""A network that is known by its traced operators alone: its terms, memory, steps and plans."""
+"""Networks without formulas, known by the operators that torch traced.
+
+`traceable` decides which steps are traced, `network` has their terms, `memory` their peak, and `plan`
+ranks layouts of a user's network.
+"""

@@ -1,6 +1,7 @@
-"""Peak memory of a traced step over a data axis: from moment to moment what one device held, with the
-parts that a rank has its share of only. Of a pipeline: what a stage keeps of each micro-batch that is
-in flight.
+"""The peak memory of a traced step.
+
+The trace has what one device holds from moment to moment. A data parallel rank holds its shard of the
+sharded parts. A pipeline stage holds what it keeps of each micro-batch in flight.
 """
 
 import math
@@ -17,15 +18,16 @@ from stepgauge.spec.plan.pipeline.action import Action
 from stepgauge.spec.plan.pipeline.check import Held, live
 from stepgauge.spec.plan.shards import MOST_IN_FLIGHT, PREFETCHED
 
-# Categories of a traced step that ZeRO shards, by what spec/layout.py calls them.
+# Categories of a traced step that ZeRO shards, with their names in spec/layout.py.
 PART_OF = {"parameters": "weights", "optimizer state": "optimizer state", "gradients": "gradients"}
 
 
 def traced_memory(
     operations: TracedOperations, layout: Layout, *, accumulates: bool
 ) -> Memory | None:
-    """Of the fullest rank; None where memory was not traced. `accumulates`: whole gradients are
-    there from the first pass to the last.
+    """Returns the peak of the fullest rank; None if memory was not traced.
+
+    If it `accumulates`, whole gradients exist from the first pass to the last.
     """
     moments = operations.traced.moments
     if not moments:
@@ -34,22 +36,23 @@ def traced_memory(
 
     def held(moment: Mapping[str, int]) -> dict[str, float]:
         whole = {**moment, "gradients": gradients} if accumulates else moment
-        found = {
+        parts = {
             name: size * _share(operations, layout, name, accumulates)
             for name, size in whole.items()
         }
         if layout.gathers_weights:
-            found["unsharded weights"] = _unsharded(operations, bool(moment.get("gradients")))
-        return found
+            parts["unsharded weights"] = _unsharded(operations, bool(moment.get("gradients")))
+        return parts
 
-    fullest = max(map(held, moments), key=lambda held: sum(held.values()))
-    items = [Item(name, nbytes, "traced") for name, nbytes in fullest.items() if nbytes]
+    peak = max(map(held, moments), key=lambda parts: sum(parts.values()))
+    items = [Item(name, nbytes, "traced") for name, nbytes in peak.items() if nbytes]
     if WRAPPERS[layout.wrapper].keeps_buckets:
         items.append(Item("buckets", gradients, "traced"))
     return Memory(items, _outside(layout), "the fullest moment")
 
 
 def _outside(layout: Layout) -> list[Item]:
+    """Returns the memory that torch does not count."""
     outside = [Item("CUDA context", CUDA_CONTEXT, ASSUMED)]
     if layout.sizes:
         outside.append(Item("communicators", COMMUNICATOR, ASSUMED))
@@ -63,8 +66,9 @@ def traced_pipeline_memory(
     *,
     accumulates: bool,
 ) -> Memory | None:
-    """Of the fullest rank of a pipeline, by the stages that it has and the micro-batches that it has
-    in flight; None where memory was not traced. `accumulates`: as traced_memory has it.
+    """Returns the peak of the fullest pipeline rank, from its stages and its micro-batches in flight.
+
+    None if memory was not traced. `accumulates` as in traced_memory.
     """
     if not all(stage.traced.moments for stage in stages):
         return None
@@ -89,7 +93,7 @@ def _parts_of_rank(
     *,
     accumulates: bool,
 ) -> dict[str, float]:
-    """Bytes of each, at the fullest moment of the rank that does the actions of the row."""
+    """Returns the bytes of each part at the fullest moment of the rank with this row of actions."""
 
     def whole(category: str) -> float:
         return sum(_most(stage, category) for stage in own)
@@ -110,14 +114,15 @@ def _parts_of_rank(
         **parts,
         "activations in flight": in_flight,
         "temporaries": max(map(_temporaries, own)),
-        "buffers of transfers": 4 * max(stage.stream_bytes for stage in own),
+        "transfer buffers": 4 * max(stage.stream_bytes for stage in own),
         "other": max(_most(stage, "other") for stage in own),
     }
 
 
 def _temporaries(stage: TracedOperations) -> float:
-    """Beside what a micro-batch keeps. Where its backward ends that has gone, and a gradient stands
-    beside those of earlier micro-batches that it is added to.
+    """Returns the temporaries of a stage, in addition to what a micro-batch keeps.
+
+    At the end of a backward, when nothing is kept, a new gradient exists next to the sum of earlier ones.
     """
     added = max(stage.traced.parameters, default=0) * stage.arithmetic.weight_bytes
     return max(stage.traced.most_bytes, added) - stage.traced.kept_bytes
@@ -128,8 +133,9 @@ def _most(stage: TracedOperations, category: str) -> float:
 
 
 def _stage_share(stage: TracedOperations, layout: Layout, part: str) -> float:
-    """A stage's gradients add up whole before ZeRO 2 gives them to their owners; the weights of
-    ZeRO 3 are shared in the type that they were traced in.
+    """Returns the fraction of a stage's part that a rank holds.
+
+    ZeRO 2 accumulates whole gradients before it reduces them. ZeRO 3 shards weights in the traced dtype.
     """
     wrapper, ranks = WRAPPERS[layout.wrapper], layout.num_replicas
     if ranks == 1 or not wrapper.shards(part) or not stage.num_parameters:
@@ -140,8 +146,9 @@ def _stage_share(stage: TracedOperations, layout: Layout, part: str) -> float:
 
 
 def _for_weights(stage: TracedOperations) -> float:
-    """Both factors of each product for a gradient of weights, whose sizes are (N, K, tokens), or those
-    of a batch of them; of experts the tokens are those of all.
+    """Returns the bytes of both factors of all weight-gradient products.
+
+    Their sizes are (N, K, tokens), or (batch, N, K, tokens). Products of experts count all tokens.
     """
     products = (
         term
@@ -157,8 +164,10 @@ def _for_weights(stage: TracedOperations) -> float:
 
 
 def _share(operations: TracedOperations, layout: Layout, category: str, accumulates: bool) -> float:
-    """Of what one device holds. The step of ZeRO 3 is traced in the type that is computed in, and
-    whole gradients add up before ZeRO 2 gives them to their owners.
+    """Returns the fraction of a traced category that a rank holds.
+
+    A step of ZeRO 3 is traced in the activations' dtype. ZeRO 2 accumulates whole gradients before it
+    reduces them.
     """
     wrapper, arithmetic = WRAPPERS[layout.wrapper], operations.arithmetic
     part = PART_OF.get(category)
@@ -172,8 +181,10 @@ def _share(operations: TracedOperations, layout: Layout, category: str, accumula
 
 
 def _unsharded(operations: TracedOperations, in_backward: bool) -> float:
-    """What ZeRO 3 has whole at once, gradients on their way among it: as memory/peak.py has it."""
+    """Returns the bytes of unsharded weights and gradients of ZeRO 3, as in memory/peak.py."""
     largest = max(operations.units.values(), default=0)
     ends = operations.num_parameters - sum(operations.units.values())
-    units = 1 + PREFETCHED + MOST_IN_FLIGHT if in_backward else 0  # the loss is outside of all
+    units = (
+        1 + PREFETCHED + MOST_IN_FLIGHT if in_backward else 0
+    )  # during the loss, no unit is gathered
     return (ends + units * largest) * operations.arithmetic.activation_bytes

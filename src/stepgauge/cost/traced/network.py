@@ -1,6 +1,4 @@
-"""A network that is known by its traced operators alone: the terms of its step, and how much memory
-it held from moment to moment.
-"""
+"""A traced network: the terms of its step, and its memory from moment to moment."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +11,7 @@ from stepgauge.cost.streams.program import LaunchCost, LaunchGroup
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Operators that follow one another in a block, or outside of all ("")."""
+    """Consecutive operators of one block, or outside of all blocks ("")."""
 
     unit: str
     terms: Sequence[Term]
@@ -23,16 +21,16 @@ class Run:
 class TracedNetwork:
     """A training step as torch's dispatcher saw it.
 
-    update      the optimizer's operators as one term
-    parameters  elements of each that is trained
-    units       elements of each block that ZeRO 3 gathers as one
-    blocks      operators of each phase, of the optimizer its tensors, over those of a block of the
-                network that the host's times were calibrated with
-    between_bytes  of a stage of a pipeline, what it takes from another or gives, whichever is more
-    moments     bytes by category, from moment to moment of a step on one device, by torch's count;
-                none where memory was not traced
-    kept_bytes  of them what is held between forward and backward, the input of a stage among it
-    most_bytes  the same at most, with what forward and backward hold for a moment
+    update         the optimizer's operators as one term
+    parameters     elements of each trained parameter
+    units          elements of each block that ZeRO 3 gathers together
+    blocks         the host's work in each phase, as a number of blocks of the calibrated network: its
+                   operators (in the optimizer its tensors) divided by those of such a block
+    between_bytes  pipeline stage: the larger of its input and its output
+    moments        bytes by category, from moment to moment of a step on one device, as torch counts them;
+                   empty if memory was not traced
+    kept_bytes     bytes that are kept between forward and backward, with the input of a stage
+    most_bytes     the peak of the same, with temporaries of forward and backward
     """
 
     forward: Sequence[Run]
@@ -54,7 +52,7 @@ class TracedNetwork:
 
 
 class TracedOperations:
-    """What StepOperations is of the Transformer, of any network."""
+    """The operations of a traced network; the counterpart of StepOperations."""
 
     def __init__(self, spec: Any, share: NetworkPart, traced: TracedNetwork):
         self.spec, self.share, self.traced = spec, share, traced
@@ -69,54 +67,53 @@ class TracedOperations:
 
     @property
     def stream_bytes(self) -> float:
-        """What lies between stages of a pipeline."""
+        """Bytes that a pipeline stage hands to the next one."""
         return self.traced.between_bytes
 
     def launched(self, phase: str) -> float:
         return self.traced.blocks.get(phase, 0.0)
 
     def forward(self) -> Iterator[Term]:
-        return iter(_together(self.traced.terms("forward")))
+        return iter(_grouped(self.traced.terms("forward")))
 
     def backward(self) -> Iterator[Term]:
-        return iter(_together([*self.traced.terms("backward"), *self._added()]))
+        return iter(_grouped([*self.traced.terms("backward"), *self._added()]))
 
     def groups(self, phase: str, host: LaunchCost) -> Iterator[LaunchGroup]:
-        """The runs, each with its part of the phase's launches, after what the host does first."""
+        """Yields the runs, each with its share of the phase's launches."""
         runs = self.traced.runs(phase)
         yield LaunchGroup(f"start of {phase}", [], host.us(0))
-        total, place = sum(len(run.terms) for run in runs), 0
+        total, first = sum(len(run.terms) for run in runs), 0
         host_us = host.block_us * self.launched(phase)
         for number, run in enumerate(runs):
+            # parameters are named after their terms, so names must be unique
             named = [
                 dataclasses.replace(term, name=f"{n}.{term.name}")
-                for n, term in enumerate(run.terms, place)
+                for n, term in enumerate(run.terms, first)
             ]
-            place += len(named)
-            part_us = host_us * len(named) / total
-            yield LaunchGroup(run.unit or f"{phase} {number}", named, part_us, one_by_one=True)
+            first += len(named)
+            run_us = host_us * len(named) / total
+            yield LaunchGroup(run.unit or f"{phase} {number}", named, run_us, one_by_one=True)
         if phase == "backward":
             yield LaunchGroup("gradients", list(self._added()), 0.0)
 
     def optimizer(self, numel: float) -> Term:
-        """Of so many of the parameters."""
-        update, part = (
-            self.traced.update,
-            numel / max(1, self.num_parameters),
-        )  # a frozen stage's: 0
+        """Returns the update of `numel` of the parameters."""
+        update = self.traced.update
+        part = numel / max(1, self.num_parameters)  # a frozen stage has none
         (size,) = update.sizes
         return dataclasses.replace(update, sizes=(size * part,), nbytes=update.nbytes * part)
 
     def _added(self) -> Iterator[Term]:
-        """Gradients to those of earlier passes; ZeRO 3 adds shares alone."""
+        """Yields the accumulation of gradients; none in ZeRO 3, which accumulates small shards."""
         if not self.share.gathered:
             yield from self.arithmetic.gradients_added(self.num_parameters, self.share.passes)
 
 
-def _together(terms: Sequence[Term]) -> list[Term]:
-    """Equal operators as one term, with their count."""
+def _grouped(terms: Sequence[Term]) -> list[Term]:
+    """Returns equal operators as one term each, with their count."""
     counts: dict[Term, int] = {}
     for term in filter(lambda term: term.count, terms):
-        alike = dataclasses.replace(term, count=1, gradient=0)
-        counts[alike] = counts.get(alike, 0) + term.count
+        single = dataclasses.replace(term, count=1, gradient=0)
+        counts[single] = counts.get(single, 0) + term.count
     return [dataclasses.replace(term, count=count) for term, count in counts.items()]

@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.planning.planner import Plan, device_bytes, limit_of
-from stepgauge.cost.rates.estimate import spread
+from stepgauge.cost.rates.estimate import with_spread
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.traced.network import TracedNetwork
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model_fields import divisors
 from stepgauge.spec.planning import PlanSpec
-from stepgauge.spec.record import Record, Sample
+from stepgauge.spec.record import Record
 from stepgauge.spec.units import GIB
 
 DATA_WRAPPERS = ("bucketed", "zero1", "zero2", "zero3")
@@ -44,7 +44,7 @@ def plan_traced(spec: PlanSpec, trace: Trace, machine: CalibratedMachine) -> Pla
     if not fitting:
         least = min(map(device_bytes, rows)) / GIB
         raise ValueError(
-            f"nothing fits: the least that a layout needs is {least:.1f} GiB a GPU, of "
+            f"nothing fits: every layout needs at least {least:.1f} GiB per GPU, which has "
             f"{limit / GIB:.1f}; give the model a smaller batch"
         )
     fitting.sort(key=lambda row: row.metrics["step_ms"].median)
@@ -112,6 +112,4 @@ def _predicted(layout: Layout, spec: PlanSpec, trace: Trace, machine: Calibrated
         precision=spec.precision, compile=spec.compile, optimizer=spec.optimizer,
         device=spec.device,
     )  # fmt: skip
-    record = predict_layout(step, machine, trace(step))
-    interval = Sample.exact(spread(record), "fraction of the step")
-    return dataclasses.replace(record, metrics={**record.metrics, "spread": interval})
+    return with_spread(predict_layout(step, machine, trace(step)))
