@@ -66,7 +66,7 @@ def test_unpredictable_requests_are_refused():
     (spec,) = sg.expand(sg.StepSpec, {"size": "nano"})
     with pytest.raises(ValueError, match="no hardware file at h100: did you mean dgx-h100 or"):
         sg.predict(spec, hardware="h100")
-    with pytest.raises(ValueError, match="has links alone"):
+    with pytest.raises(ValueError, match="has links only"):
         sg.predict(spec, hardware="h200-nvlink")
     (run,) = sg.expand(sg.PlanSpec, {"size": "nano"})
     with pytest.raises(ValueError, match="top is 0"):

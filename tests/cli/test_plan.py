@@ -92,7 +92,7 @@ def test_the_reason_is_given_if_no_layout_can_be_predicted(stepgauge):
 
 def test_a_machine_without_operations_or_a_base(stepgauge):
     status, _, err = stepgauge("plan", *SMALL, "--hardware", HARDWARE / "h200-nvlink.json")
-    assert status == 2 and "has links alone" in err
+    assert status == 2 and "has links only" in err
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ def _times(spec: BlocksSpec, device: torch.device) -> Times:
     wait for the host, although many blocks do not.
     """
     lead = {} if device.type == "cpu" else {"lead": _busy(device)}
-    found = {}
+    times = {}
     for layers in LAYERS:
         step, phases = _build(spec, layers, device)
         launched = host_times(step, phases, device, warmup=WARMUP, steps=STEPS)
@@ -98,12 +98,12 @@ def _times(spec: BlocksSpec, device: torch.device) -> Times:
             taken = time_phases({**lead, **phases}, device, warmup=1, steps=STEPS)
         for phase in TRAINING_PHASES:
             host = NOTHING_MS if device.type == "cpu" else statistics.median(launched[phase])
-            found[layers, phase, "host"] = host
-            found[layers, phase, "device"] = statistics.median(taken[phase])
+            times[layers, phase, "host"] = host
+            times[layers, phase, "device"] = statistics.median(taken[phase])
         del step, phases
         torch.compiler.reset()
         free_unused_memory(device)
-    return found
+    return times
 
 
 def _busy(device: torch.device) -> Callable[[], None]:

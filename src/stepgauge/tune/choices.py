@@ -118,7 +118,7 @@ def layouts(ranks: int, *, overlaps: bool = False) -> tuple[str, ...]:
 
     If `overlaps`, tensor axes are tried with and without overlapping communication.
     """
-    found = []
+    candidates = []
     for tensor, pipeline in itertools.product(divisors(ranks), repeat=2):
         if ranks % (tensor * pipeline):
             continue
@@ -127,8 +127,8 @@ def layouts(ranks: int, *, overlaps: bool = False) -> tuple[str, ...]:
             for wrapper in WRAPPERS if data > 1 else ("none",):
                 microbatches = MICRO_BATCHES_PER_RANK * pipeline if pipeline > 1 else 1
                 for overlap in (False, True) if overlaps and tensor > 1 else (False,):
-                    found.append(Layout(
+                    candidates.append(Layout(
                         data=data, wrapper=wrapper, tensor=tensor, pipeline=pipeline,
                         schedule=schedule, microbatches=microbatches, overlap=overlap,
                     ))  # fmt: skip
-    return tuple(map(str, found))
+    return tuple(map(str, candidates))

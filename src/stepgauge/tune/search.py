@@ -134,13 +134,13 @@ def _predicted(space: Space, predict: Predict) -> list[tuple[Record, Chosen]]:
 
 def _unpredicted(space: Space, winner: Chosen, predict: Predict) -> list[tuple[str, Any]]:
     """Returns values with which the winner would be possible, but could not be predicted."""
-    found = []
+    unpredicted = []
     for name, values in space.choices.items():
         for value in values:
             spec = space.spec({**winner, name: value})
             if spec is not None and predict(spec) is None:
-                found.append((name, value))
-    return found
+                unpredicted.append((name, value))
+    return unpredicted
 
 
 def _fastest(space: Space, tried: Sequence[Chosen], measure: Measure) -> Chosen:

@@ -42,7 +42,7 @@ class CalibratedMachine:
     def __init__(self, hardware: HardwareFile, *, product_share: float = CALIBRATED_PRODUCT_SHARE):
         calibrated = hardware if hardware.operations else hardware.base
         if calibrated is None or not calibrated.operations:
-            content = "links alone" if hardware.links else "no operations"
+            content = "links only" if hardware.links else "no operations"
             raise ValueError(
                 f"the hardware file {hardware.name} has {content}: take one that was calibrated, or "
                 f"run stepgauge calibrate FILE on that machine"

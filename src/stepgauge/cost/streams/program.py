@@ -2,7 +2,8 @@
 
 Outside of blocks, the host's time comes before the group's first operation, because most of it is
 spent before the first launch. Within a block, the host launches one operation after the other. The
-device runs them in order. The device waits for each tensor-parallel collective before it goes on.
+device runs them in order. It waits for each collective of a tensor or context axis before it
+continues.
 """
 
 import dataclasses
