@@ -52,6 +52,23 @@ def test_the_message_names_what_to_do(capfd, arguments, message):
     assert message in refused(capfd, *arguments)
 
 
+def test_predict_shows_how_far_a_step_may_be_off(capfd):
+    assert cli.run(["predict", "--hardware", "dgx-h100", "--layout", "none"]) == 0
+    heading = capfd.readouterr().out.splitlines()[1]
+    assert heading.split()[:2] == ["step", "±"]
+
+
+def test_a_plan_in_80_columns_keeps_its_results(capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    options = ["--size", "10b", "--gpus", "8", "--hardware", "dgx-h100", "--tokens", "1T"]
+    assert cli.run(["plan", *options, "--precision", "bf16", "--global-batch", "64"]) == 0
+    text = capfd.readouterr().out
+    headings = text.split("#  layout")[0] + text.split("#  layout")[1].partition("\n")[0]
+    assert all(word in headings for word in ("step", "±", "peak", "days", "MFU"))
+    assert "bubbles" not in text.split("exposed in the simulated step")[1].partition("\n")[0]
+    assert "1.37 times as long" in text
+
+
 def test_a_grid_of_sizes_for_gpus_warns_on_a_cpu_before_the_first_row(capfd, monkeypatch):
     def measure(*arguments, **settings):
         raise ValueError("the first row starts here")

@@ -62,7 +62,8 @@ def test_simulate_draws_each_ranks_timeline_and_prints_bubbles(stepgauge, tmp_pa
     drawn += 2 * waits + backward.format(0) + waits + backward.format(1)
     assert lines[0] == f"rank 0  {drawn}"
     assert lines[2].split()[2:] == ["F0──────B0──────────────F1──────B1──────────────"]
-    assert "step 9, 1.500 × ideal" in out
+    assert "F3: forward of micro-batch 3; B backward" in out
+    assert "step 9 ms, 1.500 × ideal" in out
     # Below its actions stands what a rank holds: one of two micro-batches from 0 to 1 and 6 to 9.
     assert (lines[1][:8], lines[3][:8]) == ("peak 2  ", "peak 1  ")
     assert lines[1][8:] == "▄" * 8 + "█" * 40 + "▄" * 24

@@ -15,7 +15,7 @@ from stepgauge.report.table import FORMATS, Range, Table
 from stepgauge.report.views import plotted, record_table
 from stepgauge.spec.fallbacks import fallbacks, what_ran, with_fallbacks
 from stepgauge.spec.predictions import paired
-from stepgauge.spec.record import Sample
+from stepgauge.spec.record import Record, Sample
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,19 @@ def test_exposed_time_below_zero_is_no_figure_anywhere(record):
     assert plotted(below, "exposed_ms") is None
     assert "exposed" not in summary(below, "row")
     assert "exposed_ms" not in [pair.metric for pair in compare([below], [below]).differences]
+
+
+@pytest.mark.parametrize(
+    ("device", "provenance", "is_shown"),
+    [("cpu", "measured", False), ("cpu", "modelled", True), ("cuda", "measured", True)],
+)
+def test_exposed_time_above_all_communication_is_noise_on_a_cpu(device, provenance, is_shown):
+    metrics = {"exposed_ms": Sample.exact(278, "ms"), "communication_ms": Sample.exact(51, "ms")}
+    row = Record(
+        kind="data-parallel", spec={"device": device}, metrics=metrics, provenance=provenance
+    )
+    assert ("exposed" in summary(row, "row")) == is_shown
+    assert (plotted(row, "exposed_ms") is not None) == is_shown
 
 
 def test_a_prediction_is_not_compared_with_itself(record):
@@ -285,7 +298,9 @@ def test_comparison_pairs_by_what_was_run(record):
 
 
 def test_overlapping_ranges_do_not_differ(record):
-    step, _ = compare([record(step=[10.0, 11.0, 12.0])], [record(step=[11.5, 12.5, 13.5])]).differences
+    step, _ = compare(
+        [record(step=[10.0, 11.0, 12.0])], [record(step=[11.5, 12.5, 13.5])]
+    ).differences
     assert step.has_spread
     assert not step.exceeds_spread
 

@@ -157,9 +157,10 @@ def _exposed(row: Record) -> Iterator[str]:
         if (ms := row.median(f"{axis}_exposed_ms") or 0.0) > 0
     ]
     if exposed:
+        bubbles = "bubbles, " if row.median("bubble") else ""
         yield (
-            f"exposed in the simulated step: {', '.join(exposed)}. This includes the first gather and "
-            "the last reduction, which nothing overlaps, bubbles, and kernels slowed by communication"
+            f"exposed in the simulated step: {', '.join(exposed)}. This includes {bubbles}the first "
+            "gather and the last reduction, which nothing overlaps, and kernels slowed by communication"
         )
     if row.median("bubble"):
         yield (
@@ -258,8 +259,8 @@ def _assumptions(spec: PlanSpec, machine: CalibratedMachine) -> Iterator[str]:
             )
     slowed = Prices(machine).contention.of("matmul", "all_reduce", DATA)
     yield (
-        f"while both run, computation takes {slowed.kernel:g} times as long and a collective "
-        f"{slowed.collective:g} times as long ({slowed.source})"
+        f"while both run, computation takes {slowed.kernel:.3g} times as long and a collective "
+        f"{slowed.collective:.3g} times as long ({slowed.source})"
     )
     yield "all ranks are equally fast, no host is slow, nothing fails, and data arrives in time"
 

@@ -9,6 +9,7 @@ from cyclopts import Parameter
 from stepgauge.cli.console import Format, print_points, print_records, print_table
 from stepgauge.cli.options import Networks, Values, expand, spec_options
 from stepgauge.cli.rows import hardware_argument
+from stepgauge.cost.rates.estimate import with_spread
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
@@ -68,7 +69,7 @@ def predict(
     if rest["device"] == (DEVICE_OF_FILE,):
         rest["device"] = (file.device_kind,)
     specs = [spec for text in texts for spec in specs_of(Layout.parse(text), rest)]
-    records = [predicted(spec, file) for spec in specs]
+    records = [with_spread(predicted(spec, file)) for spec in specs]
     print_records(records, format)
     if terms and format != "json":  # the records printed as JSON contain them
         from stepgauge.report.names import labels

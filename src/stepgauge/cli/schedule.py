@@ -12,7 +12,7 @@ from stepgauge.cli.console import Output, info, print_table, write_file
 from stepgauge.cost.pipeline.fill import fill_bubbles
 from stepgauge.cost.pipeline.timeline import Durations, Timeline, simulate
 from stepgauge.report.pipeline_steps import Step, tracks
-from stepgauge.report.schedule import drawing, rank_table
+from stepgauge.report.schedule import drawing, legend, rank_table
 from stepgauge.spec.plan.pipeline import (
     SCHEDULES,
     Checked,
@@ -219,14 +219,15 @@ def _draw(timeline: Timeline, checked: Checked) -> None:
     drawn = drawing(timeline, output.width - label_width)  # a file has 80 columns
     for band in drawn.bands:
         if band.begin_ms:
-            output.print(f"\nfrom {band.begin_ms:.4g}")
+            output.print(f"\nfrom {band.begin_ms:.4g} ms")
         for rank, ((text, kinds), held) in enumerate(zip(band.actions, band.held, strict=True)):
             line = Text(f"rank {rank}".ljust(label_width))
             for character, kind in zip(text, kinds, strict=True):
                 line.append(character, COLOURS.get(kind, "") if output.is_terminal else "")
             output.print(line, soft_wrap=True)
             output.print(Text(peaks[rank].ljust(label_width) + held), soft_wrap=True)
-    output.print()
+    explained = legend(checked.schedule, has_names=drawn.has_names)
+    output.print(f"\n{explained}\n", soft_wrap=True)
     if not drawn.has_names:
         info("there is no room for the numbers of the micro-batches; --report FILE.svg shows them")
     print_table(rank_table(timeline, checked))

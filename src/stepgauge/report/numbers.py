@@ -17,12 +17,14 @@ _UNITS: Mapping[str, tuple[str, float]] = {
     "bytes": ("GiB", 2.0**-30),
     "fraction of dense peak": ("%", 100.0),
     "signed fraction": ("%", 100.0),
+    "fraction of the step": ("%", 100.0),
 }
 _NAMES = {
     "algbw_gb_per_s": "algbw GB/s",
     "busbw_gb_per_s": "busbw GB/s",
     "gb_per_s": "GB/s",
     "mfu": "MFU %",
+    "spread": "± %",
     "of_bound": "of the bound",
     "of_host_link": "of one host link",
     "tflop_per_s": "TFLOP/s",

@@ -37,18 +37,15 @@ def _cells(place: int, row: Record) -> dict[str, Any]:
     return {
         "#": place,
         "layout": row.spec["layout"],
+        "step ms": row.median("step_ms"),
+        "± %": _percent(row.median("spread")),
+        "peak GiB": None if peak is None else peak / GIB,
+        **({"days": row.median("days")} if "days" in row.metrics else {}),
+        "MFU %": _percent(row.median("mfu")),
         "micro batch": None if is_user else row.spec["batch"] // layout.data // layout.microbatches,
         "accumulation": row.spec["accumulation"],
         "checkpointing": None if is_user else row.spec["checkpointing"],
-        "step ms": row.median("step_ms"),
-        "± %": _percent(row.median("spread")),
-        "MFU %": _percent(row.median("mfu")),
-        "peak GiB": None if peak is None else peak / GIB,
-        **(
-            {"days": row.median("days"), "GPU-hours": row.median("gpu_hours")}
-            if "days" in row.metrics
-            else {}
-        ),
+        **({"GPU-hours": row.median("gpu_hours")} if "days" in row.metrics else {}),
         "data exposed ms": row.median("data_exposed_ms"),
         "tensor exposed ms": row.median("tensor_exposed_ms"),
         "bubble %": _percent(row.median("bubble")),

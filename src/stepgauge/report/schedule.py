@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from stepgauge.cost.pipeline.timeline import Span, Timeline
 from stepgauge.report.table import Table
+from stepgauge.spec.plan.pipeline import Schedule
 from stepgauge.spec.plan.pipeline.action import Action
 from stepgauge.spec.plan.pipeline.check import Checked
 
@@ -30,11 +31,21 @@ def rank_table(timeline: Timeline, checked: Checked) -> Table:
     schedule = checked.schedule
     caption = (
         f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
-        f"{schedule.num_micro_batches} micro-batches; step {timeline.step_ms:.4g}, "
+        f"{schedule.num_micro_batches} micro-batches; step {timeline.step_ms:.4g} ms, "
         f"{timeline.over_ideal:.3f} × ideal"
     )
     head = ["rank", "busy", "waits", "bubble %", "most held", "in flight", "W pending"]
-    return Table(head, rows, names=1, caption=caption)
+    notes = ["busy, waits: ms. most held, in flight, W pending: micro-batches of a stage"]
+    return Table(head, rows, names=1, caption=caption, formats={"most held": "g"}, notes=notes)
+
+
+def legend(schedule: Schedule, *, has_names: bool) -> str:
+    """Returns a line that explains the drawn actions."""
+    forward = "F forward"
+    if has_names:
+        has_one_stage = schedule.num_stages == schedule.num_ranks
+        forward = f"{'F3: forward of' if has_one_stage else '0F3: stage 0, forward,'} micro-batch 3"
+    return f"{forward}; B backward, I of inputs, W of weights"
 
 
 class Band(NamedTuple):

@@ -14,11 +14,11 @@ from stepgauge.spec.record import Record, Sample
 STATISTICS = ("median", "range", "p10", "p90", "mean", "std", "n")
 LABELS = {"median": "", "range": " p10 – p90"}
 FIRST = (
-    *("step_ms", "time_ms", "exposed_ms"),
+    *("step_ms", "spread", "time_ms", "exposed_ms"),
     *("data_exposed_ms", "tensor_exposed_ms", "pipeline_exposed_ms", "tokens_per_s"),
     *("mfu", "peak_bytes"),
 )  # the figures that readers look for come first
-NOT_MEASURABLE = "not measurable here"  # exposed time that came out below zero
+NOT_MEASURABLE = "not measurable here"  # exposed time that is only noise
 
 
 def record_table(
@@ -54,7 +54,7 @@ def record_table(
         caption=" on ".join(filter(None, (shared.text, _device(records)))),
         hidden=shared.columns(),
         names=len(fields),
-        formats={"error": "+.1%"},
+        formats={"error": "+.1%", "± %": ".0f"},
     )
 
 
@@ -158,10 +158,19 @@ def remark_cell(record: Record, records: Sequence[Record]) -> dict[str, str]:
 
 
 def is_measurable(record: Record, metric: str) -> bool:
-    """False for an exposed time below zero: it is the difference of two steps, and too small to
-    exceed their noise.
+    """False for an exposed time that is only noise. It is the difference of two steps, so that noise
+    may bring it below zero.
+
+    On a CPU it may also exceed all communication, because ranks compete for cores. On GPUs that is a
+    result: communication slows the kernels that run at the same time.
     """
-    return not metric.endswith("exposed_ms") or (record.median(metric) or 0.0) >= 0
+    exposed = record.median(metric) or 0.0
+    if not metric.endswith("exposed_ms") or exposed < 0:
+        return not metric.endswith("exposed_ms")
+    is_cpu = str(record.spec.get("device", "")).startswith("cpu")
+    communication = record.median("communication_ms")
+    is_measured = record.provenance == "measured"
+    return not (is_cpu and is_measured and communication is not None and exposed > communication)
 
 
 def plotted(record: Record, metric: str) -> float | None:
