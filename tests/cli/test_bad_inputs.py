@@ -136,7 +136,7 @@ def test_every_bad_input_is_one_sentence_that_names_the_option_and_status_2(step
         (
             ("calibrate", "--only", "cast", "dance", "--device", "cpu"),
             2,
-            "--only is 'dance'; there",
+            "--only is 'dance'; names begin",
         ),
         (("predict", "--hardware", "h100"), 2, "did you mean dgx-h100 or h100-sxm?"),
         (("model", "--size", "bert-huge"), 2, "--size is 'bert-huge'; choose one of"),

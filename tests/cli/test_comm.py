@@ -59,8 +59,8 @@ def test_bench_comm_then_fit(stepgauge, tmp_path):
             ("-b", "1K", "-e", "1M", "--size", "3K"),
             "size and a range from begin to end are both given",
         ),
-        (("-e", "1M"), "--end is 1M; it needs a begin"),
-        (("-f", "4"), "--factor is 4.0; it needs a begin"),
+        (("-e", "1M"), "--end is 1M; it needs --begin"),
+        (("-f", "4"), "--factor is 4.0; it needs --begin"),
         (("-b", "1M", "-e", "1K"), "--begin must be at least 1, and --end must not be less"),
     ],
 )

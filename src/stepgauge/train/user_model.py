@@ -172,13 +172,13 @@ def build_parts(spec: Any, device: torch.device) -> UserParts:
 SpreadParts = Callable[[UserParts], Parallelise]
 
 
-def alone(parts: UserParts) -> Parallelise:
+def in_one_process(parts: UserParts) -> Parallelise:
     """Leaves the whole network in one process."""
     return single_process
 
 
 def build_user_step(
-    spec: Any, device: torch.device, *, spread: SpreadParts = alone, lr: float
+    spec: Any, device: torch.device, *, spread: SpreadParts = in_one_process, lr: float
 ) -> UserStep:
     """Returns the training step of a spec whose model is a UserModel.
 

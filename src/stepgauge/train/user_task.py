@@ -10,11 +10,17 @@ from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import decay_groups
 from stepgauge.train.rank_share import SINGLE_PROCESS, RankShare
 from stepgauge.train.task import Task
-from stepgauge.train.user_model import SpreadParts, UserStep, alone, build_parts, step_of_parts
+from stepgauge.train.user_model import (
+    SpreadParts,
+    UserStep,
+    build_parts,
+    in_one_process,
+    step_of_parts,
+)
 
 
 def user_task(
-    spec: TrainSpec, *, place: RankShare = SINGLE_PROCESS, spread: SpreadParts = alone
+    spec: TrainSpec, *, place: RankShare = SINGLE_PROCESS, spread: SpreadParts = in_one_process
 ) -> Task:
     """Returns the task of training the spec's UserModel. Its function `batches` is called with a
     different number for each micro-batch of each data rank; a single `batch` is used in every step.

@@ -68,7 +68,7 @@ def _sizes_of_range(begin: str | None, end: str | None, factor: float | None) ->
     if begin is None:
         for name, value in (("end", end), ("factor", factor)):
             if value is not None:
-                raise ValueError(f"{name} is {value}; it needs a begin, as in --begin 1K --end 1M")
+                raise ValueError(f"{name} is {value}; it needs --begin, as in --begin 1K --end 1M")
         return ()
     first = parse_bytes(begin, "begin")
     last = parse_bytes(end, "end") if end else first

@@ -40,7 +40,7 @@ def memory(
     """Show what uses memory during a training step, and predict it.
 
     Every storage is tracked from allocation to release. The same step on fake tensors, which have no
-    memory, predicts the peak; the prediction is a record of its own, next to the measured one. With
+    memory, predicts the peak; the prediction is a separate record, next to the measured one. With
     --predict only the prediction is made, for a device that this machine need not have. Every option
     accepts several values; all combinations are measured. The run folder gets records, report.html
     and, on CUDA, the allocator's snapshots for PyTorch's memory viewer.
