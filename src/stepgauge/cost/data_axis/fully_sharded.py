@@ -25,11 +25,8 @@ class FullySharded(DataParallelCost):
     every_pass = True
 
     def __init__(self, sending: Sending, step: RankStep):
-        self.sending, self.prices, self.arithmetic = (
-            sending,
-            step.prices,
-            step.operations.arithmetic,
-        )
+        self.sending, self.prices = sending, step.prices
+        self.arithmetic = step.operations.arithmetic
         self._elements = step.operations.units
         self._ends = step.operations.num_parameters - sum(self._elements.values())
         self._hooks = hooks_of(
