@@ -95,7 +95,9 @@ def test_the_answer_gives_the_exposed_times_of_all_layouts():
         row("pp2 1f1b m2", 14.0, pipeline=-1.0),
     ]
     said = layout_answer(rows)
-    assert "'dp2 bucketed' is the fastest: 12.00 ms a step, 1.67 × as fast as one process. " in said
+    assert (
+        "'dp2 bucketed' is the fastest: 12.00 ms per step, 1.67 × as fast as one process. " in said
+    )
     assert "take 2.000 ms of it, and 6.000 ms with 'tp2' and 0 ms with 'pp2 1f1b m2'." in said
     rows[0] = row("none", 10.0)
     assert "does not communicate; exposed communication and waiting take 2" in layout_answer(rows)

@@ -4,6 +4,7 @@ import pytest
 
 from stepgauge import cli
 from stepgauge.cli import tune
+from stepgauge.cli.console import summary
 from stepgauge.cli.rows import (
     RunFailedError,
     TerminatedError,
@@ -12,7 +13,7 @@ from stepgauge.cli.rows import (
 )
 from stepgauge.runtime.fork_server import describe_exit
 from stepgauge.spec.kernel import KERNELS
-from stepgauge.spec.record import Record
+from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.store import RunStore
 
 
@@ -67,6 +68,24 @@ def test_a_plan_in_80_columns_keeps_its_results(capfd, monkeypatch):
     assert all(word in headings for word in ("step", "±", "peak", "days", "MFU"))
     assert "bubbles" not in text.split("exposed in the simulated step")[1].partition("\n")[0]
     assert "1.37 times as long" in text
+
+
+def test_the_line_of_a_profile_has_only_its_step_and_idle_time():
+    names = ("step_ms", "forward_ms", "profiled_step_ms", "kind_matmul_ms", "idle_ms")
+    metrics = {name: Sample.exact(1.0, "ms") for name in names}
+    line = summary(Record(kind="profile", spec={}, metrics=metrics), "row")
+    assert line == "row: step ms 1.000, profiled step ms 1.000, idle ms 1.000"
+
+
+def test_an_unknown_size_lists_bert_where_it_works(capfd):
+    assert "bert-tiny" in refused(capfd, "bench", "layout", "--size", "nanoo", "--device", "cpu")
+
+
+def test_the_help_has_options_of_the_run_before_those_of_the_network(capfd):
+    assert cli.run(["bench", "step", "--help"]) == 0
+    text = capfd.readouterr().out
+    assert text.index("--batch") < text.index("--vocab-size")
+    assert "[default: 4]" in text
 
 
 def test_a_grid_of_sizes_for_gpus_warns_on_a_cpu_before_the_first_row(capfd, monkeypatch):

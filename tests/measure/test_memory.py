@@ -1,10 +1,18 @@
 """Tracks the storages of a small step with known sizes, and joins them with an allocator's history."""
 
+from pathlib import Path
+
 import torch
 from torch import nn
 
+import stepgauge
 from stepgauge.measure.memory.history import joined
-from stepgauge.measure.memory.storage_tracker import Allocation, Phase, StorageTracker
+from stepgauge.measure.memory.storage_tracker import (
+    Allocation,
+    Phase,
+    StorageTracker,
+    program_line,
+)
 from stepgauge.measure.memory.timeline import block_of, by_block, general, memory_timeline, savers
 from stepgauge.spec.memory import ACTIVATIONS, GRADIENTS, OTHER, PARAMETERS, STATE
 
@@ -160,3 +168,13 @@ def test_block_of_a_path_and_path_without_numbers():
         "blocks.3", "", "0", "a.b.12",
     ]  # fmt: skip
     assert general("blocks.3.experts.11.up") == "blocks.*.experts.*.up"
+    assert general("3.experts.up") == "*.experts.up" and general("2.weight") == "2.weight"
+
+
+def test_the_line_of_a_storage_is_not_one_of_the_training_step(tmp_path):
+    caller = Path(stepgauge.__file__).parent / "train" / "user_model.py"
+    lines = [
+        eval(compile("program_line()", str(file), "eval"), {"program_line": program_line})
+        for file in (caller, tmp_path / "mine.py")
+    ]
+    assert lines[0] == "" and lines[1].endswith("/mine.py:1")

@@ -40,7 +40,7 @@ def path(tmp_path_factory):
         Section("Elsewhere", "Never run?", reason="needs 2 GPUs, this machine has 0"),
     ]
     finding = Finding(
-        5.0, "compile=on", "15 ms a step with compile=off.", "stepgauge bench step", True
+        5.0, "compile=on", "15 ms per step with compile=off.", "stepgauge bench step", True
     )
     shown = Page(
         title="A study",
@@ -98,7 +98,7 @@ def test_the_page_loads_nothing_and_shows_everything(browser, path):
         "a <b>",
         "Elsewhere: needs 2 GPUs, this machine has 0",
         "did not run",
-        "compile=on saves 5.000 ms a step",
+        "compile=on saves 5.000 ms per step",
         "Yes.",
     ):
         assert words in text
@@ -204,9 +204,9 @@ def test_a_flame_graph_zooms_searches_and_merges(browser, flame_path):
     assert names.count("norm") == 2
     assert "softmax </script>" in names
     output = tab.locator(".flame output")
-    assert output.inner_text() == "all: 4.00 ms a step, 100 %"
+    assert output.inner_text() == "all: 4.00 ms per step, 100 %"
     tab.fill(".flame input[type=search]", "NORM")
-    assert output.inner_text().startswith("found: 0.500 ms a step, 12.5 %")
+    assert output.inner_text().startswith("found: 0.500 ms per step, 12.5 %")
     assert tab.locator(".flame .found").count() == 2
     tab.check(".flame .merge")
     assert boxes(tab).count("norm") == 1
@@ -214,7 +214,7 @@ def test_a_flame_graph_zooms_searches_and_merges(browser, flame_path):
     tab.fill(".flame input[type=search]", "")
     tab.locator(".flame .rows div", has_text="blocks.*").first.click()
     assert "head" not in boxes(tab)
-    assert output.inner_text().startswith("blocks.*: 2.00 ms a step, 50.0 %")
+    assert output.inner_text().startswith("blocks.*: 2.00 ms per step, 50.0 %")
     tab.click(".flame .reset")
     assert "head" in boxes(tab)
     tab.uncheck(".flame .merge")
@@ -241,7 +241,7 @@ def test_the_width_of_a_box_is_its_time(browser, tmp_path):
         "[...document.querySelectorAll('.flame .rows div')].map(box => box.getBoundingClientRect().width)"
     )
     assert sum(parts) == pytest.approx(2 * whole, rel=0.01)  # the blocks and their children
-    assert tab.locator(".flame output").inner_text() == "all: 5,000 ms a step, 100 %"
+    assert tab.locator(".flame output").inner_text() == "all: 5,000 ms per step, 100 %"
 
 
 def test_the_profile_fits_and_changes_with_the_theme(browser, flame_path):

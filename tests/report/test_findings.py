@@ -65,10 +65,10 @@ def test_rows_not_measured_in_turns_confirm_nothing(record):
         "stepgauge bench step --size small --batch 4 --context 512 --precision fp32 bf16 --turns 3"
     )
     page = Page(title="", sections=[], facts={}, findings=[finding]).html()
-    assert "<h3>Not confirmed</h3>" in page and "precision=bf16 may save 30.00 ms a step" in page
+    assert "<h3>Not confirmed</h3>" in page and "precision=bf16 may save 30.00 ms per step" in page
     (confirmed,) = findings(in_turns(*rows))
     page = Page(title="", sections=[], facts={}, findings=[confirmed]).html()
-    assert "Not confirmed" not in page and "<b>precision=bf16 saves 30.00 ms a step</b>" in page
+    assert "Not confirmed" not in page and "<b>precision=bf16 saves 30.00 ms per step</b>" in page
     apart = [in_turns(rows[0])[0], of_turns(rows[1:], "2026-11-23T11:00:00+00:00")]
     assert not findings(apart)[0].is_confirmed
 

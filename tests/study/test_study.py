@@ -210,7 +210,7 @@ def test_any_run_has_a_page(stepgauge, tmp_path, record):
         store.append(record("small", step=[10.0 - len(spec), 10.1 - len(spec)], **spec))
     assert stepgauge("report", store.folder)[0] == 0
     text = (store.folder / "report.html").read_text()
-    assert "Not confirmed" in text and "compile=on may save 1.000 ms a step" in text
+    assert "Not confirmed" in text and "compile=on may save 1.000 ms per step" in text
     assert "--precision fp32 --compile off on --turns 3" in text
     assert "The longest step takes 10.05 ms (compile=off)" in text
 

@@ -46,7 +46,7 @@ def test_a_collective_is_split_into_waiting_and_transfer(gpu_trace, tmp_path):
     assert (second.waited_us, second.made_wait_us, second.calls_last) == (0, 300, 2)
     assert (second.most_in, second.excess_us) == ("matmul in mlp", 300)
     (text,) = sentences(found, ranks)
-    assert text.startswith("Rank 1 made the others wait 0.3000 ms a step")
+    assert text.startswith("Rank 1 made the others wait 0.3000 ms per step")
     assert text.endswith(
         "It spends 0.3000 ms more in matmul in mlp than the mean of the other ranks."
     )

@@ -179,7 +179,7 @@ def test_build_refuses_unknown_names_and_unsupported_numbers():
         ({"name": "1f1b", "ranks": 0, "micro_batches": 2}, "ranks is 0"),
         ({"name": "izb", "ranks": 2, "micro_batches": 5}, "must divide"),
         ({"name": "dualpipev", "ranks": 4, "micro_batches": 4}, "needs at least 8"),
-        ({"name": "zbv", "ranks": 2, "micro_batches": 4, "per_rank": 3}, "2 stages a rank"),
+        ({"name": "zbv", "ranks": 2, "micro_batches": 4, "per_rank": 3}, "2 stages per rank"),
     ):
         with pytest.raises(ValueError, match=message):
             build(**arguments)

@@ -24,7 +24,7 @@ Ranks = Annotated[
 def calibrate(
     hardware: Annotated[
         Path | None,
-        Parameter(help="Hardware file to create or update. [the file of this device]"),
+        Parameter(help="Hardware file to create or update. [default: the file of this device]"),
     ] = None,
     /,
     *,
@@ -32,7 +32,7 @@ def calibrate(
     only: Annotated[
         tuple[str, ...],
         Parameter(
-            help="Only parts whose names contain one of these words: matmul, links, ... [all]"
+            help="Only parts whose names contain one of these words: matmul, links, ... [default: all]"
         ),
     ] = (),
     device: Device = "auto",

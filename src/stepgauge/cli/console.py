@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 # Metrics of a row's one-line summary, next to all times; of a row without times, its memory.
 SUMMARY_METRICS = ("tokens_per_s", "first_loss", "last_loss", "busbw_gb_per_s", "gb_per_s", "wrong")
 MEMORY_METRICS = ("peak_bytes", "saved_for_backward_bytes")
+# A profile has a time for each phase and kind of kernel; its tables show them.
+SUMMARY_OF_KIND = {"profile": ("step_ms", "profiled_step_ms", "idle_ms")}
 UNLIMITED_WIDTH = 10_000
 PAGE_WIDTH = 100  # if the output is no terminal and COLUMNS is not set
 Format = Literal["table", "csv", "markdown", "latex", "json"]
@@ -229,7 +231,9 @@ def summary(record: "Record", name: str) -> str:
     if record.status != "ok":
         status = "not predicted" if predicted else record.status.upper()
         return f"{name}: {status}, {record.note}"
-    shown = [n for n in record.metrics if n.endswith("_ms") or n in SUMMARY_METRICS]
+    of_kind = SUMMARY_OF_KIND.get(record.kind)
+    shown = [n for n in of_kind or () if n in record.metrics]
+    shown = shown or [n for n in record.metrics if n.endswith("_ms") or n in SUMMARY_METRICS]
     shown = shown or [n for n in MEMORY_METRICS if n in record.metrics]
 
     from stepgauge.report.views import is_measurable

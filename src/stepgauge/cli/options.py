@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any, TypedDict
 
-from cyclopts import Parameter, Token
+from cyclopts import Group, Parameter, Token
 
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.fields import check_value
@@ -34,6 +34,11 @@ __all__ = [
 ]  # with the names of spec.options that commands need
 
 
+# Panels of a command's help, in this order.
+RUN_GROUP = Group("Run", sort_key=1)
+NETWORK_GROUP = Group("Network", sort_key=2)
+
+
 class Networks(ModelSpec):
     """The Transformer and BERT presets together."""
 
@@ -46,6 +51,10 @@ class Networks(ModelSpec):
         """Returns the preset's spec. Raises ValueError for an unknown name, or a field that the
         network does not have.
         """
+        if size.lower() not in Networks.preset_names():
+            raise ValueError(
+                f"size is {size!r}; choose one of {', '.join(Networks.preset_names())}"
+            )
         network = BertSpec if size in BertSpec.preset_names() else ModelSpec
         known = {field.name for field in dataclasses.fields(network)}
         for name in changes.keys() - known:
@@ -101,7 +110,7 @@ def _option(field: Field, sweep: bool, default: tuple[Any, ...] | None, network:
     network_fields = {"size", "hf_config", "model"}
     network_fields |= {each.name for each in dataclasses.fields(network)}
     parameter = Parameter(
-        group="Network" if field.name in network_fields else "Run",
+        group=NETWORK_GROUP if field.name in network_fields else RUN_GROUP,
         name=_flags(field),
         help=_help(field, default, network),
         metavar=_placeholder(field) + ("..." if sweep else ""),
@@ -122,7 +131,7 @@ def _help(field: Field, default: tuple[Any, ...] | None, network: Network) -> st
         text += f" ({', '.join(field.metadata['choices'])})"
     values = " ".join(written(field, value) for value in default or (field.default,))
     shown = "preset" if field.name in SHAPE else values
-    return f"{text} [{shown}]" if shown else text
+    return f"{text} [default: {shown}]" if shown else text
 
 
 def _placeholder(field: Field) -> str:

@@ -59,14 +59,15 @@ def command(
     out: Out = Path("runs/plan"),
     fresh: Fresh = False,
 ) -> None:
-    """Rank all layouts of a training run on a machine. Needs neither that machine nor torch.
+    """Rank all layouts of a training run on a machine that you need not have.
 
     Data, ZeRO, tensor, context and pipeline axes, micro-batches and checkpointing are screened by
     closed formulas, and the best layouts that fit are simulated. Each row predicts what bench layout
     would measure; --verify runs the best on this machine and prints how far off the predictions are.
 
-    Your own network (--model FILE.py:factory) is traced by torch, without a GPU, for each layout into
-    which it can be cut.
+    This needs no torch, except for networks that have no formulas. Your own network (--model
+    FILE.py:factory) is such a network: torch traces it, without a GPU, for each layout into which it
+    can be cut.
     """
     for name, value, least in (("top", top, 1), ("verify", verify, 0)):
         if value < least:

@@ -54,7 +54,10 @@ def predict(
     ] = False,
     format: Annotated[Format, Parameter(help="Output format.")] = "table",
 ) -> None:
-    """Predict training steps on a calibrated machine. Needs neither that machine nor torch.
+    """Predict training steps on a calibrated machine that you need not have.
+
+    This needs no torch, except for networks that have no formulas, such as your own (--model
+    FILE.py:factory).
 
     The batch is the global batch of all ranks, whatever the layout. Each prediction is a sum of
     named terms, measured at calibrated shapes or interpolated between them; nothing is scaled to fit.

@@ -16,7 +16,7 @@ from stepgauge.spec.record import Record
 Hardware = Annotated[
     Path | None,
     Parameter(
-        help="Hardware file, or its name, from which rows are predicted. [the file of this device]",
+        help="Hardware file, or its name, from which rows are predicted. [default: the file of this device]",
         converter=hardware_argument,
     ),
 ]

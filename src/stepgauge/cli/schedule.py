@@ -53,14 +53,15 @@ class Shape:
     """The size of a schedule; None means the default."""
 
     ranks: Annotated[
-        int | None, Parameter(help="Pipeline ranks; must match a file's. [4, or the file's]")
+        int | None,
+        Parameter(help="Pipeline ranks; must match a file's. [default: 4, or the file's]"),
     ] = None
     microbatches: Annotated[
         int | None,
-        Parameter(help="Micro-batches per step; must match a file's. [8, or the file's]"),
+        Parameter(help="Micro-batches per step; must match a file's. [default: 8, or the file's]"),
     ] = None
     per_rank: Annotated[
-        int | None, Parameter(help="Stages per rank of interleaved schedules. [2]")
+        int | None, Parameter(help="Stages per rank of interleaved schedules. [default: 2]")
     ] = None
 
     def __post_init__(self) -> None:
@@ -138,7 +139,7 @@ def simulate_(
     host: Annotated[float, Parameter(help="ms that the host needs to launch an action.")] = 0.0,
     stage_weights: Annotated[
         str,
-        Parameter(help="Relative durations of the stages, such as 1,1,1,1.1. [1 each]"),
+        Parameter(help="Relative durations of the stages, such as 1,1,1,1.1. [default: 1 each]"),
     ] = "",
     fill: Annotated[
         bool, Parameter(help="Move each W action to where its rank would be idle.")

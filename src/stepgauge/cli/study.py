@@ -18,7 +18,7 @@ def study(
     out: Out = Path("runs/study"),
     only: Annotated[
         tuple[str, ...] | None,
-        Parameter(help=f"Experiments to run: {', '.join(EXPERIMENTS)}. [all]"),
+        Parameter(help=f"Experiments to run: {', '.join(EXPERIMENTS)}. [default: all]"),
     ] = None,
     device: Device = "auto",
     fresh: Fresh = False,

@@ -192,7 +192,7 @@ def data_parallel_answer(records: Sequence[Record]) -> str:
     low = " with gradients in bf16" if best.spec.get("reduce_dtype", "own") != "own" else ""
     text = (
         f"{at} size={best.spec['size']} on {best.spec['ranks']} ranks, "
-        f"{best.spec['wrapper']}{low} is the fastest: {number(_step(best))} ms a step"
+        f"{best.spec['wrapper']}{low} is the fastest: {number(_step(best))} ms per step"
     )
     if single := _same_work(best, rows, "none"):
         text += f", {_step(best) / _step(single):.2f} × the time of a single rank"

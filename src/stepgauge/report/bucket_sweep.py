@@ -123,7 +123,7 @@ def overhead_blocks(records: Sequence[Record]) -> list[Block]:
     fastest = megabytes[int(np.argmin(measured))]
     total = rows[0].metrics["gradient_bytes"].median
     curves = {"measured": (megabytes, measured), "fit": (megabytes, predicted)}
-    svg = lines(curves, x="bucket MB", y="ms a step", dots=("measured",))
+    svg = lines(curves, x="bucket MB", y="ms per step", dots=("measured",))
     columns = ("bucket MB", "buckets", "last bucket MB", "measured ms", "fit ms")
     megabytes_last = [tail / 1e6 for tail in tails]
     cells = zip(megabytes, map(whole, buckets), megabytes_last, measured, predicted, strict=True)

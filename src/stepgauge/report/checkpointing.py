@@ -128,6 +128,6 @@ def memory_against_time(points: Mapping[str, tuple[float, float]]) -> Plot:
     """Plots one point per kind of checkpointing: (step ms, peak bytes)."""
     curves = {name: ([ms], [size / GIB]) for name, (ms, size) in points.items()}
     return Plot(
-        lines(curves, x="ms a step (median)", y="peak GiB", dots=tuple(curves)),
+        lines(curves, x="ms per step (median)", y="peak GiB", dots=tuple(curves)),
         "Peak memory against step time for each kind of checkpointing.",
     )

@@ -19,7 +19,7 @@ def plots(records: Sequence[Record]) -> list[Block]:
     caption = (
         "Step time by wrapper. bf16: gradients are averaged in bf16. The table has all wrappers."
     )
-    unit = "ms a step (median, slowest rank)"
+    unit = "ms per step (median, slowest rank)"
     shown: list[Block] = [step_bars(good, caption, row=_size, bar=_bar, bars=DRAWN, unit=unit)]
     traced = [(str(r.spec["wrapper"]), r) for r in good if r.series.get("communication_start_ms")]
     last = [(wrapper, record) for wrapper, record in traced if _size(record) == _size(good[-1])]

@@ -35,7 +35,7 @@ def layout_blocks(records: Sequence[Record]) -> Sequence[Block]:
         if any(values):
             parts[name] = values
     totals = [plotted(record, "step_ms") for record in shown]
-    svg = stacked_bars(labels(shown), parts, totals=totals, unit="ms a step (medians)")
+    svg = stacked_bars(labels(shown), parts, totals=totals, unit="ms per step (medians)")
     return [Plot(svg, "Step time by axis."), Text(MEANING), record_table(records)]
 
 
@@ -68,7 +68,7 @@ def layout_answer(records: Sequence[Record]) -> str:
     at = f"{among}at" if among else "At"
     return (
         f"{at} size={best.spec['size']}, layout {best.spec['layout']!r} is the fastest: "
-        f"{number(step)} ms a step{speedup}.{_exposed_times(best, same)}"
+        f"{number(step)} ms per step{speedup}.{_exposed_times(best, same)}"
     )
 
 

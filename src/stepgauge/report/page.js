@@ -122,7 +122,7 @@ function flameGraph(figure) {
   let zoom = [plain]; // path from the root to the box that is shown in full width
   let boxes = []; // the drawn boxes
 
-  const time = (us) => `${digits(us / steps / 1000)} ms a step, ${digits((100 * us) / plain.us)} %`;
+  const time = (us) => `${digits(us / steps / 1000)} ms per step, ${digits((100 * us) / plain.us)} %`;
   const matches = (node, words) => words && node.name.toLowerCase().includes(words);
 
   function box(node, path, left, width, depth, words) {

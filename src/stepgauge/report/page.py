@@ -137,7 +137,7 @@ def _findings(findings: Sequence[Finding]) -> str:
 
 def _finding(finding: Finding) -> str:
     saves = "saves" if finding.is_confirmed else "may save"
-    title = f"{finding.title} {saves} {number(finding.saved_ms)} ms a step"
+    title = f"{finding.title} {saves} {number(finding.saved_ms)} ms per step"
     command = html.escape(finding.command)
     return (
         f"<li><b>{html.escape(title)}</b><p>{html.escape(finding.text)}</p>"

@@ -110,8 +110,8 @@ def plot(records: Sequence[Record]) -> Plot:
     ends = [0.9 * min(times), 1.1 * max(times)]
     svg = lines(
         {"predicted = measured": (ends, ends), **curves},
-        x="measured ms a step",
-        y="predicted ms a step",
+        x="measured ms per step",
+        y="predicted ms per step",
         dots=list(curves),
         joined=False,
         scales={"x": short, "y": short},

@@ -170,7 +170,7 @@ def ranges_table(analysis: Analysis) -> Table:
     rows = [row(range_name(name) or "outside any range", each) for name, each in by_range.items()]
     rows.sort(key=lambda each: -each["step ms"])
     idle = ", including the device's idle time before its kernels" if analysis.on_device else ""
-    caption = f"Ranges: time a step{idle}. Repeated blocks are added up."
+    caption = f"Ranges: time per step{idle}. Repeated blocks are added up."
     rows.append(row("sum of ranges", totals))
     return Table.from_rows(rows, caption=caption, formats={"share %": ".1f"})
 
@@ -209,7 +209,7 @@ def kernels_table(analysis: Analysis) -> Table:
     rows = [
         {
             noun[:-1]: short_name(name), "kind": kind, "phase": phase or "rest",
-            "calls a step": whole(each.calls), "ms a step": each.us / 1e3,
+            "calls per step": whole(each.calls), "ms per step": each.us / 1e3,
             "mean µs": each.us / each.calls if each.calls else None,
             "share %": 100 * each.us / step_us, "rule": rule,
         }
@@ -253,8 +253,8 @@ def operations_table(analysis: Analysis) -> Table:
         )
         rows.append({
             "operation": row.operation, "kind": row.kind, "shapes": truncated(row.shapes, LONGEST_SHAPES),
-            "type": row.dtype.removeprefix("c10::"), "calls a step": whole(row.calls / analysis.steps),
-            "ms a step": row.us / 1e3 / analysis.steps, "mean µs": seconds * 1e6,
+            "type": row.dtype.removeprefix("c10::"), "calls per step": whole(row.calls / analysis.steps),
+            "ms per step": row.us / 1e3 / analysis.steps, "mean µs": seconds * 1e6,
             "TFLOP/s": flop_per_s / 1e12 or None, "GB/s": bytes_per_s / 1e9 or None,
             "FLOP/byte": row.flops / row.bytes or None, "of roofline %": share,
         })  # fmt: skip
@@ -286,7 +286,7 @@ def idle_table(analysis: Analysis) -> Table:
         [row.reason, row.phase or "rest", row.gaps / analysis.steps, row.us / 1e3 / analysis.steps, row.us / row.gaps]
         for row in sorted(analysis.idle, key=lambda row: -row.us)
     ]  # fmt: skip
-    head = ["why the device was idle", "phase", "gaps a step", "ms a step", "mean µs"]
+    head = ["why the device was idle", "phase", "gaps per step", "ms per step", "mean µs"]
     return Table(head, rows, caption="Idle time of the device by reason.", names=2)
 
 
@@ -304,8 +304,8 @@ def collectives_table(analysis: Analysis) -> Table:
         "type",
         "ranks",
         "size B",
-        "calls a step",
-        "ms a step",
+        "calls per step",
+        "ms per step",
         "mean µs",
         "busbw GB/s",
     ]

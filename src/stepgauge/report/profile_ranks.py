@@ -12,7 +12,7 @@ MAX_COLLECTIVES = 20
 OF_A_RANK = ("rank", "step ms", "busy ms", "idle ms", "communication ms", "overlap", "exposed ms")
 OF_WAITING = ("waited ms", "made others wait ms", "times last")
 SHARED_FIGURES = frozenset(
-    ("ranks", "size B", "calls a step", "transfer ms", "waiting ms", "waiting %", "busbw GB/s")
+    ("ranks", "size B", "calls per step", "transfer ms", "waiting ms", "waiting %", "busbw GB/s")
 )
 
 
@@ -72,7 +72,7 @@ def shared_table(across: AcrossRanks, steps: int) -> Table:
             "type": row.dtype,
             "ranks": row.group_size,
             "size B": row.bytes or None,
-            "calls a step": row.calls / steps,
+            "calls per step": row.calls / steps,
             "transfer ms": row.transfer_us / 1e3 / steps,
             "waiting ms": row.waiting_us / 1e3 / steps,
             "waiting %": 100 * row.waiting_us / both_us if both_us else None,
@@ -100,7 +100,7 @@ def sentences(across: AcrossRanks, analyses: Sequence[Analysis]) -> list[str]:
     waited_for = [row for row in across.collectives if row.last == worst.rank]
     longest = max(waited_for, key=lambda row: row.waiting_us, default=None)
     text = (
-        f"Rank {worst.rank} made the others wait {number(worst.made_wait_us / 1e3)} ms a step "
+        f"Rank {worst.rank} made the others wait {number(worst.made_wait_us / 1e3)} ms per step "
         f"({100 * worst.made_wait_us / step:.1f} % of it)"
     )
     if longest:

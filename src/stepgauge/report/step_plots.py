@@ -23,7 +23,7 @@ def phase_bars(
         phase: [record.median(f"{phase}_ms") for record in records] for phase in TRAINING_PHASES
     }
     totals = [plotted(record, "step_ms") for record in records]
-    unit = "ms a step (medians)"
+    unit = "ms per step (medians)"
     return Plot(
         stacked_bars(names, phases, totals=totals, unit=unit, points=points, scale_end=scale_end),
         caption,
@@ -37,7 +37,7 @@ def step_bars(
     row: Callable[[Record], str],
     bar: Callable[[Record], str],
     bars: Iterable[str] = (),
-    unit: str = "ms a step (median)",
+    unit: str = "ms per step (median)",
 ) -> Plot:
     """Returns a cluster of bars for each result of `row`, with one bar for each result of `bar`.
 

@@ -81,7 +81,7 @@ def _picture(records: Sequence[Record]) -> list[Block]:
         title = "Memory kept between steps"
         totals = [sum(filter(None, each)) for each in zip(*parts.values(), strict=True)]
     names = [str(record.spec["wrapper"]) for record in largest]
-    svg = stacked_bars(names, parts, totals=totals, unit="GiB a rank")
+    svg = stacked_bars(names, parts, totals=totals, unit="GiB per rank")
     return [Plot(svg, f"{title} of {largest[0].spec['size']} by part.")]
 
 

@@ -26,11 +26,15 @@ def comm(
     ] = None,
     end: Annotated[
         str | None,
-        Parameter(name=("--end", "-e"), metavar="SIZE", help="Largest size of the range. [begin]"),
+        Parameter(
+            name=("--end", "-e"), metavar="SIZE", help="Largest size of the range. [default: begin]"
+        ),
     ] = None,
     factor: Annotated[
         float | None,
-        Parameter(name=("--factor", "-f"), help="Ratio of one size to the one before. [2]"),
+        Parameter(
+            name=("--factor", "-f"), help="Ratio of one size to the one before. [default: 2]"
+        ),
     ] = None,
     out: rows.Out = Path("runs/bench-comm"),
     fresh: rows.Fresh = False,

@@ -81,10 +81,12 @@ layout = _command(
 
     A layout is a text such as "dp2 zero3 tp2" or "pp2 1f1b m8 tp2" (docs/layouts.md). The batch is
     the global batch of all ranks, so that rows with the same batch do the same work. Your own network
-    (--model FILE.py:factory) brings the batch of one data rank instead. Every option accepts several
-    values; all combinations are measured. This command starts the ranks of each row, unless torchrun
-    started them. If there is a hardware file of this device (stepgauge calibrate), each row is
-    predicted before it is run.
+    (--model FILE.py:factory) brings the batch of one data rank instead; it takes data axes, tensor
+    axes with a table (docs/tensor-parallel.md) and, if it is an nn.Sequential, pipeline axes.
+
+    Every option accepts several values; all combinations are measured. This command starts the ranks
+    of each row, unless torchrun started them. If there is a hardware file of this device (stepgauge
+    calibrate), each row is predicted before it is run.
     """,
     network=Networks,
     layout=("none", "dp2", "tp2"),

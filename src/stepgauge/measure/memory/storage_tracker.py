@@ -31,6 +31,7 @@ from stepgauge.measure.memory.autograd_engine import node as autograd_node
 from stepgauge.spec.memory import ACTIVATIONS, GRADIENTS, OTHER, TEMPORARIES
 
 SKIPPED_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+CALLERS = tuple(str(Path(__file__).parents[2] / room) for room in ("train", "bench", "api"))
 
 
 @dataclasses.dataclass(eq=False)
@@ -336,12 +337,14 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
 
 
 def program_line() -> str:
-    """Returns the innermost line on the stack that is outside of torch and this folder."""
+    """Returns the innermost line on the stack that is outside of torch and this folder; "" if it only
+    calls the network or the optimizer, as the training step does.
+    """
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if is_program_file(file):
-            return f"{short_path(file)}:{frame.f_lineno}"
+            return "" if file.startswith(CALLERS) else f"{short_path(file)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 

@@ -14,6 +14,7 @@ from stepgauge.spec.units import ceil_div
 SERIES_POINTS = 1500
 LARGEST = 20
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
+LAYER_OF_SEQUENTIAL = re.compile(r"\d+\.[^.]*$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,8 +146,11 @@ def block_of(path: str) -> str:
 
 
 def general(path: str) -> str:
-    """Replaces the numbers of a path by *, so that equal places in all blocks have the same path."""
-    return NUMBER.sub("*", path)
+    """Replaces the numbers of a path by *, so that equal places in all blocks have the same path.
+
+    Layers of a plain nn.Sequential are no blocks, and keep their numbers: "0.weight" and "2.weight".
+    """
+    return path if LAYER_OF_SEQUENTIAL.match(path) else NUMBER.sub("*", path)
 
 
 def by_block(saved: Sequence[Allocation], bytes_of: Mapping[Allocation, int]) -> dict[str, int]:

@@ -316,6 +316,6 @@ def build(name: str, *, ranks: int, micro_batches: int, per_rank: int = 0) -> Sc
             raise ValueError(f"{word} is {number}; it must be at least 1")
     actual = stages_per_rank(name, per_rank)
     if per_rank not in (0, actual):
-        raise ValueError(f"per_rank is {per_rank}; {name} has {actual} stages a rank")
+        raise ValueError(f"per_rank is {per_rank}; {name} has {actual} stages per rank")
     rows = SCHEDULES[name](ranks, micro_batches, actual)
     return Schedule(tuple(map(tuple, rows)), name)
