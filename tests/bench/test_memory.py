@@ -131,7 +131,7 @@ def test_a_prediction_says_what_holds_it():
     table = summary_table([small, huge])
     assert [row[table.columns.index("fits")] for row in table.rows] == [
         "H100 80GB HBM3",
-        "no: H200 has 141 GB",
+        "no: the largest, H200, has 141 GB",
     ]
     seen = table.for_display()
     assert "fits" in [seen.columns[place] for place in seen.name_columns()]  # however narrow it is

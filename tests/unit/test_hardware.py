@@ -21,9 +21,9 @@ GIB = 2**30
         (30 * GIB, "sm80", "A100-SXM4-40GB"),
         (40 * GIB - NOT_FOR_TENSORS, "sm80", "A100-SXM4-40GB"),
         (40 * GIB - NOT_FOR_TENSORS + 1, "sm80", "A100 80GB PCIe"),
-        (100 * GIB, "sm80", "no: A100-SXM4-80GB has 80 GB"),
+        (100 * GIB, "sm80", "no: the largest, A100-SXM4-80GB, has 80 GB"),
         (100 * GIB, "sm90", "H200"),
-        (191.7 * GIB, "sm90", "no: H200 has 141 GB"),
+        (191.7 * GIB, "sm90", "no: the largest, H200, has 141 GB"),
         (GIB, "cpu", ""),
     ],
 )

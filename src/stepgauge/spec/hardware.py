@@ -120,7 +120,7 @@ NOT_FOR_PROGRAMS = NOT_FOR_TENSORS - CUDA_CONTEXT
 def fits(needed: float, architecture: str) -> str:
     """Returns the smallest device of the architecture that holds so many bytes.
 
-    If none does, returns a text such as "no: H200 has 141 GB". If none is known, returns "".
+    If none does, returns a text such as "no: the largest, H200, has 141 GB"; if none is known, "".
     """
     devices = [
         (peaks.memory_gb, name)
@@ -132,7 +132,7 @@ def fits(needed: float, architecture: str) -> str:
     fitting = [device for device in devices if needed + NOT_FOR_TENSORS <= device[0] * GIB]
     memory, name = min(fitting, default=max(devices))
     name = name.removeprefix("NVIDIA ")
-    return name if fitting else f"no: {name} has {memory} GB"
+    return name if fitting else f"no: the largest, {name}, has {memory} GB"
 
 
 HARDWARE_SCHEMA = 1
