@@ -148,7 +148,7 @@ class Screen:
 
     def __init__(self, spec: PlanSpec, machine: CalibratedMachine):
         self.spec, self.machine = spec, machine
-        self._shares = functools.cache(self._share)
+        self._stages = functools.cache(self._operations)
         self._prices = functools.cache(self._priced)
         self._times = functools.cache(self._timed)
         self._hosts = functools.cache(self._launched)
@@ -178,16 +178,12 @@ class Screen:
     def _stage(self, candidate: Candidate, blocks: range) -> StepOperations:
         """Returns the operations of these blocks on a rank of the candidate."""
         layout = candidate.layout
-        return self._shares(
-            candidate.micro_batch,
-            layout.tensor,
-            layout.overlap,
-            layout.context,
-            layout.ulysses,
-            candidate.checkpointing,
-            layout.gathers_weights,
-            blocks,
-        )
+        share = NetworkPart(
+            batch=candidate.micro_batch, tensor=layout.tensor, overlap=layout.overlap,
+            context=layout.context, ulysses=layout.ulysses, blocks=blocks,
+            gathered=layout.gathers_weights,
+        )  # fmt: skip
+        return self._stages(share, candidate.checkpointing)
 
     def _num_updated(self, stage: StepOperations, layout: Layout) -> float:
         """Returns the number of parameters that a rank updates."""
@@ -246,31 +242,14 @@ class Screen:
             exposed += collectives_us("all_gather", arithmetic.weight_bytes, 4)
         return exposed, hidden * (1 - 1 / DEFAULT_SLOWDOWN.kernel)
 
-    def _share(
-        self,
-        batch: int,
-        tensor: int,
-        overlap: bool,
-        context: int,
-        ulysses: bool,
-        checkpointing: str,
-        gathered: bool,
-        blocks: range,
-    ) -> StepOperations:
-        """Returns the operations of a share of the network."""
+    def _operations(self, share: NetworkPart, checkpointing: str) -> StepOperations:
         spec = self.spec
         work = WorkSpec(
-            model=spec.model, size=spec.size, batch=batch, precision=spec.precision,
+            model=spec.model, size=spec.size, batch=share.batch, precision=spec.precision,
             compile=spec.compile, optimizer=spec.optimizer, checkpointing=checkpointing,
             device=spec.device,
         )  # fmt: skip
-        return StepOperations(
-            work,
-            NetworkPart(
-                batch=batch, tensor=tensor, overlap=overlap, context=context, ulysses=ulysses,
-                blocks=blocks, gathered=gathered,
-            ),
-        )  # fmt: skip
+        return StepOperations(work, share)
 
     def _priced(self, tensor: int, data: int, context: int, pipeline: int) -> Prices:
         layout = Layout(

@@ -37,7 +37,7 @@ def traced_memory(
     def held(moment: Mapping[str, int]) -> dict[str, float]:
         whole = {**moment, "gradients": gradients} if accumulates else moment
         parts = {
-            name: size * _share(operations, layout, name, accumulates)
+            name: size * _share(operations, layout, name, accumulates=accumulates)
             for name, size in whole.items()
         }
         if layout.gathers_weights:
@@ -99,8 +99,11 @@ def _parts_of_rank(
         return sum(_most(stage, category) for stage in own)
 
     parts = {
-        category: sum(_most(stage, category) * _stage_share(stage, layout, part) for stage in own)
-        for category, part in PART_OF.items()
+        category: sum(
+            _most(stage, category) * _share(stage, layout, category, accumulates=True)
+            for stage in own
+        )
+        for category in PART_OF
     }
     if WRAPPERS[layout.wrapper].shards("weights") and layout.num_replicas > 1:
         parts["gradients"] += whole("gradients")
@@ -132,19 +135,6 @@ def _most(stage: TracedOperations, category: str) -> float:
     return max(moment.get(category, 0) for moment in stage.traced.moments)
 
 
-def _stage_share(stage: TracedOperations, layout: Layout, part: str) -> float:
-    """Returns the fraction of a stage's part that a rank holds.
-
-    ZeRO 2 accumulates whole gradients before it reduces them. ZeRO 3 shards weights in the traced dtype.
-    """
-    wrapper, ranks = WRAPPERS[layout.wrapper], layout.num_replicas
-    if ranks == 1 or not wrapper.shards(part) or not stage.num_parameters:
-        return 1.0
-    if wrapper.shards("weights"):
-        return 1 / ranks
-    return 1.0 if part == "gradients" else most_owned(stage, ranks) / stage.num_parameters
-
-
 def _for_weights(stage: TracedOperations) -> float:
     """Returns the bytes of both factors of all weight-gradient products.
 
@@ -163,21 +153,27 @@ def _for_weights(stage: TracedOperations) -> float:
     )
 
 
-def _share(operations: TracedOperations, layout: Layout, category: str, accumulates: bool) -> float:
+def _share(
+    operations: TracedOperations, layout: Layout, category: str, *, accumulates: bool
+) -> float:
     """Returns the fraction of a traced category that a rank holds.
 
-    A step of ZeRO 3 is traced in the activations' dtype. ZeRO 2 accumulates whole gradients before it
-    reduces them.
+    ZeRO 3 is traced in the activations' dtype if it gathers weights for each block. ZeRO 2 accumulates
+    whole gradients before it reduces them.
     """
-    wrapper, arithmetic = WRAPPERS[layout.wrapper], operations.arithmetic
+    wrapper, ranks = WRAPPERS[layout.wrapper], layout.num_replicas
     part = PART_OF.get(category)
-    if layout.num_replicas == 1 or part is None or not wrapper.shards(part):
+    is_sharded = ranks > 1 and part is not None and wrapper.shards(part)
+    if not is_sharded or not operations.num_parameters:
         return 1.0
     if layout.gathers_weights:
-        return arithmetic.weight_bytes / arithmetic.activation_bytes / layout.num_replicas
+        arithmetic = operations.arithmetic
+        return arithmetic.weight_bytes / arithmetic.activation_bytes / ranks
+    if wrapper.shards("weights"):
+        return 1 / ranks
     if category == "gradients" and accumulates:
         return 1.0
-    return most_owned(operations, layout.num_replicas) / operations.num_parameters
+    return most_owned(operations, ranks) / operations.num_parameters
 
 
 def _unsharded(operations: TracedOperations, in_backward: bool) -> float:
