@@ -36,17 +36,17 @@ class KeptBytes:
 def kept(operations: StepOperations) -> KeptBytes:
     """Returns what one micro-batch keeps with the spec's checkpointing."""
     spec, layers = operations.spec, len(operations.blocks)
-    whole = sum(of_block(operations).values())
+    whole = sum(block_parts(operations).values())
     size = min(spec.checkpoint_blocks, layers)  # blocks that are recomputed together
     inputs = math.ceil(layers / size) * operations.stream_bytes
-    ends = sum(of_ends(operations).values())
+    ends = sum(end_parts(operations).values())
     if spec.checkpointing == "none":
         return KeptBytes(layers * whole, ends, 0.0)
     if spec.checkpointing == "selective":
-        costly = sum(of_products(operations).values())
+        costly = sum(product_parts(operations).values())
         return KeptBytes(inputs + layers * costly, ends, size * max(0.0, whole - costly))
     if spec.checkpointing == "feed-forward":  # recomputes each block separately
-        costly = sum(of_attention(operations).values())
+        costly = sum(attention_parts(operations).values())
         inputs = layers * operations.stream_bytes
         return KeptBytes(inputs + layers * costly, ends, max(0.0, whole - costly))
     if spec.checkpointing == "nested":
@@ -54,7 +54,7 @@ def kept(operations: StepOperations) -> KeptBytes:
     return KeptBytes(inputs, ends, size * whole)
 
 
-def of_block(operations: StepOperations) -> Parts:
+def block_parts(operations: StepOperations) -> Parts:
     """Returns everything that autograd keeps of a block without checkpointing.
 
     Compiled, the activation of the feed-forward layer is recomputed, as the peaks of five compiled rows
@@ -80,7 +80,7 @@ def of_block(operations: StepOperations) -> Parts:
     if model.positions == "rope" and (keeps_product or model.qk_norm or not arithmetic.is_compiled):
         parts["rotated queries and keys"] = m * operations.rotated_width * itemsize
     if arithmetic.casts:
-        parts["bf16 copies of weights"] = weight_copies(operations)
+        parts["bf16 copies of weights"] = weight_copy_bytes(operations)
     return parts
 
 
@@ -91,38 +91,38 @@ def _num_kept_after_up(model: ModelSpec, arithmetic: Arithmetic) -> int:
     return 2 if model.is_gated and not arithmetic.is_compiled else 1
 
 
-def weight_copies(operations: StepOperations) -> float:
+def weight_copy_bytes(operations: StepOperations) -> float:
     """Returns the bytes of a block's weights in bf16, which autocast keeps until forward ends."""
     casts = operations.arithmetic.casts
     return sum(operations.block_matrices) * operations.arithmetic.activation_bytes if casts else 0.0
 
 
-def of_products(operations: StepOperations) -> Parts:
+def product_parts(operations: StepOperations) -> Parts:
     """Returns what selective checkpointing keeps of a block (models/checkpointing.py).
 
     These are results of products, attention and communication. Compiled, the output of the feed-forward
     layer is not kept, because backward does not need it.
     """
-    parts = of_attention(operations)
-    parts["feed-forward up"] = of_block(operations)["feed-forward up"]
+    parts = attention_parts(operations)
+    parts["feed-forward up"] = block_parts(operations)["feed-forward up"]
     if not operations.arithmetic.is_compiled:
         if operations.model.gate == "quack":  # the product returns it as well
             parts["feed-forward activation"] = parts["feed-forward up"] / 2
-        parts |= {f"feed-forward {name}": n for name, n in _of_row_layer(operations).items()}
+        parts |= {f"feed-forward {name}": n for name, n in _row_layer_parts(operations).items()}
     return parts
 
 
-def of_attention(operations: StepOperations) -> Parts:
+def attention_parts(operations: StepOperations) -> Parts:
     """Returns what feed-forward checkpointing keeps of a block: attention and its two products."""
-    whole = of_block(operations)
+    whole = block_parts(operations)
     names = "queries, keys and values", "attention output", "attention statistics"
-    parts = {name: whole[name] for name in names} | _of_row_layer(operations)
+    parts = {name: whole[name] for name in names} | _row_layer_parts(operations)
     if operations.share.ulysses:
         parts["exchanged heads"] = sum(whole[name] for name in names[:2])
     return parts
 
 
-def _of_row_layer(operations: StepOperations) -> Parts:
+def _row_layer_parts(operations: StepOperations) -> Parts:
     """Returns the output of a row layer, and with tensor parallelism the pieces that were sent."""
     stream = operations.model.d_model * operations.arithmetic.activation_bytes
     parts: Parts = {"output of row layer": operations.tokens * stream}
@@ -131,7 +131,7 @@ def _of_row_layer(operations: StepOperations) -> Parts:
     return parts
 
 
-def of_ends(operations: StepOperations) -> Parts:
+def end_parts(operations: StepOperations) -> Parts:
     """Returns what last norm, head and loss keep, if the stage has them."""
     if not operations.is_last:
         return {}
@@ -156,7 +156,7 @@ def _is_fused(operations: StepOperations) -> bool:
     return operations.model.loss == "fused" and not operations.loss_by_torch
 
 
-def of_loss(operations: StepOperations) -> float:
+def loss_bytes(operations: StepOperations) -> float:
     """Returns the most that the loss holds in addition to what is kept.
 
     That is the gradient of the logits in its backward; a chunk of logits of the fused loss; and the
@@ -182,7 +182,7 @@ def of_loss(operations: StepOperations) -> float:
     return m * v * (4 if is_bf16 else 8)
 
 
-def of_block_backward(operations: StepOperations) -> float:
+def block_backward_bytes(operations: StepOperations) -> float:
     """Returns the bytes of the gradients of a block's widest activations, while its backward runs."""
     model, n = operations.model, operations.share.tensor
     widest = (3 if model.is_gated else 2) * model.d_ff // n + model.d_model

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from stepgauge.cost.data_axis.buckets import most_owned
 from stepgauge.cost.memory.activations import (
     KeptBytes,
+    block_backward_bytes,
     kept,
-    of_block_backward,
-    of_loss,
-    weight_copies,
+    loss_bytes,
+    weight_copy_bytes,
 )
 from stepgauge.cost.memory.allocator import (
     LARGEST_SMALL,
@@ -124,11 +124,11 @@ def pipeline_memory(
             activations = max(live(row, held))
         else:
             activations, gradients["gradients"] = fullest(row, held, static.gradients)
-        temporaries = max(of_block_backward(stages[n]) + keeps[n].recomputed for n in own)
+        temporaries = max(block_backward_bytes(stages[n]) + keeps[n].recomputed for n in own)
         parts = {
             **gradients,
             "activations in flight": activations,
-            "temporaries": max(temporaries, max(of_loss(stages[n]) for n in own)),
+            "temporaries": max(temporaries, max(loss_bytes(stages[n]) for n in own)),
             "transfer buffers": 4 * max(stages[n].stream_bytes for n in own),
         }
         buffers = _exchange_buffers(stages[0])
@@ -163,7 +163,7 @@ def stage_memory(stage: StepOperations, layout: Layout) -> Memory:
     parts = {
         **_gradients_and_weights([stage], static),
         "activations in flight": in_flight * keeps.total,
-        "temporaries": of_block_backward(stage) + keeps.recomputed,
+        "temporaries": block_backward_bytes(stage) + keeps.recomputed,
         "transfer buffers": 4 * stage.stream_bytes,
     }
     return _memory(static, parts, "rank 0", layout, _exchange_buffers(stage))
@@ -257,7 +257,7 @@ def _levels(
     block_gradients = gradients * operations.block_parameters / operations.num_parameters
     end_gradients = gradients * operations.end_parameters / operations.num_parameters
     head_gradients = end_gradients / (2 if operations.is_first and operations.is_last else 1)
-    in_block = of_block_backward(operations) + keeps.recomputed
+    in_block = block_backward_bytes(operations) + keeps.recomputed
     # ZeRO 3: gathered units, and whole gradients that are being reduced
     gathered = 1 + PREFETCHED
     first_units = (gathered + 1) * static.unit
@@ -273,7 +273,7 @@ def _levels(
 
     gradients_before_last = head_gradients + (layers - together) * block_gradients
     levels = {
-        "loss": level(0.0, keeps.total, of_loss(operations)),
+        "loss": level(0.0, keeps.total, loss_bytes(operations)),
         "first block of backward": level(head_gradients, keeps.blocks, in_block + first_units),
         "last block of backward": level(gradients_before_last, last_blocks, in_block + last_units),
         "end of backward": level(gradients, 0.0, operations.stream_bytes + last_units),
@@ -283,8 +283,10 @@ def _levels(
         # half as large as their gradients.
         part = 1.0 if operations.share.tensor > 1 else 0.5
         # compiled blocks cast their weights again
-        copies = 0.0 if operations.arithmetic.is_compiled else layers * weight_copies(operations)
-        levels["end of forward"] = level(0.0, keeps.total, copies + part * of_loss(operations))
+        copies = (
+            0.0 if operations.arithmetic.is_compiled else layers * weight_copy_bytes(operations)
+        )
+        levels["end of forward"] = level(0.0, keeps.total, copies + part * loss_bytes(operations))
     return levels
 
 
