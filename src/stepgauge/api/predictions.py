@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stepgauge.api.show import Run
+from stepgauge.cost.rates.estimate import with_spread
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.hardware_files import file_named
@@ -34,7 +35,7 @@ def predict(spec: Any, *, hardware: str | Path) -> Run:
     specs = list(spec) if are_several else [spec]
     for each in specs:
         _require(each, StepSpec, DataParallelSpec, LayoutSpec, PipelineSpec)
-    return Run([predicted(_on(each, file), file) for each in specs])
+    return Run([with_spread(predicted(_on(each, file), file)) for each in specs])
 
 
 def plan(spec: PlanSpec, *, hardware: str | Path, top: int = 10) -> Run:
