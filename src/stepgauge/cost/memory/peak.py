@@ -258,10 +258,9 @@ def _levels(
     end_gradients = gradients * operations.end_parameters / operations.num_parameters
     head_gradients = end_gradients / (2 if operations.is_first and operations.is_last else 1)
     in_block = block_backward_bytes(operations) + keeps.recomputed
-    # ZeRO 3: gathered units, and whole gradients that are being reduced
-    gathered = 1 + PREFETCHED
-    first_units = (gathered + 1) * static.unit
-    last_units = (gathered + MOST_IN_FLIGHT) * static.unit
+    # ZeRO 3: gathered units (the current and prefetched ones), and gradients that are being reduced
+    first_units = (1 + PREFETCHED + 1) * static.unit
+    last_units = (1 + PREFETCHED + MOST_IN_FLIGHT) * static.unit
     # blocks that are recomputed together have all their activations when their backward starts
     recomputes = operations.spec.checkpointing in ("blocks", "selective")
     together = min(layers, operations.spec.checkpoint_blocks) if recomputes else 1
@@ -282,10 +281,9 @@ def _levels(
         # A loss over parts of the vocabulary holds most in forward. Any other has bf16 logits there,
         # half as large as their gradients.
         part = 1.0 if operations.share.tensor > 1 else 0.5
-        # compiled blocks cast their weights again
-        copies = (
-            0.0 if operations.arithmetic.is_compiled else layers * weight_copy_bytes(operations)
-        )
+        copies = layers * weight_copy_bytes(operations)
+        if operations.arithmetic.is_compiled:  # compiled blocks cast their weights again
+            copies = 0.0
         levels["end of forward"] = level(0.0, keeps.total, copies + part * loss_bytes(operations))
     return levels
 
