@@ -8,7 +8,7 @@ import torch
 from tests.cpu_machine import made_up
 
 from stepgauge.calibrate import host, run, step_shapes
-from stepgauge.calibrate.step_shapes import host_job, shape_jobs, median_probe
+from stepgauge.calibrate.step_shapes import host_job, median_probe, shape_jobs
 from stepgauge.cli import validate as command
 from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.rates.machine import CalibratedMachine

@@ -8,6 +8,8 @@ from stepgauge.bench.operators import traced  # noqa: E402
 from stepgauge.cost.rates.machine import CalibratedMachine  # noqa: E402
 from stepgauge.cost.traced.plan import _degrees, _layouts, plan_traced  # noqa: E402
 from stepgauge.cost.traced.traceable import cut_of  # noqa: E402
+from stepgauge.runtime.launch import RankError  # noqa: E402
+from stepgauge.runtime.workers import run_isolated  # noqa: E402
 from stepgauge.spec.hardware import HardwareFile  # noqa: E402
 from stepgauge.spec.hardware_files import file_named  # noqa: E402
 from stepgauge.spec.planning import PlanSpec  # noqa: E402
@@ -41,23 +43,28 @@ def whole():
 """
 
 
+def plan_in_this_process(spec):
+    machine = CalibratedMachine(HardwareFile.read(file_named("dgx-h100")).on_ranks(spec.gpus))
+    traces = {}
+
+    def trace(step):
+        key = cut_of(step), step.parsed_layout.gathers_weights
+        if key not in traces:
+            traces[key] = traced(step, "sm90")
+        return traces[key]
+
+    return plan_traced(spec, trace, machine)
+
+
 @pytest.fixture
 def plan(tmp_path):
+    """Plans in another process: autograd, once used on a CPU, refuses a fake GPU."""
     file = tmp_path / "networks.py"
     file.write_text(NETWORKS)
 
     def plan(factory, gpus, **fields):
         spec = PlanSpec(model=UserModel.read(f"{file}:{factory}"), gpus=gpus, **fields)
-        machine = CalibratedMachine(HardwareFile.read(file_named("dgx-h100")).on_ranks(gpus))
-        traces = {}
-
-        def trace(step):
-            key = cut_of(step), step.parsed_layout.gathers_weights
-            if key not in traces:
-                traces[key] = traced(step, "sm90")
-            return traces[key]
-
-        return plan_traced(spec, trace, machine)
+        return run_isolated(plan_in_this_process, spec)
 
     return plan
 
@@ -100,5 +107,5 @@ def test_an_axis_that_cannot_be_cut_is_left_out_with_the_reason(plan):
 
 
 def test_a_network_that_cannot_be_traced_is_refused(plan):
-    with pytest.raises(ValueError, match="trilinear"):
+    with pytest.raises(RankError, match="trilinear"):
         plan("opaque", 2)
