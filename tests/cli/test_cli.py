@@ -372,7 +372,7 @@ def test_help_shows_values_as_a_user_types_them(stepgauge):
         " ".join(stepgauge(*command, "--help")[1].split())
         for command in (("bench", "comm"), ("train",))
     )
-    assert "--size SIZE..." in sweeps and "[1M]" in sweeps
+    assert "--size SIZE..." in sweeps and "[default: 1M]" in sweeps
     assert "--check -c true|false..." in sweeps
     assert "--tied-head [true|false] " in single and "--steps INT " in single
     assert "..." not in single
