@@ -102,4 +102,5 @@ def test_layouts_with_other_launches_are_calibrated_under_the_names_that_predict
     layouts = ("tp2", "tp2 overlap", "dp2 torch-ddp", "dp2 torch-fsdp", "zero1 cp2",
                "zero2 cp2 ulysses")  # fmt: skip
     for layout in layouts:
-        assert named[f"host eager bf16{launched_under(Layout.parse(layout), 'none')}"] == 2
+        assert launched_under(Layout.parse(layout), "none") == f" {layout}"
+        assert named[f"host eager bf16 {layout}"] == 2

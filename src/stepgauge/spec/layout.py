@@ -252,6 +252,7 @@ class Layout:
             data=self.data if is_wrapped else 1,
             wrapper=self.wrapper if is_wrapped else "none",
             context=self.context if is_wrapped else 1,
+            ulysses=self.ulysses and is_wrapped,
             tensor=self.tensor,
             overlap=self.overlap,
         )
