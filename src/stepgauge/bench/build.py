@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stepgauge.parallel.training import Parallelise, single_process
 from stepgauge.spec.bert import BertSpec
+from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.plan.recompute import RecomputePlan
 from stepgauge.spec.step import WorkSpec
 from stepgauge.spec.train import BYTES, DEFAULT_CORPUS, TrainSpec
@@ -18,6 +20,7 @@ from stepgauge.train.precision import PRECISIONS, unavailable
 from stepgauge.train.step import TrainingStep
 from stepgauge.train.user_model import build_user_step, in_type
 
+Spec = WorkSpec | DataParallelSpec
 LEARNING_RATE = 1e-4  # small enough that training on random tokens never reaches infinities
 
 
@@ -36,35 +39,39 @@ def check(spec: WorkSpec) -> None:
 
 
 def build(
-    spec: WorkSpec,
+    spec: Spec,
     device: torch.device,
     *,
+    rank: int = 0,
+    parallelise: Parallelise = single_process,
     recompute: RecomputePlan | None = None,
     weights: torch.dtype | None = None,
 ) -> tuple[TrainingStep, Sequence[Any]]:
     """Returns the training step on the device and its batch, for a preset or a user's model.
 
-    recompute  replaces the spec's checkpointing
-    weights    dtype to which weights and inputs are cast, as ZeRO 3 computes in it
+    rank         of several data ranks, each with its own batch
+    parallelise  distributes the model and its optimizer over the ranks
+    recompute    replaces the spec's checkpointing
+    weights      dtype to which weights and inputs are cast, as ZeRO 3 computes in it
     """
     if isinstance(spec.model, UserModel):
-        built = build_user_step(spec, device, lr=LEARNING_RATE)
+        built = build_user_step(spec, device, spread=lambda _: parallelise, lr=LEARNING_RATE)
         step = built.step
-        batch: Sequence[Any] = built.arguments(0)
+        batch: Sequence[Any] = built.arguments(rank)
     else:
         on_device = dataclasses.replace(spec, device=str(device))
-        step = build_step(on_device, lr=LEARNING_RATE, recompute=recompute)
-        batch = make_batch(spec, device)
+        step = build_step(on_device, parallelise=parallelise, recompute=recompute, lr=LEARNING_RATE)
+        batch = make_batch(spec, device, rank)
     if weights is not None:
         step.module.to(weights)
         batch = in_type(batch, weights)
     return step, batch
 
 
-def make_batch(spec: WorkSpec, device: torch.device) -> list[Tensor]:
+def make_batch(spec: Spec, device: torch.device, rank: int = 0) -> list[Tensor]:
     """Returns tokens_BT and targets_BT, the tokens shifted by one; for BERT, its loss's arguments."""
-    if spec.data == "random":
-        batch = batch_for(spec.network, spec.batch, spec.seed)
+    if isinstance(spec, DataParallelSpec) or spec.data == "random":
+        batch = batch_for(spec.network, spec.batch, spec.seed + rank)
     else:
         length = spec.network.context_length
         corpus = Corpus.of(read_text(DEFAULT_CORPUS))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from stepgauge.bench.build import LEARNING_RATE
+from stepgauge.bench import build
 from stepgauge.bench.rank_figures import (
     RankFigures,
     kept_bytes,
@@ -28,12 +28,9 @@ from stepgauge.runtime.world import this_world
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.throughput import StepWork, throughput
-from stepgauge.spec.user_model import UserModel
-from stepgauge.train.build import batch_for, build_step
 from stepgauge.train.layout import wrapper_settings
 from stepgauge.train.precision import PRECISIONS
 from stepgauge.train.step import TrainingStep
-from stepgauge.train.user_model import build_user_step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +55,7 @@ def measure(spec: DataParallelSpec) -> DataParallelFigures:
     """
     world = this_world()
     device = world.device(spec.device)
-    step, batch = build(spec, device, world.rank)
+    step, batch = build_on_rank(spec, device, world.rank)
     initial = devices.allocated_memory(device)
     phases = step.phases(batch)
     with step.precision.matmul_mode():
@@ -80,22 +77,16 @@ def measure(spec: DataParallelSpec) -> DataParallelFigures:
     )
 
 
-def build(
+def build_on_rank(
     spec: DataParallelSpec, device: torch.device, rank: int
 ) -> tuple[TrainingStep, Sequence[Any]]:
     """Returns this rank's step and batch. All ranks must call it."""
     settings = wrapper_settings(spec, spec.wrapper)
-    spread: Parallelise = functools.partial(parallelise, spec.wrapper, settings=settings)
-    if isinstance(spec.model, UserModel):
-        built = build_user_step(spec, device, spread=lambda _: spread, lr=LEARNING_RATE)
-        return built.step, built.arguments(rank)
-    on_device = dataclasses.replace(spec, device=str(device))
+    wrap: Parallelise = functools.partial(parallelise, spec.wrapper, settings=settings)
     if spec.cuda_graphs:
         context = functools.partial(PRECISIONS[spec.precision].autocasting, device)
-        spread = recorded(spread, CudaGraphs(device), context)
-    step = build_step(on_device, parallelise=spread, lr=LEARNING_RATE)
-    batch = batch_for(spec.model, spec.batch, spec.seed + 1 + rank)
-    return step, [part.to(device) for part in batch]
+        wrap = recorded(wrap, CudaGraphs(device), context)
+    return build.build(spec, device, rank=rank, parallelise=wrap)
 
 
 def _time_communication(

@@ -69,11 +69,9 @@ def measure(spec: LayoutSpec) -> LayoutFigures:
     """
     world = this_world()
     device = world.device(spec.device)
-    is_ours = not isinstance(spec.model, UserModel)
-    stages = stages_of(spec, spec.parsed_layout, device) if is_ours else []
     solution = solve(dataclasses.replace(spec, device=str(device)))
     place = RankShare.of(spec.parsed_layout, world.rank)
-    step, batches = _build(spec, place, device, stages, solution.plan)
+    step, batches, stages = _build(spec, place, device, solution.plan)
     phases = phases_of(step, batches)
     initial = devices.allocated_memory(device)
     with step.precision.matmul_mode():
@@ -97,16 +95,18 @@ def _build(
     spec: LayoutSpec,
     place: RankShare,
     device: torch.device,
-    stages: Sequence[range],
     recompute: RecomputePlan | None,
-) -> tuple[TrainingStep, list[Sequence[Any]]]:
-    """Returns this rank's step and the batches whose gradients it accumulates. All ranks must call it."""
+) -> tuple[TrainingStep, list[Sequence[Any]], Sequence[range]]:
+    """Returns this rank's step, the batches whose gradients it accumulates, and the blocks of each
+    stage, which are unknown for a user's model. All ranks must call it.
+    """
     if isinstance(spec.model, UserModel):
         built = build_user_layout_step(
             spec, layout=spec.parsed_layout, device=device, lr=LEARNING_RATE
         )
         numbers = (n * place.data_ranks + place.data_rank for n in range(spec.accumulation))
-        return built.step, [built.arguments(number) for number in numbers]
+        return built.step, [built.arguments(number) for number in numbers], ()
+    stages = stages_of(spec, spec.parsed_layout, device)
     step = build_layout_step(
         spec,
         layout=spec.parsed_layout,
@@ -118,7 +118,10 @@ def _build(
     )
     seeds = (spec.seed + 1 + number for number in range(spec.accumulation))
     batches = (batch_for(spec.network, spec.batch, seed) for seed in seeds)
-    return step, [[part.to(device) for part in place.shares(batch)] for batch in batches]
+    shares: list[Sequence[Any]] = [
+        [part.to(device) for part in place.shares(batch)] for batch in batches
+    ]
+    return step, shares, stages
 
 
 def phases_of(step: TrainingStep, batches: Sequence[Sequence[Any]]) -> Phases:

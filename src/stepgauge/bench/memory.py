@@ -31,7 +31,6 @@ from stepgauge.spec.memory import CATEGORIES, MemorySpec
 from stepgauge.spec.plan.recompute import RecomputePlan
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import TRAINING_PHASES
-from stepgauge.spec.user_model import UserModel
 
 UNSEEN_PEAK = (
     "the peak is not seen: memory that compiled code holds while it runs is tracked on CUDA only"
@@ -88,7 +87,7 @@ def measure(spec: MemorySpec, *, folder: Path | None = None) -> Record:
     if device.type == "cuda":
         timeline, figures = _measured_by_allocator(spec, device, folder, plan)
         return _record(pending, timeline, figures)
-    if device.type == "cpu" and not isinstance(spec.model, UserModel):
+    if device.type == "cpu":
         devices.require_host_memory(least_bytes(spec))
     tracker = StorageTracker(device)
     with tracker if spec.compile == "off" else contextlib.nullcontext():

@@ -6,7 +6,6 @@ import functools
 import itertools
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +36,6 @@ from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.plan.stages import parts_of
 from stepgauge.spec.step import WorkSpec
 from stepgauge.spec.steps import work_of
-from stepgauge.spec.user_model import UserModel
 from stepgauge.train.step import TrainingStep
 
 Built = tuple[TrainingStep, Sequence[Any]]
@@ -157,8 +155,7 @@ def _reason(error: Exception, spec: WorkSpec) -> str:
     if isinstance(error, NotPredictableError):
         return first
     trace = "".join(traceback.format_exception(error))
-    where = user_line(trace, Path(spec.model.file)) if isinstance(spec.model, UserModel) else ""
-    return ": ".join(filter(None, (where, type(error).__name__, first)))
+    return ": ".join(filter(None, (user_line(trace, spec.model), type(error).__name__, first)))
 
 
 def _trace_in_process(architecture: str, stage: Stage, gathered: bool) -> TracedNetwork:

@@ -262,7 +262,6 @@ def _run(job: Job) -> Record:
 
 def failure_note(error: Exception, spec: Any) -> str:
     """Returns the error's first line, preceded by file and line if a user's code raised it."""
-    file = getattr(getattr(spec, "model", spec), "file", "")
-    where = user_line(getattr(error, "trace", ""), Path(file)) if file else ""
+    where = user_line(getattr(error, "trace", ""), getattr(spec, "model", spec))
     message = str(error).strip().partition("\n")[0][:300] or "no message"
     return f"{where}: {message}" if where else message

@@ -22,7 +22,6 @@ from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import WorkSpec
 from stepgauge.spec.train import TrainSpec
-from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import build_step
 from stepgauge.train.loop import LossPoint, Trainer
 from stepgauge.train.rank_share import SINGLE_PROCESS, RankShare
@@ -75,7 +74,7 @@ def require_memory(spec: TrainSpec) -> None:
     It compares their parameters, gradients and optimizer state with the free memory. If these take a
     large part of it, it also predicts the peak of a step.
     """
-    if spec.device != "cpu" or isinstance(spec.model, UserModel):
+    if spec.device != "cpu":
         return
     layout = spec.parsed_layout
     num_copies = 1 if WRAPPERS[layout.wrapper].stage else layout.num_replicas
@@ -127,19 +126,18 @@ def _place(spec: TrainSpec) -> RankShare:
 
 def build_task(spec: TrainSpec, place: RankShare = SINGLE_PROCESS) -> Task:
     """Returns what this process trains. All ranks must call it."""
-    is_user = isinstance(spec.model, UserModel)
     if place is SINGLE_PROCESS:
-        return user_task(spec) if is_user else _text_task(spec, place, build_step)
+        return _text_task(spec, place, build_step) if spec.is_text else user_task(spec)
     # Imported late because torch's distributed modules take a while to load.
     from stepgauge.train.layout import build_layout_step
     from stepgauge.train.user_layout import over_layout
 
     device = this_world().device(spec.device)
     here = dataclasses.replace(spec, device=str(device))
-    if is_user:
-        return user_task(here, place=place, spread=over_layout(here, spec.parsed_layout, device))
-    build = functools.partial(build_layout_step, layout=spec.parsed_layout, device=device)
-    return _text_task(here, place, build)
+    if spec.is_text:
+        build = functools.partial(build_layout_step, layout=spec.parsed_layout, device=device)
+        return _text_task(here, place, build)
+    return user_task(here, place=place, spread=over_layout(here, spec.parsed_layout, device))
 
 
 def _text_task(spec: TrainSpec, place: RankShare, build: Callable[..., TrainingStep]) -> Task:

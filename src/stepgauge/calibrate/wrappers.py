@@ -65,7 +65,7 @@ def _phases_us(
         precision="bf16",
         device=device.type,
     )
-    step, batch = data_parallel.build(data_parallel_spec, device, dist.get_rank())
+    step, batch = data_parallel.build_on_rank(data_parallel_spec, device, dist.get_rank())
     steps = max(2, round(STEPS_PER_MILLISECOND * spec.milliseconds))
     with step.precision.matmul_mode():
         dist.barrier()

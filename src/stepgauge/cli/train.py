@@ -63,7 +63,7 @@ def train(
     except MemoryError as error:
         raise RunFailedError(str(error)) from None
     with _report_interruption(spec, out):
-        if spec.ranks == 1 and not isinstance(spec.model, UserModel):
+        if spec.ranks == 1 and spec.is_text:
             print(_train(spec, out))
             return
         try:  # a user's file runs in a separate process, which it may end or change
@@ -116,9 +116,7 @@ def _spec_of(values: Values) -> TrainSpec:
 
 def _reason(error: "RankError", spec: TrainSpec) -> str:
     """Returns why a rank failed, with the line of the user's file if its code raised the error."""
-    line = ""
-    if isinstance(spec.model, UserModel):
-        line = user_line(error.trace, Path(spec.model.file))
+    line = user_line(error.trace, spec.model)
     return f"{line}: {error.type}: {error.reason}" if line else error.reason or str(error)
 
 
@@ -142,8 +140,7 @@ def _train(spec: TrainSpec, out: Path) -> str:
 
     store = RunStore(out)
     # The held-out loss of text is in bits a byte. A token is a byte, so both print as nats a token.
-    is_text = not isinstance(spec.model, UserModel)
-    unit, scale = (" nats a token", NATS_PER_BIT) if is_text else ("", 1.0)
+    unit, scale = (" nats a token", NATS_PER_BIT) if spec.is_text else ("", 1.0)
     with store.held(), progress(spec.steps, "steps") as (bar, task):
         last_printed = 0.0
 
@@ -197,15 +194,15 @@ def _errors_as_sentences() -> Iterator[None]:
 def _summary(spec: TrainSpec, record: Record, out: Path) -> str:
     """Returns a sentence with the losses, the model's size and the speed."""
     first, last, held_out = (record.median(n) for n in ("first_loss", "last_loss", "held_out"))
-    if isinstance(spec.model, UserModel):
-        losses = f"loss {number(first)} -> {number(last)}"
-        losses += f", held out {number(held_out)}" if held_out is not None else ""
-    else:
+    if spec.is_text:
         vocabulary = record.environment["vocab_size"]
         losses = (
             f"loss {first:.3f} -> {last:.3f} nats a token (vocabulary {vocabulary:,}), held out "
             f"{NATS_PER_BIT * (held_out or 0.0):.3f} ({held_out:.3f} bits a byte)"
         )
+    else:
+        losses = f"loss {number(first)} -> {number(last)}"
+        losses += f", held out {number(held_out)}" if held_out is not None else ""
     ranks = f", {spec.ranks} ranks" if spec.ranks > 1 else ""
     # A run that was already complete has no speed, because another machine may have trained it.
     rates = [record.metrics[n] for n in ("tokens_per_s", "steps_per_s") if n in record.metrics]

@@ -116,6 +116,34 @@ def run_joined(
     return gathered_objects(function(*arguments))
 
 
+class _End:
+    """An event for one waiting thread that Ctrl-C cannot break.
+
+    threading.Event.wait is Python code that holds a lock. A KeyboardInterrupt raised between acquiring
+    and releasing it can leave it held, and then every later `wait` and `set` blocks forever.
+    Lock.acquire is interrupted only while it waits.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._before = threading.Lock()  # held until the event is set
+        self._before.acquire()
+
+    def set(self) -> None:
+        self._is_set = True
+        with contextlib.suppress(RuntimeError):  # released by an earlier call
+            self._before.release()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def wait(self, timeout_s: float = -1) -> bool:
+        """Waits for the event, at most `timeout_s` if that is not negative. Returns is_set()."""
+        if not self._is_set:
+            self._before.acquire(timeout=timeout_s)
+        return self._is_set
+
+
 class Ranks:
     """A context manager that runs a function on ranks of this machine, and ends them at its exit.
 
@@ -148,13 +176,18 @@ class Ranks:
         self._error: BaseException | None = None
         self._earlier_children: set[BaseProcess] = set()
         # The launcher runs in another thread, so that this one can handle Ctrl-C.
-        self._ended = threading.Event()
+        self._is_killed = False
+        self._ended = _End()
         self._launcher = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Self:
         self._earlier_children = set(multiprocessing.active_children())
         start_server()  # here, because the launcher's thread cannot shield it from Ctrl-C
-        self._launcher.start()
+        try:
+            self._launcher.start()
+        except BaseException:  # Ctrl-C: without __enter__ there is no __exit__
+            self._kill()
+            raise
         return self
 
     def __exit__(self, type: object, *_: object) -> None:
@@ -164,6 +197,9 @@ class Ranks:
 
     def _kill(self) -> None:
         """Kills the ranks, repeatedly, because some may not have been started yet."""
+        self._is_killed = True
+        if self._launcher.ident is None:  # not running; if it starts after all, it starts no ranks
+            return
         deadline = time.monotonic() + STARTED_S
         while not self._ended.wait(0.1):
             for process in set(multiprocessing.active_children()) - self._earlier_children:
@@ -179,14 +215,15 @@ class Ranks:
     def wait(self) -> list[Any]:
         """Waits for the ranks and returns their values by rank. Raises RankError."""
         # Thread.join, interrupted by Ctrl-C, would mark the thread as ended.
-        while not self._ended.wait(0.2):
-            pass
+        self._ended.wait()
         if self._error is not None:
             raise self._error
         return [self._values[rank] for rank in range(self._ranks)]
 
     def _run(self) -> None:
         try:
+            if self._is_killed:
+                return
             with (
                 _quiet_launcher(),
                 tempfile.TemporaryDirectory() as logs,

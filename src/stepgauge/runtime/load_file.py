@@ -6,6 +6,7 @@ import sys
 import traceback
 import types
 from pathlib import Path
+from typing import Any
 
 
 def load_file(path: Path) -> types.ModuleType:
@@ -55,9 +56,13 @@ def _line(error: BaseException, path: Path) -> str:
     return f"line {lines[-1]}: " if lines else ""
 
 
-def user_line(trace: str, path: Path) -> str:
-    """Returns the last place in a traceback that is in the file's folder, as "model.py:12", or ""."""
-    folder = f'  File "{path.resolve().parent}/'
+def user_line(trace: str, source: Any) -> str:
+    """Returns the last place in a traceback that is in the folder of the user's file, as
+    "model.py:12", or "" if there is none or if `source` has no `file`, as the spec of a preset.
+    """
+    if not getattr(source, "file", ""):
+        return ""
+    folder = f'  File "{Path(source.file).resolve().parent}/'
     lines = [line for line in trace.splitlines() if line.startswith(folder)]
     own = [line for line in lines if "site-packages" not in line]
     if not own:

@@ -10,7 +10,7 @@ from stepgauge.spec.fields import RANKS_DEVICE_HELP, as_in, check, option, with_
 from stepgauge.spec.layout import WRAPPERS, Layout, check_wrapper
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import CHECKPOINTING, CHECKPOINTING_HELP, WorkSpec
-from stepgauge.spec.user_model import UserModel, settle_user_model
+from stepgauge.spec.user_model import OfNetwork, UserModel, settle_user_model
 
 REDUCE_DTYPES = ("own", "bf16", "fp16")
 BACKENDS: Mapping[str, str] = MappingProxyType({"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"})
@@ -38,7 +38,7 @@ class OnBackend:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataParallelSpec(OnBackend):
+class DataParallelSpec(OfNetwork, OnBackend):
     """One row of `bench data-parallel`. The sequence length is the model's context_length."""
 
     kind: ClassVar[str] = "data-parallel"
@@ -108,8 +108,7 @@ class DataParallelSpec(OnBackend):
 
     def __post_init__(self) -> None:
         check(self)
-        if isinstance(self.model, UserModel):
-            settle_user_model(self)
+        settle_user_model(self)
         self.check_backend()
         check_wrapper(
             self.wrapper,
@@ -165,8 +164,7 @@ class DataParallelSpec(OnBackend):
     @property
     def tokens_per_step(self) -> int:
         """Tokens of all ranks."""
-        assert not isinstance(self.model, UserModel)
-        return self.ranks * self.batch * self.model.context_length
+        return self.ranks * self.batch * self.network.context_length
 
     @property
     def parsed_layout(self) -> Layout:

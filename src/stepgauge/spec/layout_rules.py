@@ -41,18 +41,25 @@ def check_layout(
         checkpointing=checkpointing,
     )
     if isinstance(model, UserModel):
-        _check_user_model(layout)
+        _check_user_model(layout, compile=compile)
     else:
         _check_network(layout, model, batch=batch, compile=compile)
     if layout.pipeline > 1:
         _check_split_backward(layout)
     if layout.data != layout.ranks:
-        _check_cut(layout, model, precision=precision, compile=compile, checkpointing=checkpointing)
+        _check_cut(layout, precision=precision, checkpointing=checkpointing)
 
 
 def _check_network(layout: Layout, model: Network, *, batch: int, compile: str) -> None:
     """Checks each axis against the shape of the network."""
     _check_batch(layout, batch)
+    if layout.data != layout.ranks:
+        _check_compile(layout, compile, "off", "blocks")
+        if isinstance(model, BertSpec) and model.dropout:
+            raise ValueError(
+                f"dropout is {model.dropout}; the ranks of {str(layout)!r} would drop other values "
+                "than one process: choose 0"
+            )
     if layout.tensor > 1:
         _check_tensor(layout, model, compile=compile)
     if layout.pipeline > 1:
@@ -90,8 +97,10 @@ def schedule_of(layout: Layout) -> Schedule:
     )
 
 
-def _check_user_model(layout: Layout) -> None:
+def _check_user_model(layout: Layout, *, compile: str) -> None:
     """Checks axes that no user's model supports. The rest is checked once the model is built."""
+    if layout.data != layout.ranks:
+        _check_compile(layout, compile, "off")
     if layout.context > 1:
         raise ValueError(
             f"layout is {str(layout)!r}; a user's model has no context axis, because its attention "
@@ -213,9 +222,14 @@ def _check_split_backward(layout: Layout) -> None:
         )
 
 
-def _check_cut(
-    layout: Layout, model: Network | UserModel, *, precision: str, compile: str, checkpointing: str
-) -> None:
+def _check_compile(layout: Layout, compile: str, *supported: str) -> None:
+    if compile not in supported:
+        raise ValueError(
+            f"compile is {compile!r}; layout {str(layout)!r} supports only {' or '.join(supported)}"
+        )
+
+
+def _check_cut(layout: Layout, *, precision: str, checkpointing: str) -> None:
     """Checks settings that tensor, context and pipeline axes do not support."""
     if checkpointing == BUDGET:
         raise ValueError(
@@ -233,14 +247,4 @@ def _check_cut(
     if precision in needs:
         raise ValueError(
             f"precision is {precision!r}, whose {needs[precision]}; in {str(layout)!r} choose bf16"
-        )
-    modes = ("off",) if isinstance(model, UserModel) else ("off", "blocks")
-    if compile not in modes:
-        raise ValueError(
-            f"compile is {compile!r}; layout {str(layout)!r} supports only {' or '.join(modes)}"
-        )
-    if isinstance(model, BertSpec) and model.dropout:
-        raise ValueError(
-            f"dropout is {model.dropout}; the ranks of {str(layout)!r} would drop other values than "
-            "one process: choose 0"
         )

@@ -12,11 +12,11 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.pipeline import Schedule
 from stepgauge.spec.plan.stages import BY_TIMES, FLOPS, STEP, PartTimes, cut_blocks
 from stepgauge.spec.step import BUDGET, WorkSpec, check_budget
-from stepgauge.spec.user_model import UserModel, settle_user_model
+from stepgauge.spec.user_model import OfNetwork, UserModel, settle_user_model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LayoutSpec(OnBackend):
+class LayoutSpec(OfNetwork, OnBackend):
     """One row of `bench layout`. The sequence length is the model's context_length.
 
     The batch is that of all ranks, so that layouts with the same batch do the same step. A user's
@@ -81,8 +81,7 @@ class LayoutSpec(OnBackend):
     def __post_init__(self) -> None:
         check(self)
         check_budget(self)
-        if isinstance(self.model, UserModel):
-            settle_user_model(self)
+        settle_user_model(self)
         # Equal layouts get the same text, whatever the order of their words.
         object.__setattr__(self, "layout", str(Layout.parse(self.layout)))
         self.check_backend()
@@ -112,12 +111,6 @@ class LayoutSpec(OnBackend):
         return with_defaults(self, used)
 
     @property
-    def network(self) -> ModelSpec | BertSpec:
-        """The model, which must not be a user's, because its shape must be known."""
-        assert not isinstance(self.model, UserModel)
-        return self.model
-
-    @property
     def parsed_layout(self) -> Layout:
         return Layout.parse(self.layout)
 
@@ -128,14 +121,12 @@ class LayoutSpec(OnBackend):
     @property
     def rank_batch(self) -> int:
         """Sequences per forward and backward on each data rank; 1 (one batch) for a user's model."""
-        is_users = isinstance(self.model, UserModel)
-        return self.batch if is_users else self.batch // self.parsed_layout.data
+        return max(1, self.batch // self.parsed_layout.data)
 
     @property
     def micro_batch(self) -> int:
         """Sequences per micro-batch; without a pipeline, all of a data rank; 1 for a user's model."""
-        is_users = isinstance(self.model, UserModel)
-        return 1 if is_users else self.rank_batch // self.parsed_layout.microbatches
+        return max(1, self.rank_batch // self.parsed_layout.microbatches)
 
     @property
     def tokens_per_step(self) -> int:

@@ -7,7 +7,7 @@ from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.fields import DEVICE_HELP, check, option, with_defaults
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.user_model import UserModel, settle_user_model
+from stepgauge.spec.user_model import OfNetwork, UserModel, settle_user_model
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16-pure", "bf16-master")
 NARROW = ("bf16", "fp16", "bf16-pure", "bf16-master")  # matrix products with 16-bit operands
@@ -34,7 +34,7 @@ TRAINING_PHASES = ("forward", "backward", "optimizer")  # the parts of a whole s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WorkSpec:
+class WorkSpec(OfNetwork):
     """The work of a training step. The sequence length is the model's context_length."""
 
     model: ModelSpec | BertSpec | UserModel
@@ -95,8 +95,7 @@ class WorkSpec:
 
     def __post_init__(self) -> None:
         check(self)
-        if isinstance(self.model, UserModel):
-            settle_user_model(self)
+        settle_user_model(self)
         check_budget(self)
         check_gate(self)
 
@@ -113,12 +112,6 @@ class WorkSpec:
     def parsed_layout(self) -> Layout:
         """The layout of one process."""
         return Layout()
-
-    @property
-    def network(self) -> ModelSpec | BertSpec:
-        """The model, which must not be a user's, because its shape must be known."""
-        assert not isinstance(self.model, UserModel)
-        return self.model
 
 
 def check_budget(spec: Any) -> None:

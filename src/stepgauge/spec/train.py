@@ -90,9 +90,8 @@ class TrainSpec:
     def __post_init__(self) -> None:
         check(self)
         check_budget(self)
-        if isinstance(self.model, UserModel):
-            settle_user_model(self)
-        elif not isinstance(self.model, ModelSpec) or self.model.mask != "causal":
+        settle_user_model(self)
+        if self.is_text and getattr(self.model, "mask", "") != "causal":
             raise ValueError(
                 "train predicts the next token, which this network can see: choose one with a "
                 "causal mask"
@@ -159,9 +158,14 @@ class TrainSpec:
         return Layout(data=self.ranks, wrapper=self.data_parallel)
 
     @property
+    def is_text(self) -> bool:
+        """True if it trains on the corpus; a user's model trains on its factory's batches."""
+        return not isinstance(self.model, UserModel)
+
+    @property
     def network(self) -> ModelSpec:
         """The model, which must not be a user's, because its shape must be known."""
-        assert not isinstance(self.model, UserModel)
+        assert isinstance(self.model, ModelSpec)
         return self.model
 
     def rates_depend_on_steps(self, done: int) -> bool:

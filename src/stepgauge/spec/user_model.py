@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
+from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.fields import option
+from stepgauge.spec.model import ModelSpec
 
 # Options that do not apply to a user's model, and the reason.
 INAPPLICABLE = {
@@ -87,11 +89,25 @@ def _imported(tree: ast.AST) -> Iterator[str]:
             yield node.module.partition(".")[0]
 
 
-def settle_user_model(spec: Any) -> None:
-    """Sets `size` to the factory's name and `batch` to 1, as specs of a user's model have them.
+class OfNetwork:
+    """A step's spec: its field `model` is a network of known shape or a user's model."""
 
-    Raises ValueError for options that do not apply to a user's model.
+    model: ModelSpec | BertSpec | UserModel
+
+    @property
+    def network(self) -> ModelSpec | BertSpec:
+        """The model, which must not be a user's, because its shape must be known."""
+        assert not isinstance(self.model, UserModel)
+        return self.model
+
+
+def settle_user_model(spec: Any) -> None:
+    """For a user's model, sets `size` to the factory's name and `batch` to 1.
+
+    Raises ValueError for options that do not apply to a user's model. Changes no other spec.
     """
+    if not isinstance(spec.model, UserModel):
+        return
     object.__setattr__(spec, "size", spec.model.factory)
     object.__setattr__(spec, "batch", 1)
     for field in dataclasses.fields(spec):

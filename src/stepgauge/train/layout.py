@@ -37,7 +37,6 @@ from stepgauge.spec.plan.stages import BY_TIMES, num_parts, parts_of
 from stepgauge.spec.plan.tensor_tables import table_of
 from stepgauge.spec.step import WorkSpec
 from stepgauge.spec.train import TrainSpec
-from stepgauge.spec.user_model import UserModel
 from stepgauge.train.build import (
     NETWORKS,
     batch_for,
@@ -81,7 +80,7 @@ def build_layout_step(
         return build_step(
             dataclasses.replace(spec, device=str(device)),
             max_gradient_norm=max_gradient_norm,
-            parallelise=on_data_axis(spec, layout),
+            parallelise=weighted_by_targets(on_data_axis(spec, layout), layout),
             recompute=recompute,
             **optimizer_settings,
         )
@@ -140,14 +139,14 @@ def _spread(
 
 
 def on_data_axis(spec: Spec, layout: Layout) -> Parallelise:
-    """Returns the wrapper of a layout that has only a data axis.
+    """Returns the wrapper of a layout that has only a data axis."""
+    settings = wrapper_settings(spec, layout.wrapper)
+    return functools.partial(parallelise, layout.wrapper, settings=settings)
 
-    The ranks of a preset weigh their losses by how many targets they have.
-    """
-    wrap = functools.partial(
-        parallelise, layout.wrapper, settings=wrapper_settings(spec, layout.wrapper)
-    )
-    if layout.data == 1 or isinstance(spec.model, UserModel):
+
+def weighted_by_targets(wrap: Parallelise, layout: Layout) -> Parallelise:
+    """Returns the wrapper with each rank's loss weighted by its number of targets."""
+    if layout.data == 1:
         return wrap
     mean = CountedMean(num_counted, dist.group.WORLD)
 

@@ -29,7 +29,7 @@ def user_task(
     optimizer.
     """
     model, device = spec.model, torch.device(spec.device)
-    assert isinstance(model, UserModel)
+    assert isinstance(model, UserModel), "the corpus trains other networks"
     parts = build_parts(spec, device)
     if parts.optimizer:
         _require_no_settings(spec)
