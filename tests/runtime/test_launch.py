@@ -1,10 +1,13 @@
 """Ranks start, return their values in order, and end in bounded time whatever happens to one."""
 
+import itertools
+import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import torch
 import torch.distributed as dist
 from tests.processes import alive, wait_for
 
-from stepgauge.runtime.launch import RankError, _is_consequence, launch
+from stepgauge.runtime.launch import RankError, Ranks, _End, _is_consequence, launch
 from stepgauge.runtime.world import check_interfaces, joined_world
 
 
@@ -253,13 +256,74 @@ def test_ranks_end_with_their_parent(tmp_path):
         [sys.executable, tmp_path / "main.py", *folders.values()],
         env={**os.environ, "PYTHONPATH": path},
         stderr=subprocess.DEVNULL,
+        # ignored where tests run in the background
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     files = [folder / f"pid{rank}" for folder in folders.values() for rank in range(2)]
     assert wait_for(lambda: all(file.exists() for file in files), seconds=180)
     for sent, folder in folders.items():
         os.kill(int((folder / "parent").read_text()), sent)
-    first.wait(timeout=90)
+    first.wait()
     assert wait_for(lambda: not any(alive(int(file.read_text())) for file in files))
+
+
+def is_interrupted(function, position):
+    """Calls function() and raises KeyboardInterrupt at its opcode number `position`.
+
+    Returns False if it has fewer opcodes, with those of the functions that it calls.
+    """
+    left = position
+
+    def trace(frame, event, _):
+        nonlocal left
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left < 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_an_interrupt_at_any_point_of_a_wait_does_not_block_later_calls():
+    """threading.Event fails here: it can keep its lock."""
+    for position in itertools.count():
+        ended = _End()
+        if not is_interrupted(lambda ended=ended: ended.wait(1e-3), position):
+            break
+        setter = threading.Thread(target=ended.set, daemon=True)
+        setter.start()
+        setter.join(60)
+        assert not setter.is_alive(), position
+        assert ended.wait() and ended.is_set()
+    assert position > 5
+
+
+@pytest.mark.parametrize("is_started", [False, True])
+def test_an_interrupt_while_the_launchers_thread_starts_leaves_no_ranks(monkeypatch, is_started):
+    before = set(multiprocessing.active_children())
+    ranks = Ranks(time.sleep, 600, ranks=1)
+    start = ranks._launcher.start
+
+    def interrupted_start():
+        if is_started:
+            start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ranks._launcher, "start", interrupted_start)
+    with pytest.raises(KeyboardInterrupt), ranks:
+        pass
+    assert ranks.running is not is_started
+    assert not set(multiprocessing.active_children()) - before
 
 
 def test_an_error_raised_while_handling_a_lost_peer_is_a_consequence():
