@@ -27,7 +27,7 @@ from stepgauge.cost.rates.prices import Prices
 from stepgauge.cost.streams.program import DATA
 from stepgauge.cost.traced.traceable import has_formulas
 from stepgauge.report.numbers import number
-from stepgauge.report.plan import magnitudes, parts_table, plan_table
+from stepgauge.report.plan import joined_notes, magnitudes, parts_table, plan_table
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
@@ -131,8 +131,7 @@ def _explanations(
     if plan.refused:
         reasons = [f"{axis}: {with_option_names(why)}" for axis, why in plan.refused.items()]
         yield "Axes left out", reasons
-    notes = dict.fromkeys(row.note for row in shown if row.note)
-    yield "Assumptions", [*notes, *_assumptions(spec, machine)]
+    yield "Assumptions", [*joined_notes(shown), *_assumptions(spec, machine)]
 
 
 def _with_torchrun(command: str, spec: PlanSpec, machine: CalibratedMachine) -> str:

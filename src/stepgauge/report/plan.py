@@ -1,6 +1,6 @@
 """Tables of planned layouts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from stepgauge.report.table import Table
@@ -55,6 +55,15 @@ def _cells(place: int, row: Record) -> dict[str, Any]:
 
 def _percent(fraction: float | None) -> float | None:
     return None if fraction is None else 100 * fraction
+
+
+def joined_notes(rows: Iterable[Record]) -> list[str]:
+    """Returns the sentences of the rows' notes. Those that are equal up to a colon become one."""
+    subjects: dict[str, dict[str, None]] = {}
+    for sentence in (part for row in rows for part in row.note.split("; ") if part):
+        head, _, subject = sentence.partition(": ")
+        subjects.setdefault(head, {})[subject] = None
+    return [": ".join(filter(None, (head, ", ".join(each)))) for head, each in subjects.items()]
 
 
 def parts_table(rows: Sequence[Record]) -> Table:

@@ -17,6 +17,7 @@ from stepgauge.spec.step import WorkSpec
 
 Row = tuple[float, float, float]  # parameters, messages, microseconds
 REMEDY = "calibrate --ranks measures it"
+LEFT_OUT = f"host cost not measured and left out ({REMEDY})"
 TYPICAL_HOST = "h200-sxm"  # used for machines that have no times of their own for a wrapper
 
 
@@ -67,13 +68,13 @@ def unknown_host(machine: CalibratedMachine, work: WorkSpec, layout: Layout) -> 
         return ""
     launched, wrapper = layout.launched, layout.wrapper
     if launched.tensor > 1 or launched.context > 1:
-        return f"host cost of {launched} not measured and left out ({REMEDY})"
+        return f"{LEFT_OUT}: {launched}"
     is_wrapped = wrapper != "none" and layout.num_replicas > 1
     if not is_wrapped or machine.table(wrapper_operation(wrapper)) is not None:
         return ""
     if _typical_table(wrapper) is None:
-        return f"host cost of {wrapper} not measured and left out ({REMEDY})"
-    return f"host cost of {wrapper} assumed to be that of {TYPICAL_HOST} ({REMEDY})"
+        return f"{LEFT_OUT}: {wrapper}"
+    return f"host cost assumed to be that of {TYPICAL_HOST} ({REMEDY}): {wrapper}"
 
 
 def _typical_table(wrapper: str) -> OperationTable | None:
