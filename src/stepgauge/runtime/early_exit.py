@@ -2,7 +2,7 @@
 
 torch's launcher would wait for the value of such a rank forever, while its peers wait in a
 collective. So each rank keeps a file until it has returned, and a thread of the launcher checks
-whether the process of each file is still alive.
+whether the process of each file is still alive. A rank that raises writes this to its file.
 """
 
 import contextlib
@@ -15,22 +15,32 @@ from pathlib import Path
 
 POLL_S = 0.2
 # torch's launcher notices a rank that raised or died within this time, and knows the reason. Ranks
-# that fail in consequence wait longer (launch.CONSEQUENCE_S).
+# that fail in consequence wait longer (launch._wait_for_the_launcher).
 GRACE_S = 2.0
 
 
 @contextlib.contextmanager
-def file_while_running(folder: str, rank: int) -> Iterator[None]:
+def file_while_running(folder: str, rank: int) -> Iterator[Path]:
     """Keeps the rank's file while the block runs; it stays if the block raises or exits."""
     file = Path(folder, f"{rank}.{os.getpid()}")
     file.touch()
-    yield
+    yield file
     file.unlink()
 
 
 def returned_ranks(folder: str, ranks: int) -> list[int]:
     """Returns the ranks whose function has returned, provided that all have started."""
     return sorted({*range(ranks)} - _unreturned_pids(folder).keys())
+
+
+def failed_ranks(folder: str) -> set[int]:
+    """Returns the ranks that wrote to their file that they raised, or that died."""
+    failed = set()
+    for rank, pid in _unreturned_pids(folder).items():
+        with contextlib.suppress(FileNotFoundError):  # it has returned meanwhile
+            if Path(folder, f"{rank}.{pid}").read_text() or not _is_alive(pid):
+                failed.add(rank)
+    return failed
 
 
 @contextlib.contextmanager

@@ -20,7 +20,13 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from stepgauge.runtime.early_exit import file_while_running, returned_ranks, watch_for_early_exit
+from stepgauge.runtime.early_exit import (
+    POLL_S,
+    failed_ranks,
+    file_while_running,
+    returned_ranks,
+    watch_for_early_exit,
+)
 from stepgauge.runtime.fork_server import describe_exit, preload, start_server, stop_server
 from stepgauge.runtime.host import threads_per_rank
 from stepgauge.runtime.parent import end_with_parent
@@ -36,9 +42,11 @@ from stepgauge.runtime.world import (
     this_world,
 )
 
-# A rank that fails because another one died waits this long, so that the launcher notices the death
-# first and reports that.
+# A rank that fails because another one failed waits, so that the launcher notices that one first and
+# reports it. It waits this long in any case, and up to LATE_EXIT_S while that one still exits, which
+# takes seconds on a busy machine.
 CONSEQUENCE_S = 3.0
+LATE_EXIT_S = 60.0
 STARTED_S = 0.5  # time to start ranks if the fork server is ready
 # multiprocessing passes at most 256 file descriptors to a process; torch's launcher needs two per rank.
 MOST_STARTED = 100
@@ -300,21 +308,37 @@ def _rank(
     device, backend, timeout_s = settings["device"], settings["backend"], settings["timeout_s"]
     try:
         with (
-            file_while_running(folder, world.rank),
+            file_while_running(folder, world.rank) as file,
             process_group(world, backend=backend, device=world.device(device), timeout_s=timeout_s),
         ):
-            return function(*arguments)
+            try:
+                return function(*arguments)
+            except BaseException as error:
+                if not _is_consequence(error):
+                    file.write_text("raised")  # before the peers notice the end of the group
+                raise
     except SystemExit as error:  # from a user's code; the launcher would take status 0 for success
         raise RuntimeError(f"SystemExit: {error.code}") from error
     except Exception as error:
         if _is_consequence(error):
-            time.sleep(CONSEQUENCE_S)
+            _wait_for_the_launcher(folder, world.rank)
             for rank in returned_ranks(folder, world.size):
                 raise RuntimeError(
                     f"rank {rank} has already returned while this rank waited for it: do all ranks "
                     f"have the same number of batches? ({error})"
                 ) from error
         raise
+
+
+def _wait_for_the_launcher(folder: str, rank: int) -> None:
+    """Waits until the launcher has noticed the rank that failed first; it then ends this one too.
+
+    Returns if no other rank has failed.
+    """
+    deadline = time.monotonic() + LATE_EXIT_S
+    time.sleep(CONSEQUENCE_S)
+    while failed_ranks(folder) - {rank} and time.monotonic() < deadline:
+        time.sleep(POLL_S)
 
 
 def _is_consequence(error: BaseException | None) -> bool:
