@@ -111,6 +111,20 @@ def test_a_plain_optimizer_that_would_update_only_owned_weights_is_refused(two_r
         assert rank["plain step"].endswith("step with the ShardedOptimizer")
 
 
+def test_state_that_an_optimizer_makes_when_it_is_built_is_kept(two_ranks):
+    """As Adagrad did up to torch 2.12."""
+    for rank in two_ranks:
+        assert rank["momentum"] == [-0.5, -0.5]
+
+
+class BuiltWithState(torch.optim.SGD):
+    def __init__(self, params, **settings):
+        super().__init__(params, momentum=0.5, **settings)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
+
+
 @pytest.fixture(scope="module")
 def two_ranks():
     return launch(all_checks, ranks=2)
@@ -126,7 +140,18 @@ def all_checks():
     found["written"] = versions_raised()
     found["plain step"] = step_of_a_plain_optimizer()
     found["norm after untying"] = norm_after_untying()
+    found["momentum"] = weights_after_a_step_by_momentum()
     return found
+
+
+def weights_after_a_step_by_momentum():
+    """Takes a step from zero without gradients: by half of the momentum that the state began with."""
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizer = ShardedOptimizer(parameters, BuiltWithState, lr=1.0)
+    for parameter in parameters:
+        parameter.grad = torch.zeros(1)
+    optimizer.step()
+    return [parameter.item() for parameter in parameters]
 
 
 def norm_after_untying():

@@ -87,7 +87,7 @@ REFUSALS = {
     ("an optimizer built before wrapping", ("zero3",)): "zero3 has replaced this weight",
     ("adafactor", ("zero3",)): "Adafactor needs whole weights",
     ("adafactor of vectors", ("zero3",)): "Adafactor needs whole weights",
-    ("rprop", ("zero3",)): "in-place operations that require placement changes",
+    ("rprop", ("zero3",)): "aten.index_put_.default",
     ("fused sgd", ("zero3",)): "does not have a sharding strategy registered",
     ("functional call with computed weights", ("zero3",)): "only parameters can get gradients",
     ("a failed backward whose gradients are used", ("zero3",)): "zero them before the next",

@@ -95,7 +95,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"{type(self._inner).__name__} needs all parameters together; under a sharded "
                 f"optimizer it has only those of one rank"
             )
-        self._inner.state = self.state
+        self.state = self._inner.state  # some optimizers make it when they are built
         self.defaults = dict(self._inner.defaults)
         for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             ours.update({name: value for name, value in inner.items() if name not in ours})
