@@ -1,7 +1,9 @@
 import contextlib
 import dataclasses
+import fcntl
 import importlib.util
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,32 @@ settings.load_profile("any machine")
 os.environ.setdefault("MPLBACKEND", "agg")
 os.environ["XDG_DATA_HOME"] = os.devnull  # ignore the hardware files of the user who runs the tests
 REPOSITORY = Path(__file__).parents[1]
+
+
+@contextlib.contextmanager
+def turn_on_the_gpus(*, alone):
+    """Lets tests with `alone` run while no other process of this user runs a test on a GPU.
+
+    The others share a file lock. Whoever waits for it holds a second one, so that those who come
+    later do not overtake.
+    """
+    folder = Path(tempfile.gettempdir())
+    with (
+        open(folder / f"stepgauge-gpu-queue-{os.getuid()}", "w") as queue,
+        open(folder / f"stepgauge-gpu-tests-{os.getuid()}", "w") as tests,
+    ):
+        fcntl.flock(queue, fcntl.LOCK_EX)
+        fcntl.flock(tests, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(queue, fcntl.LOCK_UN)
+        yield
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around the test's time limit, and all fixtures
+def pytest_runtest_protocol(item):
+    if item.get_closest_marker("gpu") is None:
+        return (yield)
+    with turn_on_the_gpus(alone=item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 @pytest.fixture

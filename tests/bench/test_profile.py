@@ -193,6 +193,7 @@ def test_profiling_does_not_change_the_step():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_ranges_add_up_to_the_measured_times_on_a_gpu(tmp_path, precision):
