@@ -66,7 +66,9 @@ def test_all_schedules_run_on_a_cpu(tmp_path):
         for name, gpus in (*((name, 3) for name in SCHEDULES), ("scatter-gather", 1))
     ]
     rows = [row.record for row in sweep([job(spec) for spec in specs], RunStore(tmp_path))]
-    assert [(row.status, row.note) for row in rows] == [("ok", "")] * len(rows)
+    assert {row.status for row in rows} == {"ok"}
+    # Other work may slow the links down while they are measured separately.
+    assert {row.note for row in rows} <= {"", broadcast.NO_BOUND}
     for row in rows:
         assert row.median("wrong") == 0
         assert row.metrics["time_ms"].n == 3

@@ -194,7 +194,7 @@ class ForcesLater(Linears):
 
 def test_a_layer_that_forward_differentiates_only_later_is_refused():
     with pytest.raises(RankError, match="split backward has no second derivative"):
-        launch(differentiate_later, ranks=2, timeout_s=20)
+        launch(differentiate_later, ranks=2)
 
 
 def differentiate_later():

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tests.processes import alive, wait_for
 
 from stepgauge.runtime.launch import RankError, Ranks, _End, _is_consequence, launch
-from stepgauge.runtime.world import check_interfaces, joined_world
+from stepgauge.runtime.world import TIMEOUT_S, check_interfaces, joined_world
 
 
 def total(addend):
@@ -74,14 +74,14 @@ def test_the_error_names_the_failed_rank_not_those_that_wait_for_it(how, message
         launch(fail, how, failed_at, ranks=3 if how == "raise" else 2)
     assert str(raised.value) == message
     assert raised.value.rank == 1
-    assert time.time() - float(failed_at.read_text()) < 60
+    assert time.time() - float(failed_at.read_text()) < TIMEOUT_S  # of the peers' collective
 
 
 def test_waiting_for_a_rank_that_has_returned_is_reported():
     """This happens if a rank has fewer batches than the others."""
     message = "rank 0 of 2: RuntimeError: rank 1 has already returned while this rank waited"
     with pytest.raises(RankError, match=message):
-        launch(fail, "returns", ranks=2, timeout_s=20)
+        launch(fail, "returns", ranks=2)
 
 
 def test_a_single_rank_that_exits_with_status_0_is_an_error():
@@ -89,11 +89,11 @@ def test_a_single_rank_that_exits_with_status_0_is_an_error():
         launch(os._exit, 0, ranks=1)
 
 
-def test_a_hanging_rank_ends_the_job_after_the_timeout():
-    start = time.monotonic()
-    with pytest.raises(RankError, match="rank 0 of 2: "):
-        launch(fail, "hangs", ranks=2, timeout_s=3)
-    assert time.monotonic() - start < 120
+def test_a_hanging_rank_ends_the_job_after_the_timeout(tmp_path):
+    failed_at = tmp_path / "failed_at"
+    with pytest.raises(RankError, match=r"rank 0 of 2: .*([Tt]imed out|timeout)"):
+        launch(fail, "hangs", failed_at, ranks=2, timeout_s=10)
+    assert time.time() - float(failed_at.read_text()) < TIMEOUT_S
 
 
 def test_more_ranks_than_can_be_started_are_refused():
@@ -176,10 +176,7 @@ for timeout_s in (30, 60):
 
 def run_alone(code):
     """Runs code in a process as the only rank of torchrun."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    return run_rank(code, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    return run_rank(code, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free port
 
 
 THREADS = """
