@@ -124,7 +124,7 @@ def test_a_users_network_computes_and_sends_as_much_as_the_same_preset(layout, t
     shares, stages = traced(user, "cpu"), traced(preset, "cpu")
     for share, stage in zip(shares, stages, strict=True):
         assert sum(share.parameters) == sum(stage.parameters)
-        assert share.between_bytes == stage.between_bytes
+        assert share.boundary_bytes == stage.boundary_bytes
         for phase in ("forward", "backward"):
             terms, expected = share.terms(phase), stage.terms(phase)
             assert flops(terms) == flops(expected)

@@ -118,7 +118,7 @@ class Comparison(Shown):
     """The ratios of two runs' rows, and sentences about rows that only one run has."""
 
     table: Table
-    alone: Sequence[str]
+    notes: Sequence[str]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Iterates over the rows as dicts."""

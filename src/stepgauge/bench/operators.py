@@ -53,13 +53,13 @@ class TracedStep:
     runs           runs of terms by phase
     parameters     elements of each trainable parameter
     units          elements of each block that ZeRO 3 unshards as one
-    between_bytes  bytes received from or sent to another pipeline stage, whichever are more
+    boundary_bytes  bytes received from or sent to another pipeline stage, whichever are more
     """
 
     runs: dict[str, list[Run]]
     parameters: list[int]
     units: dict[str, int]
-    between_bytes: int
+    boundary_bytes: int
 
     def launches(self) -> dict[str, int]:
         """Returns the operators of each phase. For the optimizer it returns the number of parameters,
@@ -141,7 +141,7 @@ def _trace(architecture: str, stage: Stage, gathered: bool) -> TracedNetwork:
         update=_update_term(update),
         parameters=step.parameters,
         units=step.units,
-        between_bytes=step.between_bytes,
+        boundary_bytes=step.boundary_bytes,
         blocks=blocks,
         **memory,
     )
@@ -210,14 +210,13 @@ def _trace_step(
             record_step(trace, phases, step.module, units, steps=STEPS)
         sizes = [p.numel() for p in step.module.parameters() if p.requires_grad]
         elements = {name: sum(p.numel() for p in unit.parameters()) for name, unit in units.items()}
+    # The first of them is that of the first block's input; an embedding's input has no gradient.
     gradients = [trace.input_gradients[name] for name in units if name in trace.input_gradients]
-    if (
-        stage.is_in_pipeline and gradients
-    ):  # the first block's input; an embedding's has no gradient
+    if stage.is_in_pipeline and gradients:
         trace.traced["backward"] = mark_weight_gradients(trace.traced["backward"], gradients[0])
-    between = step.boundary_bytes if isinstance(step, StageStep) else 0
+    boundary_bytes = step.boundary_bytes if isinstance(step, StageStep) else 0
     runs = _runs(trace.traced, work.compile, by_unit=by_unit)
-    return TracedStep(runs, sizes, elements, between)
+    return TracedStep(runs, sizes, elements, boundary_bytes)
 
 
 def _runs(

@@ -26,7 +26,7 @@ class TracedNetwork:
     units          elements of each block that ZeRO 3 gathers together
     blocks         the host's work in each phase, as a number of blocks of the calibrated network: its
                    operators (in the optimizer its tensors) divided by those of such a block
-    between_bytes  pipeline stage: the larger of its input and its output
+    boundary_bytes  pipeline stage: the larger of its input and its output
     moments        bytes by category, from moment to moment of a step on one device, as torch counts them;
                    empty if memory was not traced
     kept_bytes     bytes that are kept between forward and backward, with the input of a stage
@@ -39,7 +39,7 @@ class TracedNetwork:
     parameters: Sequence[int]
     units: Mapping[str, int]
     blocks: Mapping[str, float]
-    between_bytes: int = 0
+    boundary_bytes: int = 0
     moments: Sequence[Mapping[str, int]] = ()
     kept_bytes: int = 0
     most_bytes: int = 0
@@ -68,7 +68,7 @@ class TracedOperations:
     @property
     def stream_bytes(self) -> float:
         """Bytes that a pipeline stage hands to the next one."""
-        return self.traced.between_bytes
+        return self.traced.boundary_bytes
 
     def launched(self, phase: str) -> float:
         return self.traced.blocks.get(phase, 0.0)
