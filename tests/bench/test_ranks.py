@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import types
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -86,7 +87,7 @@ def test_rows_run_in_separate_or_shared_processes(tmp_path):
 
 def require_that_none_timed_out(log):
     """Checks that each row ended before a collective that waits for a failed rank times out."""
-    starts = [float(line) for line in open(log)]
+    starts = [float(line) for line in Path(log).read_text().splitlines()]
     assert all(b - a < TIMEOUT_S for a, b in itertools.pairwise([*starts, time.time()]))
 
 

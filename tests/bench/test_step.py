@@ -2,12 +2,14 @@
 
 import dataclasses
 import shutil
+import types
 
 import pytest
 import torch
 
 from stepgauge.bench.build import build, check, least_bytes
 from stepgauge.bench.step import run
+from stepgauge.measure import timing
 from stepgauge.measure.timing import time_phases
 from stepgauge.spec.hardware import MATMUL_TYPE
 from stepgauge.spec.model import ModelSpec
@@ -82,13 +84,16 @@ def test_a_model_larger_than_host_memory_raises_memory_error():
         run(giant)
 
 
-def test_timing_continues_for_the_given_seconds():
+def test_timing_continues_for_the_given_seconds(monkeypatch):
+    """On a simulated clock, on which each step takes 10 ms."""
     calls = []
-    times = time_phases(
-        {"a": lambda: calls.append(1)}, torch.device("cpu"), warmup=2, steps=1, seconds=0.05
-    )
-    assert len(times["a"]) == len(times["step"]) == len(calls) - 2 > 1
-    times = time_phases({"a": lambda: None}, torch.device("cpu"), warmup=0, steps=4)
+    clock = types.SimpleNamespace(perf_counter=lambda: 0.01 * len(calls))
+    monkeypatch.setattr(timing, "time", clock)
+    phases = {"a": lambda: calls.append(1)}
+    times = time_phases(phases, torch.device("cpu"), warmup=2, steps=1, seconds=0.045)
+    assert times["a"] == times["step"] == pytest.approx([10.0] * 5)
+    assert len(calls) == 2 + 5
+    times = time_phases(phases, torch.device("cpu"), warmup=0, steps=4)
     assert len(times["step"]) == 4
 
 

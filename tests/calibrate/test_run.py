@@ -43,7 +43,7 @@ def few_shapes(monkeypatch):
 
 
 def spec(operation, **fields):
-    return CalibrationSpec(operation=operation, milliseconds=0.0, **fields)
+    return CalibrationSpec(operation=operation, milliseconds=0.0, seconds=1e4, **fields)
 
 
 def test_every_shape_is_timed_and_can_be_looked_up_in_the_file(tmp_path, few_shapes):
