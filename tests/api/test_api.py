@@ -193,6 +193,10 @@ def test_specs_are_run_opened_and_compared(tmp_path):
     compared = sg.compare(tmp_path, run)
     assert {row["B / A"] for row in compared} == {1.0}
     assert "| batch |" in repr(run) and "<table>" in compared._repr_html_()
+    partly = sg.compare(tmp_path, run[:1])
+    assert (
+        partly.notes and partly.notes[0] in repr(partly) and partly.notes[0] in partly._repr_html_()
+    )
     RunStore(tmp_path / "none").prepare()
     with pytest.raises(ValueError, match="share no row"):
         sg.compare(run, sg.open_run(tmp_path)[:0])

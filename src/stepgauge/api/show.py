@@ -17,18 +17,21 @@ from stepgauge.spec.record import Record
 
 
 class Shown:
-    """Displays its tables as HTML in a notebook and as markdown at a prompt."""
+    """Displays its tables and notes as HTML in a notebook and as markdown at a prompt."""
+
+    notes: Sequence[str] = ()
 
     def tables(self) -> list[Table]:
         raise NotImplementedError
 
     def _repr_html_(self) -> str:
-        return "".join(
+        tables = (
             f"<p>{html.escape(table.caption)}</p>{html_table(table)}" for table in self.tables()
         )
+        return "".join([*tables, *(f"<p>{html.escape(note)}</p>" for note in self.notes)])
 
     def _repr_markdown_(self) -> str:
-        return "\n".join(table.to("markdown") for table in self.tables())
+        return "\n".join([*(table.to("markdown") for table in self.tables()), *self.notes])
 
     __repr__ = _repr_markdown_
 
