@@ -246,7 +246,8 @@ def test_the_traced_operators_of_a_preset_cost_as_much_as_its_formulas(presets):
         twice = predict_layout(dataclasses.replace(layout, accumulation=2), dgx, [network])
         assert 1.5 < twice.median("step_ms") / row.median("step_ms") < 2
         assert twice.median("peak_bytes") >= row.median("peak_bytes")
-    assert 2 <= network.blocks["forward"] < 4  # two blocks, embedding and head
+    # Two blocks, embedding and head. Up to torch 2.12 autocast casts nothing around a norm in bf16.
+    assert 1.5 < network.blocks["forward"] < 4
     assert sum(term.gradient for term in network.terms("backward")) == EAGER.model.num_parameters
 
 
