@@ -12,6 +12,9 @@ from hypothesis import settings
 settings.register_profile("any machine", deadline=None)  # examples take longer on a busy machine
 settings.load_profile("any machine")
 os.environ.setdefault("MPLBACKEND", "agg")
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
+    # before torch is imported: more threads than cores wait for each other in every operator
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // workers)))
 os.environ["XDG_DATA_HOME"] = os.devnull  # ignore the hardware files of the user who runs the tests
 REPOSITORY = Path(__file__).parents[1]
 

@@ -13,7 +13,7 @@ def alive(process):
     return True
 
 
-def wait_for(condition, seconds=90):
+def wait_for(condition, seconds=300):
     """Waits until condition() is true and returns its value, or None after so many seconds."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

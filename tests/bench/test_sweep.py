@@ -262,7 +262,7 @@ def test_an_interrupt_during_a_row_ends_it_and_keeps_the_others(tmp_path, sent, 
     second = "seconds=60.0: warming up for 0 steps, then timing at least 1 step and 60 s\n"
     before = list(itertools.takewhile(lambda line: not line.endswith(second), run.stderr))
     os.killpg(run.pid, sent)
-    _, err = run.communicate(timeout=100)
+    _, err = run.communicate()
     assert run.returncode == status, [*before, err]
     assert (
         f"stepgauge: {word}: 1 of 2 rows are in" in err and "rerun the command to continue" in err
@@ -274,7 +274,10 @@ def test_an_interrupt_during_a_row_ends_it_and_keeps_the_others(tmp_path, sent, 
 @pytest.mark.parametrize("call", ["workers.run_isolated(int)", "launch.launch(int, ranks=2)"])
 def test_an_interrupt_while_the_fork_server_starts_is_reported_once(tmp_path, call):
     (tmp_path / "slow_server.py").write_text(
-        "import pathlib, sys, time\npathlib.Path('begun').touch()\ntime.sleep(1)"
+        "import pathlib, time\n"
+        "pathlib.Path('begun').touch()\n"
+        "while not pathlib.Path('sent').exists():\n"
+        "    time.sleep(0.01)\n"
     )
     code = (
         "from stepgauge.runtime import fork_server, launch, workers\n"
@@ -298,7 +301,8 @@ def test_an_interrupt_while_the_fork_server_starts_is_reported_once(tmp_path, ca
     )
     assert wait_for(lambda: (tmp_path / "begun").exists())
     os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    (tmp_path / "sent").touch()
+    out, err = process.communicate()
     assert (out, err) == ("interrupted\n", "")
 
 

@@ -227,7 +227,7 @@ def test_a_wrong_value_imports_neither_torch_nor_matplotlib():
         "'torch' in sys.modules, 'matplotlib' in sys.modules, cli.run(['report', 'absent']), "
         "'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == f"{[2] * len(wrong)} False False 2 False\n", done.stderr
 
 
@@ -239,7 +239,7 @@ def test_a_command_imports_no_other_command_but_a_groups_help_imports_all():
         "print([name for name in sys.modules if name.startswith('stepgauge.cli.bench.')])\n"
         "cli.run(['bench', '--help'])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     loaded, shown = done.stdout.split("\n", 1)
     assert loaded == "['stepgauge.cli.bench.steps']", done.stderr
     assert all(
@@ -252,7 +252,7 @@ def test_a_full_disk_and_an_ascii_output_are_handled():
     code = "from stepgauge import cli; cli.main(['model', '--size', 'nano'])"
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True
         )
     assert done.returncode == 1
     assert done.stderr == "stepgauge: cannot write the output: No space left on device\n"
@@ -261,9 +261,7 @@ def test_a_full_disk_and_an_ascii_output_are_handled():
         "from stepgauge import cli; cli._load_listed_commands = list; "
         "cli.app = lambda *_, **__: print('10 – 20'); cli.main(['show'])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, env=ascii_only, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=ascii_only)
     assert (done.returncode, done.stdout) == (0, b"10 ? 20\n")
 
 
@@ -307,7 +305,7 @@ def test_files_are_utf_8_and_commands_work_in_an_ascii_locale(tmp_path):
         f"print([cli.run(arguments) for arguments in {ALL_COMMANDS}], file=sys.stderr)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
         env={**os.environ, **locale, **literal},
     )  # fmt: skip
     assert done.stderr.splitlines()[-1] == str([0] * len(ALL_COMMANDS)), done.stderr
@@ -328,7 +326,7 @@ def test_a_full_disk_in_train_and_profile_is_one_sentence(tmp_path):
     """Limits files to 100 kB, less than a checkpoint or a trace."""
     (tmp_path / "run.py").write_text(FULL_DISK)
     done = subprocess.run(
-        [sys.executable, tmp_path / "run.py", tmp_path], capture_output=True, text=True, timeout=200
+        [sys.executable, tmp_path / "run.py", tmp_path], capture_output=True, text=True
     )
     assert done.stdout.count("1\n") == 2 and "Traceback" not in done.stdout + done.stderr
     assert "stepgauge: cannot write checkpoint" in done.stderr

@@ -315,7 +315,7 @@ cli._load_listed_commands = list  # the app below has no commands
 cli.app = app
 cli.main(["show"])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (143, "cleaned up\n")
     assert done.stderr == "stepgauge: terminated\n"
 
@@ -402,7 +402,7 @@ sys.exit("torch" in sys.modules)
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
-        capture_output=True, text=True, env={"COLUMNS": "80", "PATH": ""}, timeout=60,
+        capture_output=True, text=True, env={"COLUMNS": "80", "PATH": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
@@ -418,7 +418,7 @@ from stepgauge import cli
 assert cli.run(["report", {str(tmp_path)!r}]) == 0
 sys.exit("torch" in sys.modules)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True)
     assert "<svg" in (tmp_path / "report.html").read_text()
 
 
@@ -484,7 +484,7 @@ def test_complete_runs_are_shown_without_torch(stepgauge, tmp_path):
     _, before, _ = stepgauge(*asked)
     again = [sys.executable, "-c", RESUMED, *map(str, asked)]
     # readline, which pytest imports, adds COLUMNS to what children inherit, but not to os.environ.
-    done = subprocess.run(again, capture_output=True, text=True, timeout=120, env=dict(os.environ))
+    done = subprocess.run(again, capture_output=True, text=True, env=dict(os.environ))
     assert done.stdout == before + "0 False\n", done.stderr
     assert "1 of 1 rows were already in" in done.stderr
     stepgauge(*asked, "--batch", "2,4")
@@ -523,6 +523,6 @@ def test_complete_runs_of_other_commands_are_shown_without_torch(
         patched.setattr(command_rows, "require_usable", lambda *_: None)
         assert stepgauge(*asked)[0] == 1
     again = [sys.executable, "-c", RESUMED, *asked]
-    done = subprocess.run(again, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(again, capture_output=True, text=True)
     assert done.stdout.endswith("]\n0 False\n"), done.stderr
     assert len(json.loads(done.stdout.removesuffix("0 False\n"))) == len(rows("r"))

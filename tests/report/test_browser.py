@@ -13,6 +13,7 @@ from stepgauge.report.table import Table
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
+TIMEOUT_MS = 300_000  # a busy machine may need longer than Playwright's 30 s
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium on the path")
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 
@@ -56,6 +57,7 @@ def browser():
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=CHROMIUM,
+            timeout=TIMEOUT_MS,
             args=[
                 "--no-sandbox",
                 "--disable-gpu",
@@ -75,6 +77,7 @@ def page_of(folder, block):
 
 def opened(browser, path, scheme="light"):
     tab = browser.new_page(color_scheme=scheme, viewport={"width": 1100, "height": 800})
+    tab.set_default_timeout(TIMEOUT_MS)
     tab.problems = []
     tab.on("console", lambda message: tab.problems.append(message.text))
     tab.on("pageerror", lambda error: tab.problems.append(str(error)))

@@ -128,7 +128,6 @@ def run_rank(code, **environment):
         command,
         capture_output=True,
         text=True,
-        timeout=150,
         env={**os.environ, **settings, "PYTHONPATH": path},
     )
 
@@ -261,7 +260,7 @@ def test_ranks_end_with_their_parent(tmp_path):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     files = [folder / f"pid{rank}" for folder in folders.values() for rank in range(2)]
-    assert wait_for(lambda: all(file.exists() for file in files), seconds=180)
+    assert wait_for(lambda: all(file.exists() for file in files))
     for sent, folder in folders.items():
         os.kill(int((folder / "parent").read_text()), sent)
     first.wait()

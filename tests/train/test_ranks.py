@@ -103,7 +103,6 @@ def test_the_command_under_torchrun(tmp_path, alone):
         command,
         capture_output=True,
         text=True,
-        timeout=280,
         env=environment,
     )
     assert run.returncode == 0, run.stderr[-3000:]
