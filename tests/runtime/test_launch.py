@@ -304,8 +304,22 @@ def test_an_interrupt_at_any_point_of_a_wait_does_not_block_later_calls():
         setter.start()
         setter.join(60)
         assert not setter.is_alive(), position
-        assert ended.wait() and ended.is_set()
+        assert ended.wait(60) and ended.is_set()
     assert position > 5
+
+
+def test_a_wait_without_a_limit_never_blocks_for_long():
+    """A Ctrl-C that arrives right before a lock blocks does not wake it."""
+    ended, blocked = _End(), []
+
+    class Lock:
+        def acquire(self, timeout=-1):
+            blocked.append(timeout)
+            ended._is_set = len(blocked) == 3
+
+    ended._before = Lock()
+    ended.join()
+    assert len(blocked) == 3 and all(0 < timeout <= 1 for timeout in blocked)
 
 
 @pytest.mark.parametrize("is_started", [False, True])

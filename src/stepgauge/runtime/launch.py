@@ -145,11 +145,17 @@ class _End:
     def is_set(self) -> bool:
         return self._is_set
 
-    def wait(self, timeout_s: float = -1) -> bool:
-        """Waits for the event, at most `timeout_s` if that is not negative. Returns is_set()."""
+    def wait(self, timeout_s: float) -> bool:
+        """Waits for the event, at most `timeout_s`. Returns is_set()."""
         if not self._is_set:
             self._before.acquire(timeout=timeout_s)
         return self._is_set
+
+    def join(self) -> None:
+        """Waits for the event without a limit."""
+        # In pieces, because a Ctrl-C right before Lock.acquire blocks is noticed only after it.
+        while not self.wait(POLL_S):
+            pass
 
 
 class Ranks:
@@ -201,7 +207,7 @@ class Ranks:
     def __exit__(self, type: object, *_: object) -> None:
         if type is not None:
             self._kill()
-        self._ended.wait()
+        self._ended.join()
 
     def _kill(self) -> None:
         """Kills the ranks, repeatedly, because some may not have been started yet."""
@@ -223,7 +229,7 @@ class Ranks:
     def wait(self) -> list[Any]:
         """Waits for the ranks and returns their values by rank. Raises RankError."""
         # Thread.join, interrupted by Ctrl-C, would mark the thread as ended.
-        self._ended.wait()
+        self._ended.join()
         if self._error is not None:
             raise self._error
         return [self._values[rank] for rank in range(self._ranks)]
