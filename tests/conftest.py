@@ -7,9 +7,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("any machine", deadline=None)  # examples take longer on a busy machine
+# Examples take longer on a busy machine.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("any machine")
 os.environ.setdefault("MPLBACKEND", "agg")
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
