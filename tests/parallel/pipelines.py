@@ -141,7 +141,7 @@ def network(name, stages):
     modules[0].before, modules[-1].after = before, after
     if "compiled" in name:
         for block in model.blocks:
-            block.compile(backend="aot_eager")
+            block.compile(backend="aot_eager", fullgraph=True)
     head = "after.head.weight" if name == "bert" else "after.1.weight"
     ties = () if "untied" in name else (((0, "before.tokens.weight"), (stages - 1, head)),)
     return modules, ties, share

@@ -411,6 +411,30 @@ def test_subclasses_of_linear_are_split_and_restored_unless_they_override_forwar
     assert [type(layer) for layer in module] == [Fused, Overrides, nn.Linear]
 
 
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.second(self.first(self.first(x)))
+
+
+def test_a_compiled_module_with_split_layers_is_a_single_graph():
+    """From its first forward on, because a module whose compilation fails then stays eager."""
+    module = Twice()
+    with Watch(module) as watch:
+        module(torch.randn(2, 4))
+    split = SplitBackward(module, watch.splittable)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        with split.forward() as calls:
+            loss = compiled(torch.randn(2, 4)).sum()
+        assert len(calls) == 3
+        _, factors = split.input_gradients([loss], [torch.ones(())], [], calls)
+        assert all(each.x is not None and each.dy is not None for each in factors)
+
+
 class Sums(nn.Module):
     """The terms of a sum share one gradient tensor: here p, q, the input and the layer's output."""
 

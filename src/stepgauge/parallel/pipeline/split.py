@@ -46,6 +46,13 @@ class Slots(NamedTuple):
     dy: Tensor
 
 
+class Calls(NamedTuple):
+    """The calls of a layer in one forward: the dtype of its outputs, and the shapes of its inputs."""
+
+    dtype: torch.dtype
+    shapes: list[tuple[int, ...]]
+
+
 class _LinearWithoutWeight(torch.autograd.Function):
     """y = x wᵀ + b. Backward returns the gradient of x, and the factors as gradients of the slots."""
 
@@ -66,7 +73,8 @@ class _LinearWithoutWeight(torch.autograd.Function):
 class SplitLinear(nn.Linear):
     """An nn.Linear that passes the factors of its weight gradient to its slots.
 
-    slots      one pair per call in a forward, in order. A compiled block takes them as inputs
+    slots      one pair per call in a forward, in order. A compiled block takes them as inputs, and
+               torch.compile cannot make them
     num_calls  calls so far in the running forward
     dtype      dtype of the computation, which may differ from the weight's under autocast
     """
@@ -91,13 +99,14 @@ class SplitLinear(nn.Linear):
         call = self.num_calls
         self.num_calls = call + 1
         if call == len(self.slots) or self.slots[call].x.shape != input.shape:
-            self.slots[call : call + 1] = [self._new_slots(input)]
+            self.slots[call : call + 1] = [self.new_slots(input.shape)]
         return self.slots[call]
 
-    def _new_slots(self, input: Tensor) -> Slots:
-        zero = torch.zeros((), dtype=self.dtype, device=input.device)
-        shapes = input.shape, (*input.shape[:-1], self.out_features)
-        x, dy = (zero.expand(shape).detach().requires_grad_() for shape in shapes)
+    def new_slots(self, shape: Sequence[int]) -> Slots:
+        """Returns slots for a call with an input of this shape."""
+        zero = torch.zeros((), dtype=self.dtype, device=self.weight.device)
+        shapes = shape, (*shape[:-1], self.out_features)
+        x, dy = (zero.expand(each).detach().requires_grad_() for each in shapes)
         return Slots(x, dy)
 
 
@@ -153,6 +162,7 @@ class Watch:
 
     def __init__(self, module: nn.Module, excluded: Collection[nn.Module] = ()):
         self._dtypes: dict[nn.Linear, set[torch.dtype]] = collections.defaultdict(set)
+        self._shapes: dict[nn.Linear, list[tuple[int, ...]]] = collections.defaultdict(list)
         self._differentiated: set[nn.Module] = set()  # layers that forward itself differentiates
         self._hooks = [
             layer.register_forward_hook(self._called)
@@ -163,6 +173,7 @@ class Watch:
     def _called(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         assert isinstance(layer, nn.Linear)
         self._dtypes[layer].add(output.dtype)
+        self._shapes[layer].append((*output.shape[:-1], layer.in_features))
         if is_inside_func_transform():
             self._differentiated.add(layer)
         elif output.requires_grad:
@@ -176,12 +187,12 @@ class Watch:
             hook.remove()
 
     @property
-    def splittable(self) -> dict[nn.Linear, torch.dtype]:
-        """The layers that can be split, with the dtype in which they compute: those that use one
-        dtype, have a trainable weight and no hooks, and are not differentiated by forward itself.
+    def splittable(self) -> dict[nn.Linear, Calls]:
+        """The layers that can be split, with their calls: those that compute in one dtype, have a
+        trainable weight and no hooks, and are not differentiated by forward itself.
         """
         return {
-            layer: next(iter(dtypes))
+            layer: Calls(next(iter(dtypes)), self._shapes[layer])
             for layer, dtypes in self._dtypes.items()
             if len(dtypes) == 1
             and layer.weight.requires_grad
@@ -209,14 +220,15 @@ class SplitBackward:
     splittable  as returned by Watch
     """
 
-    def __init__(self, module: nn.Module, splittable: Mapping[nn.Linear, torch.dtype]):
+    def __init__(self, module: nn.Module, splittable: Mapping[nn.Linear, Calls]):
         self.layers: dict[SplitLinear, type[nn.Linear]] = {}  # with their original classes
-        for layer, dtype in splittable.items():
+        for layer, calls in splittable.items():
             original = type(layer)
             layer.__class__ = SplitLinear
             assert isinstance(layer, SplitLinear)
             self.layers[layer] = original
-            layer.dtype, layer.slots, layer.num_calls = dtype, [], 0
+            layer.dtype, layer.num_calls = calls.dtype, 0
+            layer.slots = [layer.new_slots(shape) for shape in calls.shapes]
         # Includes weights of the split layers, because they may also be used without their layer.
         self._parameters = list(module.parameters())
 
