@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from tests.processes import alive, wait_for
 
+from stepgauge.runtime.early_exit import _watch
 from stepgauge.runtime.launch import RankError, Ranks, _End, _is_consequence, launch
 from stepgauge.runtime.world import TIMEOUT_S, check_interfaces, joined_world
 
@@ -82,6 +84,19 @@ def test_waiting_for_a_rank_that_has_returned_is_reported():
     message = "rank 0 of 2: RuntimeError: rank 1 has already returned while this rank waited"
     with pytest.raises(RankError, match=message):
         launch(fail, "returns", ranks=2)
+
+
+@pytest.mark.parametrize(("polls", "exited"), [(5, []), (30, [1])])
+def test_an_early_exit_is_reported_after_several_polls(tmp_path, monkeypatch, polls, exited):
+    """The launcher may be about to notice it, and know the reason. Here an hour passes between polls."""
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    (tmp_path / f"1.{dead.pid}").touch()
+    hours, reported = itertools.count(), []
+    monkeypatch.setattr(time, "monotonic", lambda: 3600.0 * next(hours))
+    done = types.SimpleNamespace(wait=lambda timeout: next(hours) > polls)
+    _watch(str(tmp_path), done, reported.append, lambda: None)
+    assert reported == exited
 
 
 def test_a_single_rank_that_exits_with_status_0_is_an_error():

@@ -5,11 +5,11 @@ collective. So each rank keeps a file until it has returned, and a thread of the
 whether the process of each file is still alive. A rank that raises writes this to its file.
 """
 
+import collections
 import contextlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -68,14 +68,15 @@ def _watch(
     on_exit: Callable[[int], None],
     on_stuck: Callable[[], None],
 ) -> None:
-    dead_since: dict[int, float] = {}
+    polls_when_dead: collections.Counter[int] = collections.Counter()
     while not done.wait(POLL_S):
         pids = _unreturned_pids(folder)
         for rank, pid in sorted(pids.items()):
             if _is_alive(pid):
                 continue
-            since = dead_since.setdefault(rank, time.monotonic())
-            if time.monotonic() - since > GRACE_S:
+            # Counted, not timed: while a busy machine delays this process, the launcher waits too.
+            polls_when_dead[rank] += 1
+            if polls_when_dead[rank] > GRACE_S / POLL_S:
                 on_exit(rank)
                 for other in _unreturned_pids(folder).values():
                     with contextlib.suppress(ProcessLookupError):
