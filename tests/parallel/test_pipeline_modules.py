@@ -110,6 +110,30 @@ class Transformed(Linears):
         return slope + torch.vmap(self.one)(x) + torch.stack([self.two(row) for row in x])
 
 
+class Swaps(Linears):
+    """Calls a layer with weights that are not its own: computed ones, then those of another layer."""
+
+    def forward(self, x):
+        scaled = {name: 2 * p for name, p in self.one.named_parameters()}
+        y = torch.tanh(torch.func.functional_call(self.one, scaled, (x,)))
+        z = torch.func.functional_call(self.one, dict(self.two.named_parameters()), (y,))
+        return torch.tanh(z) + self.one(x)
+
+
+class FrozenForOneCall(Linears):
+    """A layer is frozen during its second call, and the bias of another in its first."""
+
+    def forward(self, x):
+        y = torch.tanh(self.one(x))
+        self.one.requires_grad_(False)
+        y = torch.tanh(self.one(y))
+        self.one.requires_grad_(True)
+        self.two.bias.requires_grad_(False)
+        y = torch.tanh(self.two(y))
+        self.two.bias.requires_grad_(True)
+        return self.two(y)
+
+
 def shared(count):
     """Returns the same module for all stages; its second layer is unused."""
     stage = UsesOne()
@@ -123,7 +147,7 @@ class UsesOne(Linears):
 
 CASES = (
     *(shared, Unused, Repeats, RepeatsCheckpointed, Routed, Hooked, Replaces),
-    *(Forces, Transformed),
+    *(Forces, Transformed, Swaps, FrozenForOneCall),
 )
 
 
@@ -183,6 +207,53 @@ def run(modules, x):
         values = module(*values)
         values = values if isinstance(values, tuple) else (values,)
     return values
+
+
+def test_a_stage_can_be_differentiated_between_steps():
+    for differences in launch(differentiate_between_steps, ranks=2):
+        assert differences == ""
+
+
+def differentiate_between_steps():
+    """Runs each stage, and a copy of it, forward and backward after each of two steps."""
+    schedule = build(SPLIT, ranks=2, micro_batches=MICRO_BATCHES)
+    torch.manual_seed(1)
+    modules = [UsesOne() for _ in range(schedule.num_stages)]
+    reference = copy.deepcopy(modules)
+    pipeline = Pipeline(modules, schedule, loss=loss_of)
+    x, targets = torch.randn(2, 2 * MICRO_BATCHES, WIDTH)
+    for _ in range(2):
+        pipeline.step((x,), (targets,))
+        loss_of(*run(reference, x), targets).backward()
+        for number, module in pipeline.modules.items():
+            copied, before = copy.deepcopy(module), module.one.weight.grad.clone()
+            for each in (module, copied, reference[number]):
+                each(x).square().mean().backward()
+            torch.testing.assert_close(before + copied.one.weight.grad, module.one.weight.grad)
+    return difference_in_weights(pipeline, reference, 1)
+
+
+class KeepsPenalty(Linears):
+    """Keeps a loss of its own, to be differentiated later."""
+
+    def forward(self, x):
+        self.penalty = self.two(x).square().mean()
+        return self.one(x)
+
+
+def test_a_backward_between_steps_through_a_forward_of_the_step_is_refused():
+    with pytest.raises(RankError, match="a linear layer whose backward is split"):
+        launch(differentiate_kept_loss, ranks=2)
+
+
+def differentiate_kept_loss():
+    schedule = build(SPLIT, ranks=2, micro_batches=MICRO_BATCHES)
+    modules = [KeepsPenalty() for _ in range(schedule.num_stages)]
+    pipeline = Pipeline(modules, schedule, loss=loss_of)
+    x = torch.ones(8, WIDTH)
+    pipeline.step((x,), (x,))
+    for module in pipeline.modules.values():
+        module.penalty.backward()
 
 
 class ForcesLater(Linears):

@@ -16,7 +16,8 @@ graph's internals, and a compiled block is a single node that it cannot split. C
 twice, for inputs and then for weights, computes every backward product twice.
 
 Everything else gets its gradient in I: norms, embeddings, biases outside linear layers, weights that
-are used without their layer or have a hook. They are cheap or rare.
+are used without their layer or have a hook, and calls of a layer with other weights than its own or
+while it is frozen. They are cheap or rare. Outside of F and I the layers are ordinary ones.
 """
 
 import collections
@@ -73,30 +74,50 @@ class _LinearWithoutWeight(torch.autograd.Function):
 class SplitLinear(nn.Linear):
     """An nn.Linear that passes the factors of its weight gradient to its slots.
 
-    slots      one pair per call in a forward, in order. A compiled block takes them as inputs, and
-               torch.compile cannot make them
-    num_calls  calls so far in the running forward
-    dtype      dtype of the computation, which may differ from the weight's under autocast
+    slots        one pair per split call in a forward, in order. A compiled block takes them as
+                 inputs, and torch.compile cannot make them
+    num_calls    split calls so far in the running forward; None outside of F and I
+    dtype        dtype of the computation, which may differ from the weight's under autocast
+    own          the layer's weight and bias, to which W adds. A call may use others: for example,
+                 torch.func.functional_call replaces them
+    trains_bias  True if the bias was trainable when the step began
     """
 
     slots: list[Slots]
-    num_calls: int
+    num_calls: int | None
     dtype: torch.dtype
+    own: tuple[nn.Parameter | None, nn.Parameter | None]
+    trains_bias: bool
 
     def forward(self, input: Tensor) -> Tensor:  # the argument has the name that nn.Linear gives it
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self.num_calls is None or not self._trains_own():
             return F.linear(input, self.weight, self.bias)
-        x_slot, dy_slot = self._next_slots(input)
+        x_slot, dy_slot = self._next_slots(input, self.num_calls)
         bias = None if self.bias is None else self.bias.detach().to(self.dtype)
         return _LinearWithoutWeight.apply(
             input.to(self.dtype), self.weight.detach().to(self.dtype), bias, x_slot, dy_slot
         )
 
-    def _next_slots(self, input: Tensor) -> Slots:
+    def begin(self) -> None:
+        """Called before a step, since parameters may have been replaced, frozen or unfrozen."""
+        weight, bias = (self._parameters.get(name) for name in ("weight", "bias"))
+        self.own, self.trains_bias = (weight, bias), bias is not None and bias.requires_grad
+
+    def _trains_own(self) -> bool:
+        """True if W can compute the gradients of this call: its weight and bias are the layer's own,
+        and none of them was frozen since the step began.
+        """
+        weight, bias = self.weight, self.bias
+        return (
+            (weight is self.own[0] and bias is self.own[1])
+            and weight.requires_grad
+            and (bias is None or bias.requires_grad == self.trains_bias)
+        )
+
+    def _next_slots(self, input: Tensor, call: int) -> Slots:
         """Returns the slots of the next call. They are reused between forwards unless the shape
         differs; a micro-batch in flight then keeps the slots that it used.
         """
-        call = self.num_calls
         self.num_calls = call + 1
         if call == len(self.slots) or self.slots[call].x.shape != input.shape:
             self.slots[call : call + 1] = [self.new_slots(input.shape)]
@@ -107,7 +128,18 @@ class SplitLinear(nn.Linear):
         zero = torch.zeros((), dtype=self.dtype, device=self.weight.device)
         shapes = shape, (*shape[:-1], self.out_features)
         x, dy = (zero.expand(each).detach().requires_grad_() for each in shapes)
+        x.register_post_accumulate_grad_hook(_refuse_backward)
         return Slots(x, dy)
+
+
+def _refuse_backward(slot: Tensor) -> None:
+    """Raises if a backward other than I reaches a slot. I returns the slots' gradients instead of
+    accumulating them, so it does not call this hook.
+    """
+    raise RuntimeError(
+        "a backward outside of the pipeline's step went through a linear layer whose backward is "
+        "split; run the module's forward again outside of the step, or choose a schedule without W"
+    )
 
 
 @dataclasses.dataclass
@@ -117,7 +149,7 @@ class Factors:
     Both are None if the output does not depend on the call.
     """
 
-    layer: nn.Linear
+    layer: SplitLinear
     x: Tensor | None
     dy: Tensor | None
 
@@ -127,15 +159,15 @@ class Factors:
         if self.x is None or self.dy is None:
             return
         x, dy = (torch.atleast_2d(factor).flatten(0, -2) for factor in (self.x, self.dy))
-        weight, bias = self.layer.weight, self.layer.bias
-        if weight.requires_grad:
+        weight, bias = self.layer.own
+        if weight is not None and weight.requires_grad:
             if weight.grad is None:
                 weight.grad = (dy.T @ x).to(weight.dtype)
             elif weight.grad.dtype == dy.dtype:
                 weight.grad.addmm_(dy.T, x)  # adds inside the matrix product
             else:
                 weight.grad.add_(dy.T @ x)
-        if bias is not None and bias.requires_grad:
+        if bias is not None and bias.requires_grad and self.layer.trains_bias:
             if bias.grad is None:
                 bias.grad = dy.sum(0).to(bias.dtype)
             else:
@@ -227,15 +259,20 @@ class SplitBackward:
             layer.__class__ = SplitLinear
             assert isinstance(layer, SplitLinear)
             self.layers[layer] = original
-            layer.dtype, layer.num_calls = calls.dtype, 0
+            layer.dtype, layer.num_calls = calls.dtype, None
             layer.slots = [layer.new_slots(shape) for shape in calls.shapes]
-        # Includes weights of the split layers, because they may also be used without their layer.
-        self._parameters = list(module.parameters())
+        self._module = module
+        self.begin()
 
     def begin(self) -> None:
         """Called before a step: restores layers whose parameters have got hooks since."""
-        for layer in [layer for layer in self.layers if _has_hooks(layer)]:
-            self._restore(layer)
+        for layer in list(self.layers):
+            if _has_hooks(layer):
+                self._restore(layer)
+            else:
+                layer.begin()
+        # Includes weights of the split layers, because they may also be used without their layer.
+        self._parameters = list(self._module.parameters())
 
     def close(self) -> None:
         for layer in list(self.layers):
@@ -243,21 +280,28 @@ class SplitBackward:
 
     def _restore(self, layer: SplitLinear) -> None:
         layer.__class__ = self.layers.pop(layer)  # type: ignore[assignment]
-        del layer.slots, layer.num_calls, layer.dtype
+        del layer.slots, layer.num_calls, layer.dtype, layer.own, layer.trains_bias
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[list[tuple[SplitLinear, Slots]]]:
         """Encloses a forward. Afterwards the yielded list has the calls for `input_gradients`."""
         calls: list[tuple[SplitLinear, Slots]] = []
-        self._reset_counts()
-        yield calls
-        calls += [
-            (layer, slots) for layer in self.layers for slots in layer.slots[: layer.num_calls]
-        ]
+        with self._splitting():
+            yield calls
+            calls += [
+                (layer, slots) for layer in self.layers for slots in layer.slots[: layer.num_calls]
+            ]
 
-    def _reset_counts(self) -> None:
+    @contextlib.contextmanager
+    def _splitting(self) -> Iterator[None]:
+        """Splits the calls of layers inside the context; otherwise they are ordinary layers."""
         for layer in self.layers:
             layer.num_calls = 0
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                layer.num_calls = None
 
     def input_gradients(
         self,
@@ -276,8 +320,8 @@ class SplitBackward:
         targets = [*inputs, *trainable, *slots]
         if not targets or not outputs:
             return [None] * len(inputs), []
-        self._reset_counts()  # activation checkpointing calls layers again
-        all_gradients = torch.autograd.grad(outputs, targets, gradients, allow_unused=True)
+        with self._splitting():  # activation checkpointing calls layers again
+            all_gradients = torch.autograd.grad(outputs, targets, gradients, allow_unused=True)
         end = len(inputs) + len(trainable)
         for_inputs, for_parameters = all_gradients[: len(inputs)], all_gradients[len(inputs) : end]
         for_slots = all_gradients[end:]
