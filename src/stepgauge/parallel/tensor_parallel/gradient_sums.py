@@ -18,7 +18,7 @@ from stepgauge.parallel.autograd.running_backward import accumulates_into, at_en
 from stepgauge.parallel.replicas import registrations
 from stepgauge.parallel.tensor_parallel.cuts import CutParameter, Cuts
 from stepgauge.parallel.tensor_parallel.residual_stream import ResidualStream
-from stepgauge.parallel.tensor_parallel.rules import Rules
+from stepgauge.parallel.tensor_parallel.rules import WHOLE_KINDS, Rules, is_inside
 from stepgauge.spec.plan.tensor import KINDS, Section
 
 
@@ -60,12 +60,8 @@ def gradient_sums(
     module: nn.Module, rules: Rules, cuts: Cuts, stream: ResidualStream
 ) -> dict[str, GradientSum]:
     """Returns, by parameter name, how the gradients that need it are summed."""
-    summed = set()
-    for name, rule in rules:
-        kind = KINDS[rule.kind]
-        if kind.sums and (stream.by_sequence or rule.kind == "heads"):
-            parameters = module.get_submodule(name).named_parameters()
-            summed |= {parameter for key, parameter in parameters if key not in kind.cuts}
+    places = module.named_parameters(remove_duplicate=False)
+    summed = {parameter for name, parameter in places if _is_summed(name, rules, stream)}
     sums = {}
     for name, parameter in module.named_parameters():
         cut = cuts.get(name)
@@ -73,6 +69,24 @@ def gradient_sums(
         if parameter.is_floating_point() and needs_sum:
             sums[name] = GradientSum(stream, cut)
     return sums
+
+
+def _is_summed(name: str, rules: Rules, stream: ResidualStream) -> bool:
+    """True if each rank computes a summand of the whole parameter's gradient. The rule of the innermost
+    module decides, so a row inside a module with the rule heads keeps its bias.
+    """
+    layer = name.rpartition(".")[0]
+    deciding = [
+        (part, rule.kind)
+        for part, rule in rules
+        if is_inside(layer, part) and rule.kind in (*WHOLE_KINDS, "row")
+    ]
+    innermost = max((part for part, _ in deciding), key=len, default="")
+    return any(
+        KINDS[kind].sums and (stream.by_sequence or kind == "heads")
+        for part, kind in deciding
+        if part == innermost
+    )
 
 
 class SumHooks:

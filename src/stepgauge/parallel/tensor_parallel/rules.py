@@ -215,7 +215,7 @@ def _require_rules_after_gather(module: nn.Module, rules: Rules) -> None:
     """Raises ValueError for modules without a rule inside a module with the rule gather."""
     for parent, rule in rules:
         if rule.kind == "gather":
-            inside = [name for name, _ in module.named_modules() if _is_inside(name, parent)]
+            inside = [name for name, _ in module.named_modules() if is_inside(name, parent)]
             _require_rules(module, inside, rules, f"is in {parent}, which has the rule gather,")
 
 
@@ -232,9 +232,9 @@ def _require_rules(module: nn.Module, names: Iterable[str], rules: Rules, reason
 
 def _is_covered(name: str, rules: Rules, kinds: Sequence[str]) -> bool:
     """True if the module, or one that contains it, has a rule of these kinds."""
-    return any(rule.kind in kinds and _is_inside(name, parent) for parent, rule in rules)
+    return any(rule.kind in kinds and is_inside(name, parent) for parent, rule in rules)
 
 
-def _is_inside(name: str, parent: str) -> bool:
+def is_inside(name: str, parent: str) -> bool:
     """True if the module is the parent itself or inside it."""
     return not parent or f"{name}.".startswith(f"{parent}.")
