@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stepgauge.cost.data_axis.wrapper_host import Hooks, hooks_of
+from stepgauge.cost.data_axis.wrapper_host import Hooks, hooks_of, unknown_host
 from stepgauge.cost.data_parallel import predict_data_parallel
 from stepgauge.cost.host import SELECTIVE_HOST_FACTOR, launch_costs
 from stepgauge.cost.layout import predict_layout
@@ -18,7 +18,7 @@ from stepgauge.spec.calibration import (
     wrapper_operation,
 )
 from stepgauge.spec.data_parallel import DataParallelSpec
-from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.hardware import SHIPPED, HardwareFile
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.links import Link, Piece
@@ -28,6 +28,7 @@ from stepgauge.spec.step import StepSpec
 ROOT = Path(__file__).parents[2]
 H100 = HardwareFile.read(ROOT / "hardware" / "h100-sxm.json")
 H200 = HardwareFile.read(ROOT / "hardware" / "h200-sxm.json")
+DGX = HardwareFile.read(SHIPPED / "dgx-h100.json")
 SIZES = {  # parameters and messages of networks of 2 and 10 layers, and of 10 layers in many messages
     **dict.fromkeys(("bucketed", "zero1", "zero2"), ((15, 1), (63, 2), (63, 60))),
     **dict.fromkeys(("naive", "overlapped"), ((15, 15), (63, 63))),
@@ -197,3 +198,56 @@ def test_a_host_bound_step_has_a_larger_spread():
     assert INTERVAL not in free.tables
     ((_, late_us),) = bound.tables[INTERVAL][1:]
     assert late_us == pytest.approx((SLOWER_HOST - 1) * bound.median("step_ms") * 1e3, rel=0.1)
+
+
+def step_ms_and_note(on, layout):
+    spec = LayoutSpec(model=ModelSpec.preset("nano", context_length=128), layout=layout, batch=4,
+                      device="cuda")  # fmt: skip
+    record = predict_layout(spec, on)
+    return record.median("step_ms"), record.note
+
+
+@pytest.mark.parametrize("name", ["dgx-a100", "dgx-h100"])
+def test_layouts_on_data_sheet_machines_rank_as_on_the_typical_host(name):
+    """Tensor parallel was first there, because only its host cost was left out."""
+    sheet = CalibratedMachine(HardwareFile.read(SHIPPED / f"{name}.json").on_ranks(2))
+    typical = CalibratedMachine(H200)
+    layouts = ("none", "dp2 bucketed", "dp2 zero1", "tp2")
+    for on in (sheet, typical):
+        steps = {layout: step_ms_and_note(on, layout)[0] for layout in layouts}
+        assert sorted(steps, key=steps.__getitem__) == list(layouts)
+    assert step_ms_and_note(sheet, "tp2")[1].startswith(
+        "host cost assumed to be that of h200-sxm (calibrate --ranks measures it): tp2"
+    )
+    assert not step_ms_and_note(typical, "tp2")[1]
+
+
+def test_a_layout_without_host_times_gets_those_of_its_tensor_axis():
+    """Otherwise overlap, or a data axis, would make a tensor axis look faster than without them."""
+    for on in (CalibratedMachine(DGX), CalibratedMachine(H200)):
+        work = StepSpec(model=ModelSpec.preset("small"), device="cuda", precision="bf16")
+        tensor = launch_costs(work, on, Layout.parse("tp2"))
+        for layout in ("tp2 overlap", "dp2 bucketed tp2", "dp2 zero1 tp2 overlap"):
+            assert launch_costs(work, on, Layout.parse(layout)) == tensor
+        hooked = hooks_of(on, "bucketed", work, Layout.parse("dp2 bucketed tp2"))
+        assert hooked["backward"] != Hooks()
+    layout = Layout.parse("dp2 zero1 tp2 overlap")
+    assert unknown_host(CalibratedMachine(DGX), work, layout) == (
+        "host cost assumed to be that of h200-sxm (calibrate --ranks measures it): tp2, zero1; host "
+        "cost not measured and left out (calibrate --ranks measures it): dp2 zero1 tp2 overlap"
+    )
+    assert not unknown_host(CalibratedMachine(H200), work, Layout.parse("dp2 zero1 tp2"))
+
+
+def test_a_layout_adds_to_a_host_what_it_adds_to_the_typical_one():
+    work = StepSpec(model=ModelSpec.preset("small"), device="cuda", precision="bf16")
+    here, typical = machine(), CalibratedMachine(H200)
+    for layout in ("tp2", "tp8", "zero1 cp2"):
+        for phase in ("forward", "backward"):
+            added, expected = (
+                launch_costs(work, on, Layout.parse(layout))[phase].us(12)
+                - launch_costs(work, on)[phase].us(12)
+                for on in (here, typical)
+            )
+            assert added == pytest.approx(expected)
+    assert hooks_of(here, "zero1", work, Layout.parse("zero1 cp2"))["backward"] == Hooks()

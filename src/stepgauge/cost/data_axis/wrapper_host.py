@@ -4,21 +4,19 @@ It was measured with networks so narrow that the GPU always waits, with the wrap
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 
-from stepgauge.cost.host import layout_table
+from stepgauge.cost.host import TYPICAL_HOST, measured_launches, typical_host
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.timed_blocks import timed_blocks
 from stepgauge.spec.calibration import WRAPPER_PHASES, OperationTable, wrapper_operation
-from stepgauge.spec.hardware import SHIPPED, HardwareFile
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.step import WorkSpec
 
 Row = tuple[float, float, float]  # parameters, messages, microseconds
 REMEDY = "calibrate --ranks measures it"
 LEFT_OUT = f"host cost not measured and left out ({REMEDY})"
-TYPICAL_HOST = "h200-sxm"  # used for machines that have no times of their own for a wrapper
+ASSUMED = f"host cost assumed to be that of {TYPICAL_HOST} ({REMEDY})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,35 +53,38 @@ def hooks_of(
 
 
 def _includes_hooks(work: WorkSpec, machine: CalibratedMachine, layout: Layout) -> bool:
-    """True if the host's times were measured under the wrapper itself."""
-    if layout.launched.ranks == 1:
+    """True if the host's times were measured under the wrapper itself, here or on a typical host."""
+    launched = layout.launched
+    if launched.ranks == 1:
         return False
-    is_timed = timed_blocks(work, machine, layout) is not None
-    return is_timed or layout_table(work, machine, layout) is not None
+    if timed_blocks(work, machine, layout) is not None:
+        return True
+    measured = measured_launches(work, machine, layout)
+    return measured is not None and measured.part == launched
 
 
 def unknown_host(machine: CalibratedMachine, work: WorkSpec, layout: Layout) -> str:
     """Returns a note if the hardware file lacks host times that the layout needs; otherwise ""."""
-    if work.device.startswith("cpu") or layout.ranks == 1 or _includes_hooks(work, machine, layout):
+    if work.device.startswith("cpu") or layout.ranks == 1 or timed_blocks(work, machine, layout):
         return ""
-    launched, wrapper = layout.launched, layout.wrapper
-    if launched.tensor > 1 or launched.context > 1:
+    launched, measured = layout.launched, measured_launches(work, machine, layout)
+    assumed, left_out = [], []
+    if measured is None and (launched.tensor > 1 or launched.context > 1):
         return f"{LEFT_OUT}: {launched}"
-    is_wrapped = wrapper != "none" and layout.num_replicas > 1
-    if not is_wrapped or machine.table(wrapper_operation(wrapper)) is not None:
-        return ""
-    if _typical_table(wrapper) is None:
-        return f"{LEFT_OUT}: {wrapper}"
-    return f"host cost assumed to be that of {TYPICAL_HOST} ({REMEDY}): {wrapper}"
+    if measured and measured.is_typical:
+        assumed.append(str(measured.part))
+    if measured and launched.overlap and not measured.part.overlap:
+        left_out.append(str(launched))
+    is_wrapped = layout.wrapper != "none" and layout.num_replicas > 1
+    needs_hooks = is_wrapped and not _includes_hooks(work, machine, layout)
+    if needs_hooks and machine.table(wrapper_operation(layout.wrapper)) is None:
+        (assumed if _typical_table(layout.wrapper) else left_out).append(layout.wrapper)
+    notes = {ASSUMED: assumed, LEFT_OUT: left_out}
+    return "; ".join(f"{head}: {', '.join(names)}" for head, names in notes.items() if names)
 
 
 def _typical_table(wrapper: str) -> OperationTable | None:
-    return _typical_host().operations.get(wrapper_operation(wrapper))
-
-
-@functools.cache
-def _typical_host() -> HardwareFile:
-    return HardwareFile.read(SHIPPED / f"{TYPICAL_HOST}.json")
+    return typical_host().table(wrapper_operation(wrapper))
 
 
 def _fitted(rows: Sequence[Row]) -> Hooks:
