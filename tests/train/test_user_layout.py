@@ -19,6 +19,7 @@ from stepgauge.train.user_task import user_task
 
 CPU = torch.device("cpu")
 MODEL = """
+from collections import OrderedDict
 import torch
 from torch import nn
 from stepgauge.spec.plan.tensor import Rule
@@ -43,6 +44,22 @@ class Pair(nn.Module):
 class Named(nn.Linear):
     def forward(self, given):
         return {"logits": super().forward(given[0]), "mean": given[1]}
+
+class Contained(nn.Module):
+    '''Computes differently for each type of input, and returns the given type of container.'''
+    def __init__(self, container):
+        super().__init__()
+        self.linear, self.container = nn.Linear(6, 6), container
+    def forward(self, given):
+        if isinstance(given, dict):
+            x = given["x"] - given["means"][0]
+        elif isinstance(given, list):
+            x = given[0] + 2 * given[1]
+        else:
+            x = given[0] * 3 if isinstance(given, tuple) else given
+        x = torch.tanh(self.linear(x))
+        mean = x.mean(-1, keepdim=True)
+        return {list: [x, mean], tuple: (x,), dict: {"x": x, "means": (mean,)}}.get(self.container, x)
 
 def drawn(number):
     return torch.Generator().manual_seed(number)
@@ -72,6 +89,12 @@ def pairs():
     return {"module": module, "batches": batch, "loss": named_loss,
             "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)}
 
+def containers():
+    batches = lambda number: (([torch.randn(8, 6, generator=drawn(number))] * 2,), torch.ones(8, 6))
+    kinds = {"structure": list, "output": tuple, "loss": dict, "targets": None}
+    modules = OrderedDict((name, Contained(container)) for name, container in kinds.items())
+    return {"module": nn.Sequential(modules), "batches": batches, "loss": nn.functional.mse_loss}
+
 def without_loss():
     x = torch.randn(8, 6, generator=drawn(0))
     module = nn.Sequential(nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 3), nn.Tanh())
@@ -84,6 +107,7 @@ ON_TWO = [
     ("tied", "pp2 zbv m2"),
     ("pairs", "pp2 zb-h1 m2"),
     ("pairs", "pp2 interleaved m2"),
+    ("containers", "pp2 zbv m2"),
     ("without_loss", "pp2 1f1b m2"),
 ]
 ON_FOUR = [
@@ -206,3 +230,59 @@ def test_networks_that_cannot_be_cut_are_refused(parts, layout, message):
     with pytest.raises(ValueError) as error:
         UserCut.of(UserParts.of(parts, "here"), Layout.parse(layout), CPU)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+class Doubles(nn.Sequential):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+class ReturnsText(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), "text"
+
+
+class TakesText(nn.Linear):
+    def forward(self, given):
+        return super().forward(given[0])
+
+
+def with_method(name, *arguments):
+    """Returns an nn.Sequential on which a method was called."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    getattr(module, name)(*arguments)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (with_method("register_forward_hook", print), "has hooks, which no stage would run"),
+        (with_method("register_forward_pre_hook", print), "has hooks"),
+        (with_method("register_full_backward_hook", print), "has hooks"),
+        (with_method("register_full_backward_pre_hook", print), "has hooks"),
+        (with_method("__setattr__", "forward", print), "with its own forward"),
+        (Doubles(nn.Linear(4, 4), nn.Linear(4, 4)), "a Doubles with its own __call__"),
+        (
+            with_method("register_parameter", "scale", nn.Parameter(torch.ones(4))),
+            "has 'scale' itself, which no stage would have",
+        ),
+        (with_method("register_buffer", "mean", torch.ones(4)), "has 'mean' itself"),
+        (
+            nn.Sequential(ReturnsText(4, 4), TakesText(4, 4)),
+            "module '0' of the nn.Sequential returns str",
+        ),
+    ],
+)
+def test_a_sequential_that_does_more_than_call_its_modules_is_refused(module, message):
+    with pytest.raises(ValueError) as error:
+        UserCut.of(
+            UserParts.of((module, torch.ones(4, 4)), "here"), Layout.parse("pp2 1f1b m2"), CPU
+        )
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_inside_a_stage_modules_may_return_anything():
+    module = nn.Sequential(ReturnsText(4, 4), TakesText(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    parts = UserParts.of((module, torch.ones(4, 4)), "here")
+    assert UserCut.of(parts, Layout.parse("pp2 1f1b m2"), CPU).stages == [range(2), range(2, 4)]

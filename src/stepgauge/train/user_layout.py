@@ -5,15 +5,15 @@ and a pipeline cuts an nn.Sequential into stages.
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from stepgauge.parallel.autograd.parameter_hooks import hooks_of_module
 from stepgauge.parallel.layout import Network, spread
-from stepgauge.parallel.pipeline.stage import as_tuple
 from stepgauge.parallel.pipeline.tied import with_shared
 from stepgauge.parallel.tensor_parallel.tensor_parallel import table_by_config
 from stepgauge.parallel.training import Groups, OptimizerClass, Parallel, Parallelise
@@ -106,23 +106,25 @@ def _spread(
 class UserCut:
     """How a layout cuts a user's network.
 
-    table   rules that cut the layers
-    stages  indices of the nn.Sequential's modules, by stage; empty without a pipeline
-    loss    the loss function of the last stage
-    like    a structure like that of the targets, with None for each tensor
+    table    rules that cut the layers
+    stages   indices of the nn.Sequential's modules, by stage; empty without a pipeline
+    inputs   the structure of each stage's input, such as a tuple, with a type for each tensor
+    loss     the loss function of the last stage
+    targets  the structure of the targets
     """
 
     table: Table
     stages: Sequence[range]
+    inputs: Sequence[Any]
     loss: Loss
-    like: Any
+    targets: Any
 
     @classmethod
     def of(cls, parts: UserParts, layout: Layout, device: torch.device) -> "UserCut":
         """Returns the cut. Raises ValueError for a network or a batch that cannot be cut this way."""
         table = table_of_user(parts) if layout.tensor > 1 else {}
         if layout.pipeline == 1:
-            return cls(table, (), parts.loss, None)
+            return cls(table, (), (), parts.loss, None)
         batch, has_loss = parts.batches(0), parts.loss is not None
         inputs, targets = tensors_of(batch, has_loss=has_loss)
         for tensor in (*inputs, *targets):
@@ -132,10 +134,13 @@ class UserCut:
                     f"cannot be divided into the {layout.microbatches} micro-batches of "
                     f"{str(layout)!r}"
                 )
+        arguments, target = inputs_and_targets(batch) if has_loss else (batch, ())
         micro_batch = [tensor.chunk(layout.microbatches)[0].to(device) for tensor in inputs]
-        stages = cut_sequential(moved(parts.module, device), schedule_of(layout), micro_batch)
-        like = with_leaves(inputs_and_targets(batch)[1], [None] * len(targets)) if has_loss else ()
-        return cls(table, stages, parts.loss, like)
+        argument = only_argument(with_leaves(arguments, micro_batch))
+        stages, structures = cut_sequential(
+            moved(parts.module, device), schedule_of(layout), argument
+        )
+        return cls(table, stages, structures, parts.loss, structure_of(target))
 
     def stages_of(self, module: nn.Module) -> list[nn.Module]:
         """Returns the modules of all stages; without a pipeline the whole module."""
@@ -143,7 +148,8 @@ class UserCut:
             return [module]
         children = [*module.named_children()]
         runs = [collections.OrderedDict(children[n] for n in run) for run in self.stages]
-        return [*map(Stage, runs[:-1]), LastStage(runs[-1], self.loss, self.like)]
+        last = LastStage(runs[-1], self.inputs[-1], self.loss, self.targets)
+        return [*map(Stage, runs[:-1], self.inputs[:-1]), last]
 
     def table_of(self, stage: nn.Module) -> Table:
         """Returns the rules that apply to layers of the stage."""
@@ -178,60 +184,133 @@ def table_of_user(parts: UserParts) -> Table:
 class Stage(nn.Sequential):
     """Some modules of a user's nn.Sequential, with the names that they have there. It is called with
     the tensors that the stage before returned.
+
+    structure  of the first module's input, which consists of these tensors
+
+    Names of attributes begin with an underscore, since modules may have any other name.
     """
 
-    def forward(self, *tensors: Tensor) -> Any:
-        return super().forward(tensors if len(tensors) > 1 else tensors[0])
+    def __init__(self, modules: collections.OrderedDict[str, nn.Module], structure: Any):
+        super().__init__(modules)
+        self._structure = structure
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(leaves_of(self._output(tensors)))
+
+    def _output(self, tensors: Sequence[Tensor]) -> Any:
+        """Returns the last module's output."""
+        return super().forward(with_leaves(self._structure, tensors))
 
 
 class LastStage(Stage):
     """The last stage, which is also called with the targets and returns the loss.
 
-    like  a structure like that of the targets; without a loss function the output is the loss
+    targets  the structure of the targets; without a loss function the output is the loss
     """
 
-    def __init__(self, modules: collections.OrderedDict[str, nn.Module], loss: Loss, like: Any):
-        super().__init__(modules)
-        self.like = like
+    def __init__(
+        self,
+        modules: collections.OrderedDict[str, nn.Module],
+        structure: Any,
+        loss: Loss,
+        targets: Any,
+    ):
+        super().__init__(modules, structure)
+        self._targets = targets
         # A partial, so that a loss that is a module does not become a submodule of the stage.
-        self.loss = None if loss is None else functools.partial(loss)
+        self._loss = None if loss is None else functools.partial(loss)
 
-    def forward(self, *tensors: Tensor) -> Tensor:
-        if self.loss is None:
-            return scalar_loss(super().forward(*tensors))
-        first = len(tensors) - len(leaves_of(self.like))
-        inputs, targets = tensors[:first], with_leaves(self.like, tensors[first:])
-        return required_scalar(self.loss(super().forward(*inputs), targets))
+    def forward(self, *tensors: Tensor) -> Tensor:  # type: ignore[override]
+        if self._loss is None:
+            return scalar_loss(self._output(tensors))
+        first = len(tensors) - len(leaves_of(self._targets))
+        targets = with_leaves(self._targets, tensors[first:])
+        return required_scalar(self._loss(self._output(tensors[:first]), targets))
 
 
-def cut_sequential(module: nn.Module, schedule: Schedule, inputs: Sequence[Tensor]) -> list[range]:
+def structure_of(value: Any) -> Any:
+    """Returns the value's tuples, lists and mappings, with the type of each leaf in its place."""
+    return with_leaves(value, [type(leaf) for leaf in leaves_of(value)])
+
+
+def only_argument(arguments: Any) -> Any:
+    """Returns the argument with which an nn.Sequential is called. Raises ValueError for several."""
+    if isinstance(arguments, Mapping):
+        arguments = list(arguments.values())
+    if not isinstance(arguments, tuple | list):
+        return arguments
+    if len(arguments) != 1:
+        raise ValueError(f"the batch has {len(arguments)} inputs; an nn.Sequential takes one")
+    return arguments[0]
+
+
+def cut_sequential(
+    module: nn.Module, schedule: Schedule, argument: Any
+) -> tuple[list[range], list[Any]]:
     """Returns the indices of the modules in each stage, such that the ranks have about equal FLOPs
-    for these inputs. Raises ValueError for a network that is no nn.Sequential or has too few modules.
+    for this argument, and the structure of each stage's input. Raises ValueError for a network that
+    cannot be cut into these stages.
     """
-    if type(module).forward is not nn.Sequential.forward:
-        raise ValueError(
-            f"the factory's module is a {type(module).__name__}; a pipeline cuts an nn.Sequential, "
-            f"in which each module is called with the output of the one before"
-        )
-    modules = [*module.children()]
-    if len(modules) < len(module):  # type: ignore[arg-type]
+    check_is_plain_sequential(module)
+    children = dict(module.named_children())
+    if len(children) < len(module):  # type: ignore[arg-type]
         raise ValueError(
             "the nn.Sequential contains a module twice; a pipeline can run each module only once"
         )
-    if schedule.num_stages > len(modules):
+    if schedule.num_stages > len(children):
         raise ValueError(
             f"{schedule.name} on {schedule.num_ranks} ranks has {schedule.num_stages} stages; the "
-            f"nn.Sequential has {len(modules)} modules"
+            f"nn.Sequential has {len(children)} modules"
         )
-    return cut_parts(flops_of(modules, inputs), schedule)
+    flops, structures = run_once([*children.values()], argument)
+    stages = cut_parts(flops, schedule)
+    for border in [stage.start for stage in stages[1:]]:
+        for leaf in leaves_of(structures[border]):
+            if not issubclass(leaf, Tensor):
+                raise ValueError(
+                    f"module {[*children][border - 1]!r} of the nn.Sequential returns "
+                    f"{leaf.__name__} and is the last of a stage; a stage can only send tensors, in "
+                    f"tuples, lists and dicts"
+                )
+    return stages, [structures[stage.start] for stage in stages]
 
 
-def flops_of(modules: Sequence[nn.Module], inputs: Sequence[Tensor]) -> list[float]:
-    """Returns each module's forward FLOPs when they run one after the other; at least 1."""
-    flops, tensors = [], tuple(inputs)
-    for number, module in enumerate(modules, start=1):
+def check_is_plain_sequential(module: nn.Module) -> None:
+    """Raises ValueError for a module that does more than call its children one after the other."""
+    kind = type(module)
+    if getattr(module.forward, "__func__", None) is not nn.Sequential.forward:
+        own = " with its own forward" if isinstance(module, nn.Sequential) else ""
+        raise ValueError(
+            f"the factory's module is a {kind.__name__}{own}; a pipeline cuts an nn.Sequential, in "
+            f"which each module is called with the output of the one before"
+        )
+    if kind.__call__ is not nn.Sequential.__call__:
+        raise ValueError(
+            f"the factory's module is a {kind.__name__} with its own __call__, which no stage would "
+            f"run; a pipeline only runs the modules of an nn.Sequential"
+        )
+    if hooks_of_module(module):
+        raise ValueError(
+            "the factory's nn.Sequential has hooks, which no stage would run; register them on its "
+            "first or last module"
+        )
+    held = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    if held:
+        raise ValueError(
+            f"the factory's nn.Sequential has {held[0][0]!r} itself, which no stage would have; give it to "
+            f"the module that uses it"
+        )
+
+
+def run_once(modules: Sequence[nn.Module], argument: Any) -> tuple[list[float], list[Any]]:
+    """Runs the modules one after the other. Returns each module's forward FLOPs, at least 1, and the
+    structure of its input.
+    """
+    flops, structures = [], []
+    for module in modules:
+        structures.append(structure_of(argument))
+        tensors = [leaf for leaf in leaves_of(argument) if isinstance(leaf, Tensor)]
         with torch.no_grad(), trial(module, tensors), FlopCounterMode(display=False) as counter:
-            output = module(tensors if len(tensors) > 1 else tensors[0])
+            argument = module(argument)
         flops.append(max(1.0, float(counter.get_total_flops())))
-        tensors = as_tuple(output) if number < len(modules) else ()
-    return flops
+    return flops, structures
