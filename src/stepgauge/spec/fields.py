@@ -12,6 +12,14 @@ from typing import Any, TypeVar
 Preset = TypeVar("Preset")
 Spec = TypeVar("Spec")
 
+# Field type -> what its values must be, for messages.
+TYPES: Mapping[Any, str] = {
+    int: "a whole number (int)",
+    float: "a number",
+    bool: "True or False",
+    str: "a text (str)",
+}
+
 # Help of the option `device`: of commands that run on one device, and of those that run on ranks.
 DEVICE_HELP = "cpu, cuda, cuda:1, mps, or auto for the fastest available"
 RANKS_DEVICE_HELP = "cpu, cuda for one GPU per rank, or auto for the fastest available"
@@ -102,14 +110,25 @@ def check(spec: Any) -> None:
         check_value(field, getattr(spec, field.name))
 
 
+def check_type(name: str, required: Any, value: Any) -> None:
+    """Raises ValueError for a value of another type. An int is a number, a bool is not. Types that are
+    not in TYPES are not checked.
+    """
+    accepted = (int, float) if required is float else required
+    is_other_bool = isinstance(value, bool) and required is not bool
+    if required in TYPES and (is_other_bool or not isinstance(value, accepted)):
+        raise ValueError(f"{name} is {value!r}; it must be {TYPES[required]}")
+
+
 def check_value(field: "dataclasses.Field[Any]", value: Any) -> None:
-    """Raises ValueError for a value outside the field's declared limits."""
+    """Raises ValueError for a value of another type, or outside the field's declared limits."""
     choices, least, most = (field.metadata.get(key) for key in ("choices", "least", "most"))
     if choices and value not in choices:
         raise ValueError(f"{field.name} is {value!r}; choose one of {', '.join(choices)}")
+    check_type(field.name, field.type, value)
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{field.name} is {value}; it must be a finite number")
-    if least is not None and value is not None and value < least:
+    if least is not None and value < least:
         raise ValueError(f"{field.name} is {value:,}; it must be at least {least:,}")
-    if most is not None and value is not None and value > most:
+    if most is not None and value > most:
         raise ValueError(f"{field.name} is {value:,}; it must be at most {most:,}")

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from stepgauge.spec.bert import BertSpec
+from stepgauge.spec.fields import check_type
 from stepgauge.spec.hf_config import HfConfig, name_of, read_network
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.user_model import UserModel, UserModelOption
@@ -117,6 +118,9 @@ def expand(spec: type, values: Mapping[str, Any], *, network: Network = ModelSpe
         name: tuple(value) if isinstance(value, list | tuple) else (value,)
         for name, value in values.items()
     }
+    for name in ("size", "hf_config", "model") if has_model else ():
+        for value in several.get(name, ()):
+            check_type(name, str, value)
     network_first = "hf_config" if "hf_config" in values else "size"
     names = [network_first] if network_first in values else []
     names += [name for name in values if name not in ("size", "hf_config")]
