@@ -370,9 +370,11 @@ def with_leaves(batch: Any, leaves: Sequence[Any]) -> Any:
 
 
 def required_scalar(loss: Any) -> Tensor:
-    """Returns what a user's loss function returned. Raises ValueError for a tensor of several
-    elements, which is not averaged silently.
+    """Returns what a user's loss function returned. Raises ValueError for a number, and for a tensor
+    of several elements, which is not averaged silently.
     """
+    if isinstance(loss, int | float):
+        raise ValueError(f"the loss function returned {type(loss).__name__}, not a tensor")
     if isinstance(loss, Tensor) and loss.numel() != 1:
         shape = " × ".join(map(str, loss.shape))
         raise ValueError(
