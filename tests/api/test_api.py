@@ -3,6 +3,7 @@ tables.
 """
 
 import json
+import re
 import subprocess
 import sys
 
@@ -11,8 +12,10 @@ import torch
 from torch import nn
 
 import stepgauge as sg
+from stepgauge.api import predictions
+from stepgauge.api.runs import without_main
 from stepgauge.api.show import Result
-from stepgauge.spec.store import RunStore
+from stepgauge.spec.store import RunStore, StoreError
 
 QUICK = {"device": "cpu"}
 
@@ -202,3 +205,99 @@ def test_specs_are_run_opened_and_compared(tmp_path):
         sg.compare(run, sg.open_run(tmp_path)[:0])
     with pytest.raises(ValueError, match="str is not a spec"):
         sg.run(["step"], folder=tmp_path)
+
+
+def test_measuring_keeps_the_callers_random_state():
+    """The step's seed is set in this process; without a fork, draws after each call are equal."""
+    module, inputs = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), torch.ones(2, 4)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    calls = (
+        lambda: sg.time_step(module, inputs, warmup=0, steps=1, seconds=0, **QUICK),
+        lambda: sg.profile_memory(module, inputs, **QUICK),
+        lambda: sg.predict_memory(module, inputs, on="cpu"),
+    )
+    for call in calls:
+        torch.manual_seed(5)
+        call()
+        assert torch.equal(torch.rand(3), expected)
+
+
+def test_overlapping_runs_restore_main():
+    main = sys.modules["__main__"]
+    first, second = without_main(), without_main()
+    first.__enter__()
+    stand_in = sys.modules["__main__"]
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert sys.modules["__main__"] is stand_in is not main, "the second one still needs it"
+    second.__exit__(None, None, None)
+    assert sys.modules["__main__"] is main
+
+
+@pytest.mark.parametrize("function", ["predict", "plan"])
+def test_a_script_without_a_guard_is_not_run_again(function, monkeypatch):
+    """Networks without formulas are traced in another process, which would import the script."""
+    main, seen = sys.modules["__main__"], []
+
+    def note_main(*arguments, **options):
+        seen.append(sys.modules["__main__"])
+        raise ValueError("no prediction")
+
+    monkeypatch.setattr(predictions, "planned" if function == "plan" else "predicted", note_main)
+    (spec,) = sg.expand(sg.PlanSpec if function == "plan" else sg.StepSpec, {"size": "nano"})
+    with pytest.raises(ValueError, match="no prediction"):
+        getattr(sg, function)(spec, hardware="dgx-h100")
+    assert seen[0] is not main and sys.modules["__main__"] is main
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "needed"),
+    [
+        ("batch", 4.5, "a whole number"),
+        ("batch", True, "a whole number"),
+        ("batch", None, "a whole number"),
+        ("batch", "4", "a whole number"),
+        ("seconds", "1", "a number"),
+        ("seconds", False, "a number"),
+        ("context_length", 3.5, "a whole number"),
+        ("qk_norm", 1, "True or False"),
+        ("device", 3, "a text"),
+        ("size", {"nano"}, "a text"),
+        ("model", sg.ModelSpec.preset("nano"), "a text"),
+        ("hf_config", 3, "a text"),
+    ],
+)
+def test_values_of_another_type_are_refused(field, value, needed):
+    network = {} if field in ("size", "model", "hf_config") else {"size": "nano"}
+    with pytest.raises(ValueError, match=re.escape(f"{field} is ")) as refused:
+        sg.expand(sg.StepSpec, {**network, field: value})
+    assert f"it must be {needed}" in str(refused.value)
+
+
+def test_whole_numbers_are_accepted_as_numbers():
+    (spec,) = sg.expand(sg.StepSpec, {"size": "nano", "seconds": 2})
+    assert spec.seconds == 2
+    (run,) = sg.expand(sg.PlanSpec, {"size": "nano"})
+    with pytest.raises(ValueError, match=re.escape("top is 1.5; it must be a whole number")):
+        sg.plan(run, hardware="dgx-h100", top=1.5)
+
+
+def test_a_loss_function_must_return_a_tensor():
+    with pytest.raises(ValueError, match="the loss function returned float, not a tensor"):
+        sg.time_step(
+            nn.Linear(2, 1),
+            (torch.ones(1, 2), torch.ones(1)),
+            loss=lambda output, targets: output.sum().item(),
+            **QUICK,
+        )
+
+
+def test_a_profile_is_not_started_if_its_folder_cannot_be_written():
+    with pytest.raises(StoreError, match="cannot write to /dev/null/x: /dev/null is a file"):
+        sg.profile_step(net(), batch(), loss=nn.CrossEntropyLoss(), folder="/dev/null/x", **QUICK)
+
+
+def test_a_single_field_may_be_ignored_by_name(record):
+    compared = sg.compare([record("nano", batch=1)], [record("nano", batch=2)], ignoring="batch")
+    assert len(list(compared)) > 0

@@ -33,6 +33,7 @@ from stepgauge.spec.memory import PREDICTIONS, MemorySpec
 from stepgauge.spec.profile import ProfileSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
+from stepgauge.spec.store import RunStore
 from stepgauge.train.user_model import empty_like, in_memory, without_values
 
 Model = nn.Module | Callable[[], Any]
@@ -87,9 +88,11 @@ def profile_step(
     active  recorded steps
     folder  the run folder; the Chrome trace and the analysis are in the result's `folder`
 
-    Other arguments and errors are those of time_step.
+    Other arguments and errors are those of time_step. Raises StoreError if the folder cannot be
+    written.
     """
     run = Path(folder or tempfile.mkdtemp(prefix="stepgauge-profile-"))
+    RunStore(run).require_possible()
     fields = {"precision": precision, "compile": compile, "active": active}
     with _spec(ProfileSpec, module, batch, loss, optimizer, device, fields) as spec:
         record = stamped(profile.run(spec, folder=run))
@@ -184,7 +187,9 @@ def _spec(
     device: str,
     fields: Mapping[str, Any],
 ) -> Iterator[Any]:
-    """Yields the spec of a module, whose model can be built while the block runs."""
+    """Yields the spec of a module, whose model can be built while the block runs. The block seeds and
+    draws; the caller's random state is restored afterwards.
+    """
     own_optimizer = None if isinstance(optimizer, str) else optimizer
     if isinstance(module, nn.Module):
         factory = _factory_of(module, batch, loss, own_optimizer)
@@ -200,9 +205,19 @@ def _spec(
                 "module is a function, which returns its batch, loss and optimizer: leave them out"
             )
         factory, name = module, getattr(module, "__name__", "factory")
-    with in_memory(factory, name) as model:
-        chosen = {"optimizer": optimizer} if isinstance(optimizer, str) else {}
-        yield spec_type(model=model, device=str(resolve(device)), **chosen, **fields)
+    chosen = {"optimizer": optimizer} if isinstance(optimizer, str) else {}
+    found = resolve(device)
+    with in_memory(factory, name) as model, _kept_random_state(found):
+        yield spec_type(model=model, device=str(found), **chosen, **fields)
+
+
+def _kept_random_state(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Restores the random state of the host and, if they are in use, of all GPUs, which
+    torch.manual_seed seeds together.
+    """
+    uses_gpus = device.type == "cuda" or torch.cuda.is_initialized()
+    devices = range(torch.cuda.device_count()) if uses_gpus else ()
+    return torch.random.fork_rng(devices, device_type="cuda")
 
 
 def _factory_of(

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from stepgauge.api.runs import without_main
 from stepgauge.api.show import Run
 from stepgauge.cost.rates.estimate import with_spread
 from stepgauge.spec.data_parallel import DataParallelSpec
+from stepgauge.spec.fields import check_type
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.hardware_files import file_named
 from stepgauge.spec.layout_step import LayoutSpec
@@ -35,7 +37,8 @@ def predict(spec: Any, *, hardware: str | Path) -> Run:
     specs = list(spec) if are_several else [spec]
     for each in specs:
         _require(each, StepSpec, DataParallelSpec, LayoutSpec, PipelineSpec)
-    return Run([with_spread(predicted(_on(each, file), file)) for each in specs])
+    with without_main():  # networks without formulas are traced in another process
+        return Run([with_spread(predicted(_on(each, file), file)) for each in specs])
 
 
 def plan(spec: PlanSpec, *, hardware: str | Path, top: int = 10) -> Run:
@@ -47,10 +50,12 @@ def plan(spec: PlanSpec, *, hardware: str | Path, top: int = 10) -> Run:
     Raises ValueError if no layout fits, and as predict does.
     """
     _require(spec, PlanSpec)
+    check_type("top", int, top)
     if top < 1:
         raise ValueError(f"top is {top}; it must be at least 1")
     file = HardwareFile.read(file_named(str(hardware)))
-    return Run(planned(_on(spec, file), file, top=top).rows[:top])
+    with without_main():
+        return Run(planned(_on(spec, file), file, top=top).rows[:top])
 
 
 def _require(spec: Any, *kinds: type) -> None:

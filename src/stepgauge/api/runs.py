@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import tempfile
+import threading
 import types
 import warnings
 from collections.abc import Iterator, Sequence
@@ -49,19 +50,28 @@ def compare(
     first: Sequence[Record] | str | Path,
     second: Sequence[Record] | str | Path,
     *,
-    ignoring: Sequence[str] = (),
+    ignoring: str | Sequence[str] = (),
 ) -> Comparison:
     """Pairs the rows of two runs, or of their folders, and returns the ratios of second to first.
 
-    ignoring  fields of the spec that may differ between the two rows of a pair
+    ignoring  a field of the spec, or several, that may differ between the two rows of a pair
 
     Raises ValueError for an unknown field, and for runs that share no row.
     """
     sides = [open_run(side) if isinstance(side, str | Path) else side for side in (first, second)]
-    found = compare_records(*sides, ignoring=ignoring)
+    fields = [ignoring] if isinstance(ignoring, str) else ignoring
+    found = compare_records(*sides, ignoring=fields)
     if not found.differences:
         raise ValueError("the runs share no row; ignoring=[FIELD] pairs rows that differ in FIELD")
     return Comparison(difference_table(found.differences), found.notes)
+
+
+class _WithoutMain:
+    """Counts the blocks of without_main that run, in all threads, and keeps the real __main__."""
+
+    lock = threading.Lock()
+    num_blocks = 0
+    main: types.ModuleType
 
 
 @contextlib.contextmanager
@@ -70,11 +80,18 @@ def without_main() -> Iterator[None]:
 
     multiprocessing would import it to find its definitions, and a script without an
     `if __name__ == "__main__"` guard would start itself again and again. This package sends only
-    objects that are defined in modules.
+    objects that are defined in modules. Blocks may overlap: the first one removes the script, and the
+    one that ends last restores it.
     """
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
+    with _WithoutMain.lock:
+        if _WithoutMain.num_blocks == 0:
+            _WithoutMain.main = sys.modules["__main__"]
+            sys.modules["__main__"] = types.ModuleType("__main__")
+        _WithoutMain.num_blocks += 1
     try:
         yield
     finally:
-        sys.modules["__main__"] = main
+        with _WithoutMain.lock:
+            _WithoutMain.num_blocks -= 1
+            if _WithoutMain.num_blocks == 0:
+                sys.modules["__main__"] = _WithoutMain.main
