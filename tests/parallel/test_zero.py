@@ -111,10 +111,21 @@ def test_a_plain_optimizer_that_would_update_only_owned_weights_is_refused(two_r
         assert rank["plain step"].endswith("step with the ShardedOptimizer")
 
 
-def test_state_that_an_optimizer_makes_when_it_is_built_is_kept(two_ranks):
+def test_state_that_an_optimizer_makes_when_it_is_built_is_kept_by_the_owner(two_ranks):
     """As Adagrad did up to torch 2.12."""
     for rank in two_ranks:
-        assert rank["momentum"] == [-0.5, -0.5]
+        assert rank["momentum"] == ([-0.5, -0.5], 1)
+
+
+def test_groups_are_those_that_the_optimizer_makes(two_ranks):
+    """One that leaves parameters out or drops settings of a group does so as in one process."""
+    groups = sgd_of_matrices([{"params": mlp().parameters(), "lr": 0.1}]).state_dict()
+    for rank in two_ranks:
+        assert rank["groups"] == groups["param_groups"]
+
+
+def sgd_of_matrices(groups):
+    return torch.optim.SGD([p for group in groups for p in group["params"] if p.ndim == 2], lr=0.5)
 
 
 class BuiltWithState(torch.optim.SGD):
@@ -140,18 +151,22 @@ def all_checks():
     found["written"] = versions_raised()
     found["plain step"] = step_of_a_plain_optimizer()
     found["norm after untying"] = norm_after_untying()
-    found["momentum"] = weights_after_a_step_by_momentum()
+    found["momentum"] = step_by_momentum()
+    groups = [{"params": mlp().parameters(), "lr": 0.1}]
+    found["groups"] = ShardedOptimizer(groups, sgd_of_matrices).state_dict()["param_groups"]
     return found
 
 
-def weights_after_a_step_by_momentum():
-    """Takes a step from zero without gradients: by half of the momentum that the state began with."""
+def step_by_momentum():
+    """Takes a step from zero without gradients: by half of the momentum that the state began with.
+    Returns the weights, and the number of parameters with state on this rank.
+    """
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
     optimizer = ShardedOptimizer(parameters, BuiltWithState, lr=1.0)
     for parameter in parameters:
         parameter.grad = torch.zeros(1)
     optimizer.step()
-    return [parameter.item() for parameter in parameters]
+    return [parameter.item() for parameter in parameters], len(optimizer.state)
 
 
 def norm_after_untying():

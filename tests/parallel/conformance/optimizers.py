@@ -247,6 +247,17 @@ def exponential_average_of_weights(setup):
     return t.results()
 
 
+def an_optimizer_that_leaves_parameters_out(setup):
+    def of_matrices(groups):
+        return SGD([p for group in groups for p in group["params"] if p.ndim == 2])
+
+    t = Training(setup, Net(), of_matrices)
+    t.train(0)
+    t.optimizer.add_param_group({"params": [t.inner.head.bias], "lr": 0.3})
+    t.train(1, 2)
+    return t.results()
+
+
 def two_networks_with_one_optimizer(setup):
     class Pair(nn.Module):
         def __init__(self):

@@ -52,7 +52,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     It is a torch.optim.Optimizer: `param_groups` have all parameters and may be changed between
     steps; `state` has those of this rank. All ranks must pass the same parameters in the same order
-    and call `step` together. A parameter without a gradient stays as it is.
+    and call `step` together. A parameter without a gradient stays as it is. So does one that
+    `optimizer_cls` leaves out of its groups: the groups are those that `optimizer_cls` makes of all
+    parameters, as in one process.
 
     stage  2 if this rank has only the gradients of its own parameters
     sizes  elements by which parameters are weighed when owners are chosen, if not their own: parts
@@ -81,24 +83,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._num_parts = 1
         self._inner: torch.optim.Optimizer | None = None
         super().__init__(params, kwargs)
-        self._inner = optimizer_cls(
-            [self._own_part(group) for group in self.param_groups], **kwargs
-        )
-        if len(self._inner.param_groups) != len(self.param_groups):
+        inner = optimizer_cls([dict(group) for group in self.param_groups], **kwargs)
+        if len(inner.param_groups) != len(self.param_groups):
             raise ValueError(
-                f"{type(self._inner).__name__} changed {len(self.param_groups)} parameter groups into "
-                f"{len(self._inner.param_groups)}; a sharded optimizer needs one that keeps its groups"
+                f"{type(inner).__name__} changed {len(self.param_groups)} parameter groups into "
+                f"{len(inner.param_groups)}; a sharded optimizer needs one that keeps its groups"
             )
-        closure = inspect.signature(self._inner.step).parameters.get("closure")
+        closure = inspect.signature(inner.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ValueError(
-                f"{type(self._inner).__name__} needs all parameters together; under a sharded "
+                f"{type(inner).__name__} needs all parameters together; under a sharded "
                 f"optimizer it has only those of one rank"
             )
-        self.state = self._inner.state  # some optimizers make it when they are built
-        self.defaults = dict(self._inner.defaults)
-        for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            ours.update({name: value for name, value in inner.items() if name not in ours})
+        self._inner = inner
+        self.state = inner.state
+        self.defaults = dict(inner.defaults)
+        self.param_groups = [dict(group) for group in inner.param_groups]
+        for added in self.param_groups:
+            self._assign_owners(added["params"])
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -111,10 +113,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters, at any time. Their owners become the ranks that own least so far."""
         super().add_param_group(param_group)
-        added = self.param_groups[-1]
+        if self._inner is not None:
+            self._inner.add_param_group(dict(self.param_groups[-1]))
+            self.param_groups[-1] = dict(self._inner.param_groups[-1])
+            self._assign_owners(self.param_groups[-1]["params"])
+
+    def _assign_owners(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Chooses the owner of each parameter. Raises as the constructor does."""
         described_parameters = [
-            describe_parameter(str(index), parameter)
-            for index, parameter in enumerate(added["params"])
+            describe_parameter(str(index), parameter) for index, parameter in enumerate(parameters)
         ]
         require_same(
             {p.name: f"{p.dtype} of {p.numel:,} values" for p in described_parameters},
@@ -122,23 +129,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
             noun="parameter",
             where="optimizer",
         )
-        require_values((f"parameter {n}", p) for n, p in enumerate(added["params"]))
+        require_values((f"parameter {n}", p) for n, p in enumerate(parameters))
         weighed = [
             dataclasses.replace(described, numel=self._sizes.get(parameter, described.numel))
-            for described, parameter in zip(described_parameters, added["params"], strict=True)
+            for described, parameter in zip(described_parameters, parameters, strict=True)
         ]
-        num_parts = num_update_parts(sum(p.nbytes for p in added["params"]))
+        num_parts = num_update_parts(sum(p.nbytes for p in parameters))
         self._num_parts = max(self._num_parts, num_parts)
         plan = plan_owners(weighed, ranks=self._reducer.ranks, held=self.elements)
         self.elements = list(plan.elements)
         for owner in range(self._reducer.ranks):
-            owned = [p for n, p in enumerate(added["params"]) if plan.owners[str(n)] == owner]
+            owned = [p for n, p in enumerate(parameters) if plan.owners[str(n)] == owner]
             for p, part in zip(owned, _parts(owned, num_parts), strict=True):
                 self._owned[p] = OwnedParameter(p, owner, part, was_trained=p.requires_grad)
-        if self._inner is not None:
-            self._inner.add_param_group(self._own_part(added))
-            inner = self._inner.param_groups[-1]
-            added.update({k: v for k, v in inner.items() if k not in added})
+                if owner != self._reducer.rank:
+                    # Some optimizers make it as soon as they get a parameter.
+                    self.state.pop(p, None)
 
     def _own_part(self, group: dict[str, Any]) -> dict[str, Any]:
         """Returns the group with only the parameters that this rank owns."""
