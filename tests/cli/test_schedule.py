@@ -81,6 +81,12 @@ def test_simulate_draws_each_ranks_timeline_and_prints_bubbles(stepgauge, tmp_pa
     assert [row["busy"] for row in csv.DictReader(io.StringIO(out))] == ["6.0", "6.0"]
 
 
+def test_a_comma_in_a_comment_does_not_make_a_text_csv(stepgauge, tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text("# two stages, one micro-batch\n0F0 0B0 # first, then\n1F0 1B0\n")
+    assert stepgauge("schedule", "show", path)[:2] == (0, "0F0 0B0\n1F0 1B0\n")
+
+
 def test_files_of_other_editors(stepgauge, tmp_path):
     path = tmp_path / "mine.txt"
     path.write_bytes("\ufeff0F0 0B0\r\n1F0 1B0\r\n".encode())
@@ -141,14 +147,29 @@ def test_check_prints_what_each_rank_holds(stepgauge):
             ("simulate", "1f1b", "--transfer", "nan"),
             "--transfer is nan; accepted are numbers of at",
         ),
+        (
+            ("simulate", "1f1b", "--forward", "0", "--input", "0", "--weight", "0"),
+            "--forward is 0, and so are input, weight and host; one must be longer",
+        ),
+        *(
+            (
+                ("simulate", "1f1b", "--stage-weights", f"1,1,1,{weight}"),
+                f"--stage-weights is '1,1,1,{weight}'; it must be numbers above 0, such as ",
+            )
+            for weight in ("-1", "0", "inf", "nan")
+        ),
+        (("check", "1f1b", "--bound", "nan"), "--bound is nan; it must be a finite number"),
+        (("check", "{folder}"), "schedule is '{folder}', which is a folder"),
     ],
 )
 def test_a_mistake_is_one_sentence(stepgauge, tmp_path, arguments, words):
     path = tmp_path / "stuck.txt"
     path.write_text("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1\n")
-    status, _, err = stepgauge("schedule", *(word.format(file=path) for word in arguments))
+    status, _, err = stepgauge(
+        "schedule", *(word.format(file=path, folder=tmp_path) for word in arguments)
+    )
     assert status == 2
-    assert err.startswith(f"stepgauge: {words.format(file=path)}")
+    assert err.startswith(f"stepgauge: {words.format(file=path, folder=tmp_path)}")
     assert len(err.splitlines()) == 1
 
 

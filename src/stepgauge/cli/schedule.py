@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -26,6 +27,7 @@ from stepgauge.spec.plan.pipeline import (
     to_json,
     to_text,
 )
+from stepgauge.spec.plan.pipeline.text import without_comments
 
 app = App(name="schedule", help="Show, check and simulate a pipeline schedule.")
 
@@ -177,6 +179,8 @@ def load(which: str, shape: Shape) -> Schedule:
         ranks, micro_batches = shape.ranks or 4, shape.microbatches or 8
         return build(which, ranks=ranks, micro_batches=micro_batches, per_rank=shape.per_rank or 0)
     path = Path(which)
+    if path.is_dir():
+        raise ValueError(f"schedule is {which!r}, which is a folder; name a file in it")
     if not path.is_file():
         if path.suffix or len(path.parts) > 1:
             raise ValueError(f"schedule is {which!r}; there is no such file")
@@ -190,7 +194,8 @@ def load(which: str, shape: Shape) -> Schedule:
     if text.lstrip().startswith("{"):
         read = from_json
     else:
-        read = from_csv if "," in text or path.suffix == ".csv" else from_text
+        is_csv = path.suffix == ".csv" or "," in without_comments(text)
+        read = from_csv if is_csv else from_text
     schedule = read(text, path.stem)
     counts = {"ranks": schedule.num_ranks, "microbatches": schedule.num_micro_batches}
     for name, count in counts.items():
@@ -204,9 +209,11 @@ def _stage_weights(text: str, stages: int) -> list[float]:
     try:
         weights = [float(part) for part in text.split(",") if part]
     except ValueError:
+        weights = [math.nan]
+    if not all(0 < weight < math.inf for weight in weights):
         raise ValueError(
-            f"stage_weights is {text!r}; it must be numbers such as 1,1,1,1.1"
-        ) from None
+            f"stage_weights is {text!r}; it must be numbers above 0, such as 1,1,1,1.1"
+        )
     if len(weights) not in (0, stages):
         raise ValueError(f"stage_weights has {len(weights)} values; there are {stages} stages")
     return weights

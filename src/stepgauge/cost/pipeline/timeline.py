@@ -55,13 +55,15 @@ class Durations:
     ) -> Self:
         """Returns equal stages, or stages scaled by `weights`: 1.1 makes a stage 10 % longer.
 
-        Raises ValueError unless there is one weight per stage, and for a time that is not a number of
-        at least 0.
+        Raises ValueError unless there is one weight per stage, for a time that is not a number of at
+        least 0, and if no computation takes time.
         """
         times = {"forward": forward, "input": input, "weight": weight, "transfer": transfer}
         for name, ms in (times | {"host": host_ms}).items():
             if not 0 <= ms < math.inf:
                 raise ValueError(f"{name} is {ms}; accepted are numbers of at least 0")
+        if forward == input == weight == host_ms == 0:
+            raise ValueError("forward is 0, and so are input, weight and host; one must be longer")
         if weights and len(weights) != stages:
             raise ValueError(f"weights has {len(weights)} values; there are {stages} stages")
         factors = weights or [1.0] * stages

@@ -12,6 +12,7 @@ A schedule that fails raises ScheduleError with the actions that show why. The c
 
 import collections
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from stepgauge.spec.plan.pipeline.action import (
@@ -74,6 +75,8 @@ def check(
     held   memory of each stage; by default every stage holds 1 from F until B or W
     bound  the most memory that a rank may hold
     """
+    if bound is not None and not math.isfinite(bound):
+        raise ValueError(f"bound is {bound}; it must be a finite number")
     if ranks is not None and schedule.num_ranks != ranks:
         raise ScheduleError(f"schedule is for {schedule.num_ranks} ranks; there are {ranks}")
     _check_each_once(schedule)

@@ -37,8 +37,13 @@ def parse(text: str) -> Action:
 
 def from_text(text: str, name: str = "custom") -> Schedule:
     """Reads the text format. Raises ScheduleError, naming the rank, for text that it cannot read."""
-    lines = [line.partition("#")[0].split() for line in text.splitlines()]
+    lines = [line.split() for line in without_comments(text).splitlines()]
     return _schedule([words for words in lines if words], name)
+
+
+def without_comments(text: str) -> str:
+    """Returns the lines of a text schedule without their comments."""
+    return "\n".join(line.partition("#")[0] for line in text.splitlines())
 
 
 def to_text(schedule: Schedule) -> str:
