@@ -1,6 +1,7 @@
 """Pipeline schedules as data: published schedules, text and CSV, lowering, the checker."""
 
 import itertools
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -283,3 +284,15 @@ def test_balance_cuts_by_weight_and_adds_up_the_stages_of_a_rank():
     assert sizes[1] + sizes[2] == 9
     with pytest.raises(ValueError, match="stages is 4; the network has 3 parts to cut"):
         balance([1.0] * 3, [0, 1, 2, 3])
+
+
+def test_checking_takes_time_in_proportion_to_the_ranks():
+    """Twelve times the ranks took 60 times as long while each rank scanned all stages."""
+
+    def seconds(ranks):
+        schedule = build("1f1b", ranks=ranks, micro_batches=1)
+        start = time.process_time()
+        check(schedule)
+        return time.process_time() - start
+
+    assert min(seconds(3000) for _ in range(2)) < 30 * min(seconds(250) for _ in range(5))

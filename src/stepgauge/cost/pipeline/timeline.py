@@ -120,12 +120,12 @@ class Timeline:
         """The time from the start of the step to the end of the last computation."""
         return max(span.end for row in self.ranks for span in row)
 
-    @property
+    @functools.cached_property
     def busy_ms(self) -> list[float]:
         """For each rank, the time in which it computes."""
         return [sum(span.end - span.start for span in row) for row in self.ranks]
 
-    @property
+    @functools.cached_property
     def bubbles(self) -> list[float]:
         """For each rank, the fraction of the step in which it does not compute."""
         return [1.0 - busy / self.step_ms for busy in self.busy_ms]

@@ -134,7 +134,14 @@ class Schedule:
 
     def stages(self, rank: int) -> list[int]:
         """The stages of a rank, in ascending order."""
-        return [stage for stage, owner in self.rank_of.items() if owner == rank]
+        return list(self._stages_by_rank[rank])
+
+    @functools.cached_property
+    def _stages_by_rank(self) -> Sequence[Sequence[int]]:
+        stages: list[list[int]] = [[] for _ in self.ranks]
+        for stage, rank in self.rank_of.items():
+            stages[rank].append(stage)
+        return stages
 
     def splits(self, stage: int) -> bool:
         """True if the stage runs any backward in two parts, I and W."""

@@ -98,14 +98,14 @@ def _with_receives(
     for number, place in enumerate(compute_places):
         if row[place] in needed:
             place_of[needed[row[place]]] = compute_places[max(0, number - ahead)]
+    channel_position: dict[Action, int] = {}
     for channel in {receive.channel for receive in needed.values()}:
+        sent = order.get(channel, [])
+        channel_position |= {receive: number for number, receive in enumerate(sent)}
         earliest = len(row)
-        for receive in reversed(order.get(channel, [])):
+        for receive in reversed(sent):
             earliest = min(earliest, place_of.get(receive, earliest))
             place_of[receive] = earliest
-    channel_position = {
-        receive: number for sent in order.values() for number, receive in enumerate(sent)
-    }
     posted: list[list[Action]] = [[] for _ in range(len(row) + 1)]
     for receive in sorted(place_of, key=lambda receive: channel_position.get(receive, -1)):
         posted[place_of[receive]].append(receive)
