@@ -239,6 +239,14 @@ def test_divergence_is_an_error(spec, tmp_path):
         run(wild, folder=tmp_path)
 
 
+def test_a_loss_that_is_nan_before_any_update_is_not_blamed_on_the_learning_rate(spec, tmp_path):
+    task = build_task(spec)
+    task.step.accumulate = lambda *_, **__: torch.tensor(float("nan"))
+    with pytest.raises(DivergedError, match="nan before any update, so the data or") as error:
+        Trainer(spec, task, tmp_path).run(lambda point: None)
+    assert "learning-rate" not in str(error.value)
+
+
 def test_evaluation_does_not_change_training(spec, tmp_path):
     often = run(dataclasses.replace(spec, evaluate_every=1), folder=tmp_path / "often")
     seldom = run(dataclasses.replace(spec, evaluate_every=24), folder=tmp_path / "seldom")

@@ -126,9 +126,13 @@ class Trainer:
         pending.clear()
         for point in points:
             if not math.isfinite(point.loss):
-                raise DivergedError(
-                    f"the loss at step {point.step} is {point.loss}; lower --learning-rate"
-                )
+                problem = f"the loss at step {point.step} is {point.loss}"
+                if point.step == 1:
+                    raise DivergedError(
+                        f"{problem} before any update, so the data or the initial weights cause it; "
+                        f"a mean over a micro-batch without targets, for example, is nan"
+                    )
+                raise DivergedError(f"{problem}; lower --learning-rate")
         if held_out is not None and not math.isfinite(held_out):
             raise DivergedError(
                 f"the held-out loss at step {points[-1].step} is {held_out}; lower --learning-rate"

@@ -6,10 +6,10 @@ mapping with `module` and
     batch      the module's arguments: module(*tuple), module(**mapping) or module(tensor)
     batches    instead of `batch`, a function of 0, 1, ... that returns a batch for each step and rank
     held_out   a list of batches whose mean loss `train` reports
-    loss       loss(output, targets) for a batch (inputs, targets); loss(output, batch) for a mapping
+    loss       loss(output, targets) for a batch (inputs, targets); loss(output, batch) for a mapping;
+               a mean over samples, since losses of micro-batches and ranks are averaged equally
     optimizer  optimizer(parameters), a class of torch.optim or a partial of one
-    table      names and rules by which tensor parallelism cuts the module (spec/plan/tensor.py); by
-               default that of a transformers config
+    table      tensor parallel rules (spec/plan/tensor.py); default: those of a transformers config
 
 Without `loss` the loss is taken from the module's output: a scalar, its `.loss` or ["loss"], or the
 mean of its first floating-point tensor.
