@@ -3,11 +3,14 @@ summed correctly. Networks on two ranks are compared with one process, in float6
 """
 
 import copy
+import functools
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from stepgauge.parallel.fsdp import FullyShardedDataParallel
 from stepgauge.parallel.tensor_parallel import parallelize_tensor
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.plan.tensor import Rule, Section
@@ -118,3 +121,93 @@ def differences_of_nested_rules():
 def test_heads_around_a_row_sums_only_gradients_of_which_a_rank_has_a_part():
     for differences in launch(differences_of_nested_rules, ranks=2):
         assert {name: value for name, value in differences.items() if value >= 1e-12} == {}
+
+
+def message_of(block, table, prepare=lambda module: None):
+    """Returns the message of the error in the first training forward; "" if there is none."""
+    return message_of_network(build(block), table, prepare)
+
+
+def message_of_network(network, table, prepare=lambda module: None):
+    module = parallelize_tensor(network, table).module
+    prepare(module)
+    with torch.no_grad():
+        module(batch())
+    try:
+        module(batch()).backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def messages_for_partial_gradients():
+    prelu, frozen = (lambda: FeedForward(act=nn.PReLU())), nn.PReLU().requires_grad_(False)
+    gathered = {"blocks.*": GATHER, "blocks.[01]": WHOLE}
+    read = functools.partial(FeedForward, lambda module, x, h: h + x.repeat(1, 1, 2)[..., :8])
+    return {
+        "q_norm": message_of(lambda: Attention("q_norm"), ATTENTION),
+        "scale": message_of(lambda: Attention("scale"), ATTENTION),
+        "gate": message_of(lambda: Attention("gate"), ATTENTION),
+        "gate without gather": message_of(
+            lambda: Attention("gate"), ATTENTION | {"blocks.*.gate": HEADS}
+        ),
+        "prelu": message_of(prelu, FEED_FORWARD),
+        "whole": message_of(prelu, FEED_FORWARD | gathered),
+        "stream": message_of(read, FEED_FORWARD, without_whole_parameters),
+        "with a rule": message_of(prelu, FEED_FORWARD | {"blocks.*.act": HEADS}),
+        "frozen": message_of(lambda: FeedForward(act=copy.deepcopy(frozen)), FEED_FORWARD),
+        "summed by a hook": message_of(prelu, FEED_FORWARD, sum_by_hooks),
+        "sharded": message_of(prelu, FEED_FORWARD, shard),
+        "compiled": message_of(prelu, FEED_FORWARD, compile_blocks),
+        "copied": message_of(prelu, FEED_FORWARD | {"blocks.*.act": HEADS}, copy.deepcopy),
+    }
+
+
+def without_whole_parameters(module):
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(".up." in name or ".down.weight" in name)
+
+
+def sum_by_hooks(module):
+    for block in module.blocks:
+        block.act.weight.register_hook(lambda gradient: gradient)
+
+
+def shard(module):
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    FullyShardedDataParallel(module, group=groups[dist.get_rank()])
+
+
+def compile_blocks(module):
+    for block in module.blocks:
+        block.compile(backend="aot_eager")
+
+
+def test_a_gradient_of_which_a_rank_has_a_part_raises_unless_it_is_summed():
+    for messages in launch(messages_for_partial_gradients, ranks=2):
+        for case in ("with a rule", "frozen", "summed by a hook", "compiled", "copied"):
+            assert messages.pop(case) == ""
+        assert "each rank has only its part of the gradient of" in messages["q_norm"]
+        for case, name in {
+            "q_norm": "blocks.0.q_norm.bias, blocks.0.q_norm.weight, blocks.1.q_norm.bias and 1 more",
+            "scale": "blocks.0.scale, blocks.1.scale",
+            "gate": "blocks.0.gate.bias, blocks.0.gate.weight, blocks.0.o.bias and 2 more",
+            "gate without gather": "blocks.0.o.bias",
+            "prelu": "blocks.0.act.weight, blocks.1.act.weight",
+            "whole": "blocks.0.act.weight, blocks.1.act.weight",
+            "sharded": "blocks.0.act.weight, blocks.1.act.weight",
+            "stream": "the output of a row or embedding layer",
+        }.items():
+            assert f"its part of the gradient of {name}, " in messages[case], case
+
+
+def test_a_parameter_on_pieces_of_the_sequence_with_the_rule_whole_raises():
+    for message in launch(message_for_whole_on_pieces, ranks=2):
+        assert "its part of the gradient of 1.bias, 1.weight, " in message
+        assert "the rule sequence" in message
+
+
+def message_for_whole_on_pieces():
+    network = nn.Sequential(nn.Identity(), nn.LayerNorm(WIDTH), FeedForward()).double()
+    table = {"0": Rule("split"), "1": WHOLE, "2.up": COLUMN, "2.down": ROW}
+    return message_of_network(network, table)

@@ -137,6 +137,7 @@ PRIVATE_NAMES = {
             "measure/footprint.py",
             "measure/memory/storage_tracker.py",
             "parallel/fsdp/sharded_unit.py",
+            "parallel/tensor_parallel/partial_gradients.py",
             "train/user_model.py",
         },
         "a public name of pytrees",

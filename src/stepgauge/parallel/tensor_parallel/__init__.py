@@ -2,8 +2,9 @@
 (spec/plan/tensor.py).
 
 Reading order: `tensor_parallel` (cuts a module), `layers` and `residual_stream` (the path of an
-activation), `rules`, `adapters`, `layer_types`, `cuts`, `gradient_sums`; `overlapped` with `exchange`;
-`vocabulary_loss`; `by_torch` (torch's own tensor parallel, to compare with).
+activation), `rules`, `adapters`, `layer_types`, `cuts`, `gradient_sums`, `partial_gradients`;
+`overlapped` with `exchange`; `vocabulary_loss`; `by_torch` (torch's own tensor parallel, to compare
+with).
 """
 
 from stepgauge.parallel.tensor_parallel.tensor_parallel import TensorParallel, parallelize_tensor

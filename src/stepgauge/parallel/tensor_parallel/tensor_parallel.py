@@ -29,6 +29,7 @@ from stepgauge.parallel.tensor_parallel.layers import (
     VocabularyParallelHead,
     to_compute_dtype,
 )
+from stepgauge.parallel.tensor_parallel.partial_gradients import PartialGradientCheck
 from stepgauge.parallel.tensor_parallel.residual_stream import ResidualStream
 from stepgauge.parallel.tensor_parallel.rules import Rules, rules_of
 from stepgauge.parallel.tensor_parallel.vocabulary_loss import PartialLoss
@@ -117,10 +118,9 @@ def parallelize_tensor(
 ) -> TensorParallel:
     """Cuts the module's layers in place, as the table says. All ranks of the group must call it.
 
-    Every rank passes the whole module; the values of rank 0 are used. If a layer with the rule
-    "head" has a parent with a method `compute_loss(hidden, weight, targets, ...)`, the method is
-    replaced by one that never holds the logits of the whole vocabulary. Layers and parameters are
-    replaced, so create optimizers and register hooks afterwards.
+    Every rank passes the whole module; the values of rank 0 are used. Layers and parameters are
+    replaced, so create optimizers and register hooks afterwards. If the parent of a "head" has a
+    method `compute_loss(hidden, weight, targets, ...)`, it becomes one that never holds all logits.
 
     table        None: built from the config of a network of the transformers library
     by_sequence  norms and the residual stream have one piece of the sequence per rank, along dim 1
@@ -131,7 +131,8 @@ def parallelize_tensor(
                  kernels.linear_cross_entropy.partial: the head then holds no logits for its loss
 
     Raises ValueError if the table does not fit the module, or if the results would differ from one
-    process; DifferentModelsError if ranks have different networks.
+    process; DifferentModelsError if ranks have different networks. The first training forward
+    raises RuntimeError if a whole parameter would get only a part of its gradient.
     """
     group = group or dist.group.WORLD
     assert group is not None, "tensor parallel needs a process group"
@@ -144,6 +145,7 @@ def parallelize_tensor(
     _apply(module, rules, stream, cuts)
     _prepare_parts(module, partial_loss)
     sums = gradient_sums(module, rules, cuts, stream)
+    module.register_forward_hook(PartialGradientCheck({*cuts, *sums}, stream))
     return TensorParallel(module, stream, cuts, sums, SumHooks(module, sums, stream))
 
 
