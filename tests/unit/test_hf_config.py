@@ -212,12 +212,88 @@ LLAMA = {"model_type": "llama", **shape(100, 64, 128, 2, 4)}
             PUBLISHED["bert-base"][0] | {"type_vocab_size": 3},
             "type_vocab_size is 3; only 2 is supported",
         ),
+        (
+            LLAMA | {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}},
+            "rope_parameters has {'rope_theta': 500000.0} as full_attention; settings of each kind",
+        ),
+        (
+            LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": "8"}},
+            "factor is '8'; it must be a number",
+        ),
+        (
+            LLAMA | {"rope_scaling": {"rope_type": ["linear"]}},
+            "rope_type is ['linear']; it must be a text",
+        ),
+        (
+            LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
+            "rope_theta is None; it must be a number",
+        ),
+        (LLAMA | {"rope_scaling": "linear"}, "rope_scaling is 'linear'; it must be an object"),
+        (LLAMA | {"rope_theta": None}, "rope_theta is None; it must be a number"),
+        (LLAMA | {"rope_theta": -1.0}, "rope_theta is -1.0; it must be above 0"),
+        (
+            LLAMA | {"sliding_window": 4, "layer_types": ["sliding_attention"]},
+            "layer_types has 1 layers; num_hidden_layers is 2",
+        ),
+        *(
+            (
+                LLAMA | {"sliding_window": 4, "layer_types": ["sliding_attention", kind]},
+                f"layer_types has {kind!r}; choose from full_attention, sliding_attention",
+            )
+            for kind in ("linear_attention", "chunked_attention", 3, None)
+        ),
+        (
+            LLAMA | {"layer_types": ["sliding_attention"] * 2},
+            "layer_types has 'sliding_attention', but sliding_window is None",
+        ),
+        (
+            LLAMA
+            | {
+                "layer_types": ["sliding_attention"] * 2,
+                "sliding_window": 4,
+                "use_sliding_window": False,
+            },
+            "layer_types has 'sliding_attention', but use_sliding_window is False",
+        ),
+        (
+            LLAMA | {"layer_types": "full_attention"},
+            "layer_types is 'full_attention'; it must be a",
+        ),
+        (LLAMA | {"sliding_window": "4"}, "sliding_window is '4'; it must be a whole number"),
+        (LLAMA | {"num_key_value_heads": 1.5}, "num_key_value_heads is 1.5; it must be a whole"),
+        (LLAMA | {"num_key_value_heads": 0}, "num_key_value_heads is 0; it must be at least 1"),
+        (LLAMA | {"head_dim": True}, "head_dim is True; it must be a whole number"),
+        (LLAMA | {"num_hidden_layers": True}, "num_hidden_layers is True; it must be a whole"),
+        (
+            LLAMA | {"tie_word_embeddings": "false"},
+            "tie_word_embeddings is 'false'; it must be True or False",
+        ),
+        (LLAMA | {"rms_norm_eps": None}, "rms_norm_eps is None; it must be a number"),
+        (LLAMA | {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; it must be a number"),
+        (LLAMA | {"hidden_act": ["silu"]}, "hidden_act is ['silu']; it must be a text"),
+        (
+            PUBLISHED["bert-base"][0] | {"max_position_embeddings": None},
+            "max_position_embeddings is None; it must be a whole number",
+        ),
     ],
 )
 def test_unsupported_values_are_refused(config, words):
     with pytest.raises(ValueError) as error:
         network_of(config)
     assert words in str(error.value)
+
+
+def test_null_means_the_librarys_default_where_the_library_has_one():
+    nulls = ("num_key_value_heads", "head_dim", "sliding_window", "layer_types", "rope_scaling")
+    assert network_of(LLAMA | dict.fromkeys(nulls)) == network_of(LLAMA)
+    mistral = {**PUBLISHED["mistral-7b"][0], "sliding_window": None}
+    assert network_of(mistral).window == 0
+
+
+def test_long_contexts_of_a_scaling_are_kept_exactly():
+    context = {"original_max_position_embeddings": 1048577}
+    spec = network_of(LLAMA | {"rope_scaling": {**LLAMA3_SCALING, **context}})
+    assert spec.rope_scaling == "llama3:32:1:4:1048577"
 
 
 def test_an_unsupported_file_is_refused_by_name(tmp_path):

@@ -18,6 +18,8 @@ TYPES: Mapping[Any, str] = {
     float: "a number",
     bool: "True or False",
     str: "a text (str)",
+    list: "a list",
+    dict: "an object (dict)",
 }
 
 # Help of the option `device`: of commands that run on one device, and of those that run on ranks.

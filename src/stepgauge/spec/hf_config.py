@@ -13,11 +13,8 @@ from typing import Any
 
 from stepgauge.spec.bert import NUM_TYPES, BertSpec
 from stepgauge.spec.fields import option
+from stepgauge.spec.hf_values import REQUIRED, Config, check_values, rope_of, windows_of
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.rope import SCALINGS, RopeScaling
-
-Config = dict[str, Any]
-REQUIRED = object()  # marks a field without a default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +72,7 @@ def network_of(given: Config) -> ModelSpec | BertSpec:
     missing = [name for name, value in config.items() if value is REQUIRED]
     if missing:
         raise ValueError(f"{missing[0]} is missing from the config of {kind}")
-    for name, value in config.items():
-        if family.defaults.get(name) is REQUIRED and type(value) is not int:
-            raise ValueError(f"{name} is {value!r}; it must be a whole number")
+    check_values(config, family.defaults)
     return family.build(config)
 
 
@@ -91,8 +86,8 @@ def _decoder(config: Config, **fields: Any) -> ModelSpec:
     """Builds the spec of Llama or one of the families derived from it."""
     return ModelSpec(
         **_shape(config),
-        **_rope(config),
-        **_windows(config),
+        **rope_of(config),
+        **windows_of(config),
         num_kv_heads=_kv_heads(config),
         head_dim=_head_dim(config),
         feed_forward=_choice(config, "hidden_act", GATED),
@@ -164,7 +159,7 @@ def _gpt_neox(config: Config) -> ModelSpec:
     config = {**config, **older}
     return ModelSpec(
         **_shape(config),
-        **_rope(config),
+        **rope_of(config),
         feed_forward=_choice(config, "hidden_act", PLAIN),
         norm_epsilon=config["layer_norm_eps"],
         tied_head=config["tie_word_embeddings"],
@@ -202,59 +197,14 @@ def _shape(config: Config) -> dict[str, Any]:
 def _kv_heads(config: Config) -> int:
     """Returns the number of key heads; 0 if it equals the number of query heads."""
     heads = config["num_key_value_heads"]
-    return 0 if heads in (None, config["num_attention_heads"]) else int(heads)
+    return 0 if heads in (None, config["num_attention_heads"]) else heads
 
 
 def _head_dim(config: Config) -> int:
     """Returns the width of a head; 0 if it is hidden_size / num_attention_heads."""
     width = config["head_dim"]
     is_default = width is None or width * config["num_attention_heads"] == config["hidden_size"]
-    return 0 if is_default else int(width)
-
-
-def _rope(config: Config) -> dict[str, Any]:
-    """Returns base, rotated fraction and scaling; accepts the names of all library versions."""
-    parameters: Config = config["rope_parameters"] or config["rope_scaling"] or {}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    kind = "none" if kind == "default" else kind
-    if kind not in SCALINGS:
-        raise ValueError(f"rope_type is {kind!r}; choose one of default, {', '.join(SCALINGS)}")
-    if config["rope_scaling"] and not {"rope_type", "type"} & parameters.keys():
-        raise ValueError("rope_scaling has no rope_type; give one")
-    names = {"original_context": "original_max_position_embeddings"}
-    required = [names.get(name, name) for name in SCALINGS[kind]]
-    if missing := [name for name in required if name not in parameters]:
-        raise ValueError(f"{missing[0]} is missing from the rope scaling {kind}")
-    outer = {name: config[name] for name in ("rope_theta", "partial_rotary_factor")}
-    angles = {**outer, **parameters}
-    return {
-        "rope_base": float(angles["rope_theta"]),
-        "rope_fraction": float(angles["partial_rotary_factor"]),
-        "rope_scaling": str(RopeScaling(kind, tuple(parameters[name] for name in required))),
-    }
-
-
-def _windows(config: Config) -> dict[str, Any]:
-    """Returns the attention window and which blocks have none.
-
-    Raises ValueError unless full attention is in every n-th block.
-    """
-    window, layers = config["sliding_window"], config["num_hidden_layers"]
-    if not window or not config["use_sliding_window"]:
-        return {}
-    kinds = config["layer_types"]
-    if kinds is None:
-        first = config["max_window_layers"]
-        kinds = [WINDOWED if layer >= first else "full_attention" for layer in range(layers)]
-    full = [layer for layer, kind in enumerate(kinds) if kind != WINDOWED]
-    if len(full) == layers:
-        return {}
-    every = full[0] + 1 if full else 0
-    if full and full != list(range(every - 1, layers, every)):
-        raise ValueError(
-            f"layer_types has full attention in blocks {full}; only every n-th block is supported"
-        )
-    return {"window": window, "full_attention_every": every}
+    return 0 if is_default else width
 
 
 def _choice(config: Config, name: str, known: Mapping[str, str]) -> str:
@@ -268,7 +218,6 @@ def _require(config: Config, name: str, *accepted: Any) -> None:
         raise ValueError(f"{name} is {config[name]!r}; only {accepted[0]!r} is supported")
 
 
-WINDOWED = "sliding_attention"
 PLAIN = {
     "gelu": "gelu",
     "gelu_new": "gelu-tanh",

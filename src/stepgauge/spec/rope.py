@@ -44,7 +44,7 @@ class RopeScaling:
         return cls(kind, numbers)
 
     def __str__(self) -> str:
-        return ":".join([self.kind, *(f"{number:g}" for number in self.numbers)])
+        return ":".join([self.kind, *(f"{number:.15g}" for number in self.numbers)])
 
     def frequency(self, frequency: float) -> float:
         """Returns the scaled frequency, in radians per position.
