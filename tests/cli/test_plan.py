@@ -64,6 +64,16 @@ def test_wrong_options_are_refused(stepgauge, arguments, message):
     assert status == 2 and message in err
 
 
+def test_bert_is_refused(stepgauge, tmp_path):
+    file = tmp_path / "bert.json"
+    sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 128}
+    counts = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    file.write_text(json.dumps({"model_type": "bert", **sizes, **counts}))
+    status, _, err = stepgauge("plan", "--hf-config", file, "--gpus", 2, "--hardware", "dgx-h100")
+    assert status == 2
+    assert err.startswith("stepgauge: plan does not support BERT, ") and err.count("\n") == 1
+
+
 def test_a_layout_of_several_nodes_is_started_by_torchrun(stepgauge):
     asked = ("plan", "--size", "nano", "--context", "64", "--top", "1", "--hardware", "dgx-h100")
     for gpus, message in ((4, "\n  stepgauge bench layout"),

@@ -4,6 +4,7 @@ import dataclasses
 import re
 from typing import ClassVar
 
+from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.fields import as_in, check, option
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import PRECISION_HELP, PRECISIONS, WorkSpec
@@ -19,7 +20,7 @@ class PlanSpec:
 
     A user's model brings a batch; its global batch counts such batches.
 
-    Raises ValueError for an invalid number of tokens, or one below that of a single step.
+    Raises ValueError for BERT, and for an invalid number of tokens or one below that of a single step.
     """
 
     kind: ClassVar[str] = "plan"
@@ -44,6 +45,11 @@ class PlanSpec:
 
     def __post_init__(self) -> None:
         check(self)
+        if isinstance(self.model, BertSpec):
+            raise ValueError(
+                "plan does not support BERT, whose layouts cannot be screened: predict one layout "
+                "at a time"
+            )
         default_batch = DEFAULT_BATCH
         if isinstance(self.model, UserModel):
             default_batch = self.gpus
