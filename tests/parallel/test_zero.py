@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import functools
+import inspect
 from unittest import mock
 
 import pytest
@@ -16,6 +18,7 @@ from stepgauge.parallel.replicas import DifferentModelsError
 from stepgauge.parallel.shares import as_share
 from stepgauge.parallel.zero import ShardedOptimizer
 from stepgauge.parallel.zero.owned_gradients import OwnerDataParallel
+from stepgauge.parallel.zero.separate_updates import require_separate_updates
 from stepgauge.runtime.launch import launch
 
 SETTINGS = {"sgd": (torch.optim.SGD, {"lr": 0.3}), "adamw": (torch.optim.AdamW, {"lr": 0.01})}
@@ -126,6 +129,95 @@ def test_groups_are_those_that_the_optimizer_makes(two_ranks):
 
 def sgd_of_matrices(groups):
     return torch.optim.SGD([p for group in groups for p in group["params"] if p.ndim == 2], lr=0.5)
+
+
+class Clipped(torch.optim.AdamW):
+    """Clips in `step`, also parameters of different groups together."""
+
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        return super().step(closure)
+
+
+class StepsAnother(torch.optim.Optimizer):
+    def __init__(self, groups, **settings):
+        self.other = torch.optim.SGD(groups, **settings)
+        super().__init__(self.other.param_groups, {})
+
+    def step(self, closure=None):
+        self.other.step()
+
+
+class CountsSteps(torch.optim.SGD):
+    """Does something in every tenth step, and counts the steps in an attribute."""
+
+    def __init__(self, params, **settings):
+        super().__init__(params, **settings)
+        self.num_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        self.num_steps += 1
+        if self.num_steps % 10 == 0:
+            for p in (p for group in self.param_groups for p in group["params"]):
+                p.zero_()
+
+
+class WithNoise(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn_like(p))
+
+
+def groups_of(dtype=torch.float32, **settings):
+    """Returns a group of a matrix and one of a vector, because optimizers may look across groups."""
+    return [
+        {"params": [nn.Parameter(torch.ones(shape, dtype=dtype))], **settings}
+        for shape in ((3, 4), (4,))
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lr", [0.0, 1e-5, 1.0, torch.tensor(0.01)])
+@pytest.mark.parametrize("optimizer", [Clipped, StepsAnother, CountsSteps])
+def test_an_optimizer_that_needs_all_parameters_together_is_refused(optimizer, lr, dtype):
+    message = f"{optimizer.__name__} needs all parameters together"
+    with pytest.raises(ValueError, match=message):
+        require_separate_updates(optimizer, groups_of(dtype, lr=lr))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        *(each for each in vars(torch.optim).values() if inspect.isclass(each)),
+        functools.partial(torch.optim.AdamW, fused=True, amsgrad=True),
+        functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True, foreach=False),
+        WithNoise,
+        sgd_of_matrices,
+    ],
+)
+def test_an_optimizer_that_updates_each_parameter_separately_is_not_refused(optimizer, dtype):
+    """LBFGS, and Muon for the vector, raise in the trial; ShardedOptimizer or they say why."""
+    require_separate_updates(optimizer, groups_of(dtype))
+    require_separate_updates(optimizer, groups_of(dtype)[:1])
+
+
+def test_the_trial_changes_neither_parameters_nor_groups_nor_random_numbers():
+    groups = groups_of(lr=torch.tensor(0.5))
+    before = copy.deepcopy(groups)
+    random_state = torch.get_rng_state()
+    require_separate_updates(WithNoise, groups)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    for group, unchanged in zip(groups, before, strict=True):
+        assert group == unchanged | {"params": group["params"]}
+        assert torch.equal(group["params"][0], unchanged["params"][0])
+        assert group["params"][0].grad is None
 
 
 class BuiltWithState(torch.optim.SGD):

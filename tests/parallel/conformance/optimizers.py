@@ -247,6 +247,42 @@ def exponential_average_of_weights(setup):
     return t.results()
 
 
+class ClippedSGD(torch.optim.SGD):
+    """Clips in `step`, as timm's Lamb does."""
+
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(parameters, 0.01)
+        return super().step(closure)
+
+
+def an_optimizer_that_clips_in_its_step(setup):
+    return _trained(setup, functools.partial(ClippedSGD, lr=1.0))
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Moves halfway back after every second step of another optimizer (Zhang et al. 2019)."""
+
+    def __init__(self, base):
+        super().__init__(base.param_groups, {})
+        self.base, self.num_steps = base, 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("slow", p.clone())
+        self.base.step()
+        self.num_steps += 1
+        for p, state in self.state.items() if self.num_steps % 2 == 0 else ():
+            p.lerp_(state["slow"], 0.5)
+            state["slow"].copy_(p)
+
+
+def an_optimizer_around_another(setup):
+    return _trained(setup, lambda groups: Lookahead(torch.optim.SGD(groups, lr=0.1)), 0, 1, 2, 3)
+
+
 def an_optimizer_that_leaves_parameters_out(setup):
     def of_matrices(groups):
         return SGD([p for group in groups for p in group["params"] if p.ndim == 2])

@@ -54,6 +54,8 @@ REFUSALS = {
     ("sparse gradients", OURS): "is sparse; only dense gradients can be averaged",
     ("an embedding with max norm", OURS): "has max_norm: its forward scales the rows",
     ("lbfgs", ZERO): "LBFGS needs all parameters together",
+    ("an optimizer that clips in its step", ZERO): "ClippedSGD needs all parameters together",
+    ("an optimizer around another", ZERO): "Lookahead needs all parameters together",
     ("lbfgs", ("zero3",)): "LBFGS needs whole weights",
     # Under stage 2 a rank has only the gradients of its own parameters.
     ("clip grad norm of torch", ("zero2",)): "clip with the wrapper's clip_gradients()",

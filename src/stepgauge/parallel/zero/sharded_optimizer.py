@@ -27,8 +27,9 @@ from stepgauge.parallel.replicas import (
     require_same,
     require_values,
 )
-from stepgauge.parallel.shares import Share, as_plain
+from stepgauge.parallel.shares import Share
 from stepgauge.parallel.whole_norm import clip_whole_norm
+from stepgauge.parallel.zero.separate_updates import require_separate_updates, step_part
 from stepgauge.spec.plan.shards import num_update_parts, plan_owners
 
 
@@ -61,8 +62,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
            of a weight can be unequal on the ranks of a tensor axis, and must get the same owners
 
     Raises DifferentModelsError, on every rank, if the ranks' parameters differ; ValueError for a
-    parameter on the meta device. `step` raises RuntimeError for an optimizer that keeps values in
-    its groups which depend on all parameters.
+    parameter on the meta device, and for an optimizer that needs all parameters together, as far as
+    `require_separate_updates` finds out. `step` raises RuntimeError for an optimizer that keeps
+    values in its groups which depend on all parameters.
     """
 
     def __init__(
@@ -83,7 +85,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._num_parts = 1
         self._inner: torch.optim.Optimizer | None = None
         super().__init__(params, kwargs)
-        inner = optimizer_cls([dict(group) for group in self.param_groups], **kwargs)
+        build = functools.partial(optimizer_cls, **kwargs)
+        require_separate_updates(build, self.param_groups)
+        inner = build([dict(group) for group in self.param_groups])
         if len(inner.param_groups) != len(self.param_groups):
             raise ValueError(
                 f"{type(inner).__name__} changed {len(self.param_groups)} parameter groups into "
@@ -198,7 +202,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         works: list[Any] = []
         group_fields: list[dict[str, Any]] = []  # after a part, such as a count of steps
         for part, own in enumerate(self._own_by_part()):
-            fields_after = self._step_part(own)
+            fields_after = step_part(self._inner, self.param_groups, own)
             if group_fields and not _equal(group_fields, fields_after):
                 raise RuntimeError(
                     f"{type(self._inner).__name__} keeps values in its groups that depend on all "
@@ -216,20 +220,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         stepped = others if self.stage == 2 else [p for p in others if p.grad is not None]
         torch.autograd.graph.increment_version(stepped)
         return loss
-
-    def _step_part(self, by_group: Sequence[list[nn.Parameter]]) -> list[dict[str, Any]]:
-        """Updates some parameters of each group; returns the groups' other fields afterwards."""
-        assert self._inner is not None, "it is built"
-        groups = zip(self.param_groups, by_group, strict=True)
-        self._inner.param_groups = [{**group, "params": own} for group, own in groups]
-        for parameter in itertools.chain.from_iterable(by_group):
-            if isinstance(parameter.grad, Share):
-                parameter.grad = as_plain(parameter.grad)
-        self._inner.step()
-        return [
-            {name: value for name, value in group.items() if name != "params"}
-            for group in self._inner.param_groups
-        ]
 
     def broadcast_parameters(self) -> None:
         """Broadcasts every trainable parameter from its owner, as a step does."""
