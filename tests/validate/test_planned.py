@@ -106,6 +106,21 @@ def test_an_axis_that_cannot_be_cut_is_left_out_with_the_reason(plan):
     assert "table of names and rules" in found.refused["tensor"]
 
 
+def test_other_layouts_are_not_traced_if_the_whole_network_cannot_be():
+    """A module that cannot be traced was traced for every layout before the plan was refused."""
+    traced_layouts = []
+
+    def trace(step):
+        traced_layouts.append(step.layout)
+        raise ValueError("the step cannot be traced: RuntimeError")
+
+    model = UserModel(file="net.py", factory="net", content="")
+    machine = CalibratedMachine(HardwareFile.read(file_named("dgx-h100")).on_ranks(4))
+    with pytest.raises(ValueError, match=r"^the step cannot be traced: RuntimeError$"):
+        plan_traced(PlanSpec(model=model, gpus=4), trace, machine)
+    assert traced_layouts == ["dp4 bucketed"]
+
+
 def test_a_network_that_cannot_be_traced_is_refused(plan):
     with pytest.raises(RankError, match="trilinear"):
         plan("opaque", 2)

@@ -22,6 +22,10 @@ MICRO_BATCHES_PER_RANK = (4, 2, 1)
 Trace = Callable[[LayoutSpec], Sequence[TracedNetwork]]
 
 
+class UntraceableError(Exception):
+    """The whole network cannot be traced, so that no layout can be predicted."""
+
+
 def plan_traced(spec: PlanSpec, trace: Trace, machine: CalibratedMachine) -> Plan:
     """Ranks every layout that can be traced, with data, tensor and pipeline axes.
 
@@ -36,6 +40,8 @@ def plan_traced(spec: PlanSpec, trace: Trace, machine: CalibratedMachine) -> Pla
             continue
         try:
             rows += _rows_of_degrees(spec, tensor, pipeline, trace, machine)
+        except UntraceableError as error:
+            raise ValueError(str(error)) from None
         except ValueError as error:
             refused.setdefault(" and ".join(axes) or "data", str(error))
     if not rows:
@@ -67,7 +73,7 @@ def _rows_of_degrees(
 ) -> list[Record]:
     """The predictions of every wrapper and schedule with these axes.
 
-    Raises ValueError with the first reason if none can be predicted.
+    Raises ValueError with the first reason if none can be predicted, and UntraceableError.
     """
     data = spec.gpus // tensor // pipeline
     if spec.global_batch % data:
@@ -112,4 +118,9 @@ def _predicted(layout: Layout, spec: PlanSpec, trace: Trace, machine: Calibrated
         precision=spec.precision, compile=spec.compile, optimizer=spec.optimizer,
         device=spec.device,
     )  # fmt: skip
-    return with_spread(predict_layout(step, machine, trace(step)))
+    try:
+        networks = trace(step)
+    except ValueError as error:
+        is_whole = layout.tensor == layout.pipeline == 1 and not layout.gathers_weights
+        raise (UntraceableError(str(error)) if is_whole else error) from None
+    return with_spread(predict_layout(step, machine, networks))
