@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
-from stepgauge.parallel.tensor_parallel import parallelize_tensor
+from stepgauge.parallel.tensor_parallel import check_tensor_parallel, parallelize_tensor
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.plan.tensor import Rule, Section
 
@@ -211,3 +211,55 @@ def message_for_whole_on_pieces():
     network = nn.Sequential(nn.Identity(), nn.LayerNorm(WIDTH), FeedForward()).double()
     table = {"0": Rule("split"), "1": WHOLE, "2.up": COLUMN, "2.down": ROW}
     return message_of_network(network, table)
+
+
+class WithAuxiliaryLoss(FeedForward):
+    def forward(self, x):
+        return super().forward(x) + self.up(x).abs().mean()
+
+
+def result_of_check(block, dtype=torch.float64, table=FEED_FORWARD):
+    """Returns the message of the check; "" if it finds no difference. Ranks have different weights
+    and random numbers before it.
+    """
+    torch.manual_seed(dist.get_rank())
+    network = Network(block).to(dtype)
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    state = torch.get_rng_state()
+    try:
+        check_tensor_parallel(
+            network, table, lambda module: module(torch.randn(2, 4, WIDTH, dtype=dtype))
+        )
+    except ValueError as error:
+        return str(error)
+    assert torch.equal(torch.get_rng_state(), state)
+    after = network.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    return ""
+
+
+def results_of_checks():
+    functions = {
+        "softmax": lambda module, x, h: h.softmax(-1),
+        "norm": lambda module, x, h: F.rms_norm(h, h.shape[-1:]),
+        "plain": lambda module, x, h: module.act(h),
+    }
+    results = {
+        (name, dtype): result_of_check(functools.partial(FeedForward, function), dtype)
+        for name, function in functions.items()
+        for dtype in (torch.float64, torch.float32)
+    }
+    for dtype in (torch.float64, torch.float32):
+        results["attention", dtype] = result_of_check(lambda: Attention(""), dtype, ATTENTION)
+        results["auxiliary", dtype] = result_of_check(WithAuxiliaryLoss, dtype)
+    return results
+
+
+def test_a_table_that_mixes_features_differs_from_the_whole_network_in_the_check():
+    ranks = launch(results_of_checks, ranks=2)
+    assert ranks[0] == ranks[1]
+    for (case, _), message in ranks[0].items():
+        if case in ("plain", "attention"):
+            assert message == ""
+        else:
+            assert message.startswith("with this table the loss and the gradients of blocks.0.")

@@ -77,7 +77,7 @@ class PartialGradientCheck:
         for part, partial in found.items():
             if partial:
                 raise RuntimeError(
-                    f"each rank has only its part of the gradient of {_listed(partial)}, "
+                    f"each rank has only its part of the gradient of {listed(partial)}, "
                     f"{ADVICE[part]} (docs/tensor-parallel.md)"
                 )
         self._is_done = reaches_parameters
@@ -114,7 +114,8 @@ def _part_behind(function: type, part: str | None) -> str | None:
     return part if function.__module__.startswith("stepgauge.") else None
 
 
-def _listed(names: set[str]) -> str:
+def listed(names: set[str]) -> str:
+    """Returns the first three names, and the number of the others."""
     names = names - {STREAM} or names  # parameters say more
     first, others = sorted(names)[:3], len(names) - 3
     return ", ".join(first) + (f" and {others} more" if others > 0 else "")

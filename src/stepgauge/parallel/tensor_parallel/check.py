@@ -1,0 +1,86 @@
+"""Compares a module that is cut by a table with the whole module."""
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stepgauge.parallel.replicas import device_of, prepare_replicas
+from stepgauge.parallel.tensor_parallel.partial_gradients import listed
+from stepgauge.parallel.tensor_parallel.tensor_parallel import TensorParallel, parallelize_tensor
+from stepgauge.runtime.world import gathered_objects
+from stepgauge.spec.plan.tensor import Table
+
+
+def check_tensor_parallel(
+    module: nn.Module,
+    table: Table | None,
+    compute_loss: Callable[[nn.Module], Tensor],
+    *,
+    group: dist.ProcessGroup | None = None,
+    by_sequence: bool | None = None,
+) -> None:
+    """Compares the loss and gradients of a module with those of a copy that is cut by the table. All
+    ranks of the group must call it. The module and the state of random numbers do not change.
+
+    compute_loss  called with the whole copy and with the cut one, with the same random numbers on
+                  every rank; returns the loss
+
+    Raises ValueError, on every rank, if a difference is larger than rounding, and what
+    parallelize_tensor raises. Small float64 networks show small differences best.
+    """
+    whole = copy.deepcopy(module)
+    whole.zero_grad()
+    prepare_replicas(whole, group)
+    parallel = parallelize_tensor(copy.deepcopy(whole), table, group=group, by_sequence=by_sequence)
+    expected_loss = _backward(whole, compute_loss)
+    loss = _backward(parallel.module, compute_loss)
+    results = gathered_objects(
+        (_differs(loss, expected_loss), _differing_gradients(parallel, whole)), group
+    )
+    differing = ["the loss"] if any(loss_differs for loss_differs, _ in results) else []
+    if different_names := {name for _, names in results for name in names}:
+        differing.append(f"the gradients of {listed(different_names)}")
+    if differing:
+        raise ValueError(
+            f"with this table {' and '.join(differing)} differ from those of the whole module by more "
+            f"than rounding (docs/tensor-parallel.md)"
+        )
+
+
+def _differing_gradients(parallel: TensorParallel, whole: nn.Module) -> list[str]:
+    """Returns the names of parameters with different gradients on this rank."""
+    gradients = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
+    largest = max((each.norm().item() for each in gradients.values()), default=0.0)
+    names = []
+    for name, parameter in parallel.module.named_parameters():
+        expected = gradients.get(name)
+        if expected is None or parameter.grad is None:
+            is_different = expected is not parameter.grad
+        else:
+            is_different = _differs(parameter.grad, parallel.part(name, expected), largest)
+        names += [name] if is_different else []
+    return names
+
+
+def _backward(module: nn.Module, compute_loss: Callable[[nn.Module], Tensor]) -> Tensor:
+    """Returns the loss, after its backward. The random numbers are the same in every call."""
+    device = device_of(module)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        loss = compute_loss(module)
+        loss.backward()
+    return loss.detach()
+
+
+def _differs(value: Tensor, expected: Tensor, largest: float = 0.0) -> bool:
+    """True if the difference is larger than rounding.
+
+    largest  the norm of the largest gradient: a gradient that is zero up to rounding has rounding
+             errors of the size of others
+    """
+    eps = torch.finfo(value.dtype).eps
+    tolerance = eps**0.5 * expected.norm() + 100 * eps * largest
+    return not bool((value - expected).norm() <= tolerance)  # True for NaN
