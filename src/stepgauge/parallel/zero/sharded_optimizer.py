@@ -55,7 +55,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     steps; `state` has those of this rank. All ranks must pass the same parameters in the same order
     and call `step` together. A parameter without a gradient stays as it is. So does one that
     `optimizer_cls` leaves out of its groups: the groups are those that `optimizer_cls` makes of all
-    parameters, as in one process.
+    parameters, as in one process. Before, it is called for a trial with small copies of them.
 
     stage  2 if this rank has only the gradients of its own parameters
     sizes  elements by which parameters are weighed when owners are chosen, if not their own: parts
