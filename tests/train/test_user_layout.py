@@ -89,6 +89,11 @@ def pairs():
     return {"module": module, "batches": batch, "loss": named_loss,
             "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)}
 
+def matrices():
+    '''The optimizer leaves the biases out, whose gradients count when all are clipped.'''
+    chosen = lambda parameters: torch.optim.SGD([p for p in parameters if p.ndim > 1], lr=0.1)
+    return {**containers(), "optimizer": chosen}
+
 def containers():
     batches = lambda number: (([torch.randn(8, 6, generator=drawn(number))] * 2,), torch.ones(8, 6))
     kinds = {"structure": list, "output": tuple, "loss": dict, "targets": None}
@@ -100,7 +105,7 @@ def without_loss():
     module = nn.Sequential(nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 3), nn.Tanh())
     return module, x
 """
-STEPS, ROUNDING = 3, 2e-6
+STEPS, ROUNDING, CLIP = 3, 2e-6, 0.1
 ON_TWO = [
     ("tied", "tp2"),
     ("tied", "pp2 1f1b m4"),
@@ -115,6 +120,7 @@ ON_FOUR = [
     ("tied", "dp2 zero3 tp2"),
     ("tied", "pp2 1f1b m2 tp2"),
     ("tied", "dp2 zero2 pp2 1f1b m2"),
+    ("matrices", "dp2 zero2 pp2 1f1b m2"),
     ("pairs", "dp2 zero1 pp2 zbv m2"),
 ]
 
@@ -142,15 +148,21 @@ def differences(file, cases):
 def difference(file, factory, text):
     model, layout = UserModel.read(f"{file}:{factory}"), Layout.parse(text)
     place = RankShare.of(layout, torch.distributed.get_rank())
-    spec = LayoutSpec(model=model, layout=text, optimizer="sgd" if factory != "pairs" else "adamw")
+    spec = LayoutSpec(
+        model=model, layout=text, optimizer="adamw" if factory in ("pairs", "matrices") else "sgd"
+    )
     built = build_user_layout_step(spec, layout=layout, device=CPU, lr=0.1)
     alone = build_user_layout_step(spec, layout=Layout(), device=CPU, lr=0.1)
     for step in range(STEPS):
         loss = built.step.gradients(built.arguments(step * layout.data + place.data_rank))
+        norm = built.step.parallel.clip_gradients(CLIP)
         built.step.update()
         every = [alone.arguments(step * layout.data + n) for n in range(layout.data)]
         expected = alone.step.accumulate(every, count=layout.data)
+        expected_norm = alone.step.parallel.clip_gradients(CLIP)
         alone.step.update()
+        if not torch.allclose(norm.float(), expected_norm, rtol=1e-5):
+            return f"norm of step {step}: {norm} instead of {expected_norm}"
         if not torch.allclose(place.mean(loss.clone()), expected, atol=ROUNDING):
             return f"loss of step {step}: {place.mean(loss)} instead of {expected}"
     state = built.step.parallel.state().get("model")

@@ -101,11 +101,11 @@ class DataAxis:
         """Returns True if the weights are sharded."""
         return any(isinstance(m, FullyShardedDataParallel) for m in self.modules.values())
 
-    def num_copies(self, gradient: Tensor) -> int:
-        """Returns how many ranks of the axis have the same values of a gradient."""
+    def num_copies(self, parameter: Tensor) -> int:
+        """Returns how many ranks of the axis have the same values of the parameter's gradient."""
         optimizer = self.optimizer
-        is_owned = isinstance(optimizer, ShardedOptimizer) and optimizer.stage == 2
-        return 1 if is_owned or isinstance(gradient, DTensor) else self.ranks
+        is_owned = isinstance(optimizer, ShardedOptimizer) and optimizer.owns_gradient(parameter)
+        return 1 if is_owned or isinstance(parameter.grad, DTensor) else self.ranks
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

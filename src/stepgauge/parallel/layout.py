@@ -248,17 +248,19 @@ class SpreadNetwork:
 
     def _clip(self, max_norm: float) -> Tensor:
         repeated = self.pipeline.repeated if self.pipeline else set()
-        gradients, counted = [], []
+        places: dict[nn.Parameter, tuple[int, str]] = {}  # stages of a rank may share a parameter
         for stage, module in self.data.plain.items():
             for name, parameter in module.named_parameters():
-                gradient = parameter.grad
-                if gradient is None:
-                    continue
-                gradients.append(gradient)
-                if id(parameter) not in repeated:
-                    copies = self.data.num_copies(gradient)
-                    pieces = self._pieces(stage, name, gradient)
-                    counted += [(copies * ranks, piece) for ranks, piece in pieces]
+                places.setdefault(parameter, (stage, name))
+        gradients, counted = [], []
+        for parameter, (stage, name) in places.items():
+            if parameter.grad is None:
+                continue
+            gradients.append(parameter.grad)
+            if id(parameter) not in repeated:
+                copies = self.data.num_copies(parameter)
+                pieces = self._pieces(stage, name, parameter.grad)
+                counted += [(copies * ranks, piece) for ranks, piece in pieces]
         return clip_whole_norm(gradients, counted, max_norm, group=None, device=self.device)
 
     def _pieces(self, stage: int, name: str, gradient: Tensor) -> list[tuple[int, Tensor]]:

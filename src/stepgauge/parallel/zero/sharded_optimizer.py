@@ -180,6 +180,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         named = module.named_parameters()
         return {name: owners[parameter] for name, parameter in named if parameter in owners}
 
+    def owns_gradient(self, parameter: Tensor) -> bool:
+        """Returns True if only the parameter's owner has its reduced gradient."""
+        return self.stage == 2 and parameter in self._owned
+
     @torch.compiler.disable
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
