@@ -186,7 +186,7 @@ def test_missing_host_times_of_a_layout_are_noted():
     with_links = CalibratedMachine(dataclasses.replace(H200, links=[*H200.links, *links]))
     assert not note("tp2", with_links)
     assert note("tp2 overlap", with_links).endswith(
-        "left out (calibrate --ranks measures it): tp2 overlap"
+        "left out (calibrate --ranks measures it): what overlap adds"
     )
     assert note("zero2 cp2", with_links).endswith(": zero2 cp2")
 
@@ -234,7 +234,7 @@ def test_a_layout_without_host_times_gets_those_of_its_tensor_axis():
     layout = Layout.parse("dp2 zero1 tp2 overlap")
     assert unknown_host(CalibratedMachine(DGX), work, layout) == (
         "host cost assumed to be that of h200-sxm (calibrate --ranks measures it): tp2, zero1; host "
-        "cost not measured and left out (calibrate --ranks measures it): dp2 zero1 tp2 overlap"
+        "cost not measured and left out (calibrate --ranks measures it): what overlap adds"
     )
     assert not unknown_host(CalibratedMachine(H200), work, Layout.parse("dp2 zero1 tp2"))
 

@@ -58,12 +58,14 @@ def _percent(fraction: float | None) -> float | None:
 
 
 def joined_notes(rows: Iterable[Record]) -> list[str]:
-    """Returns the sentences of the rows' notes. Those that are equal up to a colon become one."""
-    subjects: dict[str, dict[str, None]] = {}
+    """Returns the sentences of the rows' notes. Those that are equal up to a colon become one, with
+    all that their lists name after it.
+    """
+    lists: dict[str, dict[str, None]] = {}
     for sentence in (part for row in rows for part in row.note.split("; ") if part):
-        head, _, subject = sentence.partition(": ")
-        subjects.setdefault(head, {})[subject] = None
-    return [": ".join(filter(None, (head, ", ".join(each)))) for head, each in subjects.items()]
+        head, _, names = sentence.partition(": ")
+        lists.setdefault(head, {}).update(dict.fromkeys(names.split(", ")))
+    return [": ".join(filter(None, (head, ", ".join(names)))) for head, names in lists.items()]
 
 
 def parts_table(rows: Sequence[Record]) -> Table:

@@ -74,7 +74,7 @@ def unknown_host(machine: CalibratedMachine, work: WorkSpec, layout: Layout) -> 
     if measured and measured.is_typical:
         assumed.append(str(measured.part))
     if measured and launched.overlap and not measured.part.overlap:
-        left_out.append(str(launched))
+        left_out.append("what overlap adds")
     is_wrapped = layout.wrapper != "none" and layout.num_replicas > 1
     needs_hooks = is_wrapped and not _includes_hooks(work, machine, layout)
     if needs_hooks and machine.table(wrapper_operation(layout.wrapper)) is None:
