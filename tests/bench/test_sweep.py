@@ -306,6 +306,35 @@ def test_an_interrupt_while_the_fork_server_starts_is_reported_once(tmp_path, ca
     assert (out, err) == ("interrupted\n", "")
 
 
+def test_an_interrupt_while_a_process_starts_prints_no_traceback(tmp_path):
+    """It arrives after the server has forked the process and before that has its arguments."""
+    code = """
+import os, signal, time
+from multiprocessing import forkserver
+from stepgauge.runtime import workers
+
+connect = forkserver.connect_to_new_process
+
+def interrupted_connect(fds):
+    connected = connect(fds)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.1)
+    return connected
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
+    forkserver.connect_to_new_process = interrupted_connect
+    try:
+        workers.run_isolated(int)
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+    (tmp_path / "main.py").write_text(code)
+    command = [sys.executable, str(tmp_path / "main.py")]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert (run.stdout, run.stderr) == ("interrupted\n", "")
+
+
 def test_a_killed_parent_leaves_no_process_behind(tmp_path):
     """The measuring process writes its pid, then sleeps for longer than the test waits."""
     code = (

@@ -5,7 +5,9 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import ForkServerProcess
 
 _PRELOADED: list[str] = []
 
@@ -35,6 +37,17 @@ def start_server() -> None:
     """
     with _interrupts_blocked():
         forkserver.ensure_running()
+
+
+def start_process(process: ForkServerProcess) -> None:
+    """Starts the process, and the server if it is not running.
+
+    An interrupt waits until the process has started: with half of its arguments, it would end with a
+    traceback.
+    """
+    start_server()
+    with ThreadPoolExecutor(max_workers=1) as thread:  # Python interrupts the main thread only
+        thread.submit(process.start).result()
 
 
 def stop_server() -> None:

@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self
 
 import torch.distributed as dist
 
-from stepgauge.runtime.fork_server import describe_exit, start_server
+from stepgauge.runtime.fork_server import describe_exit, start_process
 from stepgauge.runtime.launch import RankError, Ranks
 from stepgauge.runtime.parent import end_with_parent
 from stepgauge.runtime.progress import Listener, progress_sent_to
@@ -126,8 +126,11 @@ class _Process:
         context = multiprocessing.get_context("forkserver")
         self._pipe, other_end = context.Pipe()
         self._process = context.Process(target=_serve, args=(other_end,), daemon=False)
-        start_server()
-        self._process.start()
+        try:
+            start_process(self._process)
+        except BaseException:
+            self._pipe.close()  # ends the process if it has started
+            raise
         other_end.close()
 
     def call(self, hear: Listener, function: Function, *arguments: Any) -> Any:
