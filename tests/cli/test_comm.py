@@ -31,7 +31,7 @@ def test_bench_comm_then_fit(stepgauge, tmp_path):
     assert status == 0, err
     assert "held out" in out
     (link,) = HardwareFile.read(hardware).links
-    assert link.asked["op"] == "all_reduce"
+    assert link.settings["op"] == "all_reduce"
     assert list(link.held_out) == [128 << 10]
     assert link.measured["date"]
     assert link.time_ms(10**6) > 0

@@ -68,7 +68,7 @@ def test_sizes_that_were_held_out_are_not_fitted():
     wrong_there = [
         point._replace(ms=point.ms * 2) if point in unseen else point for point in points
     ]
-    found = link(wrong_there, asked={"op": "all_reduce"}, measured={})
+    found = link(wrong_there, settings={"op": "all_reduce"}, measured={})
     assert set(found.held_out) == {point.bytes for point in unseen}
     assert found.held_out_error() == pytest.approx(0.5, rel=1e-3)
     assert max(abs(error) for error in found.fitted.values()) < 1e-6
@@ -84,7 +84,7 @@ def test_times_that_fall_with_size_give_a_flat_line():
 def test_predicted_times_are_never_negative(times):
     """That holds for any noise, and below the smallest measured size."""
     points = [LinkPoint(2 ** (12 + i), ms) for i, ms in enumerate(times)]
-    fitted = link(points, asked={}, measured={})
+    fitted = link(points, settings={}, measured={})
     for size in (1, *(2**i for i in range(8, 26))):
         assert fitted.time_ms(size) >= -1e-9 * max(times)
 
@@ -98,7 +98,7 @@ def test_links_in_a_hardware_file(tmp_path):
     path = tmp_path / "machines" / "box.json"
     found = link(
         [LinkPoint(size, 0.1 + size / 1e7) for size in SIZES],
-        asked={"op": "reduce", "ranks": 2},
+        settings={"op": "reduce", "ranks": 2},
         measured={"date": "d"},
     )
     HardwareFile(name="box", other={"peaks": {"bf16": 1}}).with_links([found]).write(path)
@@ -108,7 +108,7 @@ def test_links_in_a_hardware_file(tmp_path):
     assert again.link(op="reduce").time_ms(10**6) == pytest.approx(0.2, rel=1e-3)
     assert again.link(op="gather") is None
     replaced = again.with_links(
-        [link([LinkPoint(1, 1.0), LinkPoint(2, 2.0)], asked=found.asked, measured={})]
+        [link([LinkPoint(1, 1.0), LinkPoint(2, 2.0)], settings=found.settings, measured={})]
     )
     assert len(replaced.links) == 1
 
@@ -131,6 +131,6 @@ def test_invalid_hardware_files_are_refused(tmp_path, text, words):
 
 def test_a_link_can_be_written_and_read():
     found = link(
-        [LinkPoint(size, 1 + size / 1e6) for size in SIZES], asked={"op": "x"}, measured={}
+        [LinkPoint(size, 1 + size / 1e6) for size in SIZES], settings={"op": "x"}, measured={}
     )
     assert Link.from_dict(json.loads(json.dumps(dataclasses.asdict(found)))) == found

@@ -187,7 +187,7 @@ def two_ranks(wrapper="bucketed", **changes):
 def linked(bytes_per_s):
     """The H100 with links of this speed."""
     links = [
-        Link(asked={"op": op, "backend": "nccl", "ranks": 2}, pieces=[Piece(0.02, bytes_per_s)],
+        Link(settings={"op": op, "backend": "nccl", "ranks": 2}, pieces=[Piece(0.02, bytes_per_s)],
              range_bytes=(1, 2**30), fitted={}, held_out={}, measured={})
         for op in ("all_reduce", "all_gather", "reduce_scatter")
     ]  # fmt: skip
@@ -319,7 +319,7 @@ def test_attention_without_a_mask_takes_twice_the_causal_time_unless_it_was_time
 
     assert us(tables) == 4000
     own = OperationTable(axes, ((*sizes, 3100.0),))
-    assert us({**tables, "attention sdpa-full forward bf16 asked": own}) == 3100
+    assert us({**tables, "attention sdpa-full forward bf16 exact": own}) == 3100
 
 
 def test_products_outside_of_the_grid_depend_on_their_share_of_the_step_too():

@@ -52,7 +52,7 @@ def table(wrapper, **phases):
 def machine(wrapper=None, **phases):
     """The H100 with links that take no time, and host times of the wrapper."""
     links = [
-        Link(asked={"op": op, "backend": "nccl", "ranks": 2}, pieces=[Piece(0.0, 1e18)],
+        Link(settings={"op": op, "backend": "nccl", "ranks": 2}, pieces=[Piece(0.0, 1e18)],
              range_bytes=(1, 2**30), fitted={}, held_out={}, measured={})
         for op in ("all_reduce", "all_gather", "reduce_scatter")
     ]  # fmt: skip

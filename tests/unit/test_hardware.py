@@ -53,6 +53,18 @@ def test_a_file_keeps_times_by_ranks_and_contention(tmp_path):
         Contention.from_row(["matmul", "all_reduce", 1.2])
 
 
+def test_older_names_in_a_file_are_read(tmp_path):
+    """Until 2026-11-28 a link's settings and the tables of exact shapes were called "asked"."""
+    path = tmp_path / "box.json"
+    HardwareFile.read(SHIPPED / "h200-nvlink.json").write(path)
+    older = json.loads(path.read_text().replace('"settings"', '"asked"'))
+    table = {"axes": ["bytes"], "rows": [[8, 1.5]]}
+    path.write_text(json.dumps({**older, "operations": {"traffic asked": table}}))
+    read = HardwareFile.read(path)
+    assert read.links == HardwareFile.read(SHIPPED / "h200-nvlink.json").links
+    assert read.operations == {"traffic exact": OperationTable.from_dict(table)}
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -13,7 +13,7 @@ from stepgauge.calibrate.step_shapes import host_job, median_probe, shape_jobs
 from stepgauge.cli import validate as command
 from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.rates.machine import CalibratedMachine
-from stepgauge.spec.calibration import ASKED, CalibrationSpec, OperationTable
+from stepgauge.spec.calibration import EXACT, CalibrationSpec, OperationTable
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
@@ -47,7 +47,7 @@ def test_the_shapes_of_a_step_are_timed_and_then_looked_up():
     assert (128, MODEL.vocab_size, MODEL.d_model) in job.spec.shapes
     record = run.run(dataclasses.replace(job.spec, milliseconds=0.0, seconds=1e4))
     after = run.with_operations(file, [record])
-    table = after.operations[f"matmul nt fp32 {ASKED}"]
+    table = after.operations[f"matmul nt fp32 {EXACT}"]
     assert [row[:-1] for row in table.rows] == job.spec.shapes
     assert after.operations["matmul nt fp32"] == file.operations["matmul nt fp32"]
     terms = predicted(STEP, after).tables["terms"]
@@ -64,7 +64,7 @@ def test_shapes_timed_on_several_gpus_are_used_for_as_many_ranks(monkeypatch):
     assert (
         CalibratedMachine(after.on_ranks(2)).time("matmul nt bf16", 7, 7, 7).us > 3.0
     )  # the slowest's
-    assert f"matmul nt bf16 {ASKED}" not in after.operations
+    assert f"matmul nt bf16 {EXACT}" not in after.operations
     assert after.on_ranks(2).operations.keys() >= FILE.operations.keys()
 
 

@@ -25,7 +25,7 @@ from stepgauge.measure import devices
 from stepgauge.measure.cpu_contention import Span, missed_cores, reading
 from stepgauge.measure.environment import environment
 from stepgauge.runtime.world import gathered_objects, this_world
-from stepgauge.spec.calibration import ASKED, OPERATORS, CalibrationSpec, OperationTable
+from stepgauge.spec.calibration import EXACT, OPERATORS, CalibrationSpec, OperationTable
 from stepgauge.spec.disturbance import MISSED_CORES, is_disturbed
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.record import Record, Sample
@@ -210,7 +210,7 @@ def with_operations(hardware: HardwareFile, records: Sequence[Record]) -> Hardwa
         is_shared = ranks > 1 and not operation.startswith("host")
         tables = by_ranks.setdefault(ranks, {}) if is_shared else single
         # shapes of certain steps have their own table; older records have no field `sizes`
-        name = f"{operation} {ASKED}" if record.spec.get("sizes") else operation
+        name = f"{operation} {EXACT}" if record.spec.get("sizes") else operation
         tables[name] = table_of(record)
     return dataclasses.replace(hardware, operations=single, by_ranks=by_ranks)
 

@@ -100,7 +100,7 @@ def _link(records: Sequence[Record]) -> Link:
     spec = comm_spec(last)
     return link(
         list(points.values()),
-        asked={name: last.spec[name] for name in FIXED},
+        settings={name: last.spec[name] for name in FIXED},
         measured={"date": last.created, **{name: last.environment.get(name) for name in names}},
         how=f"medians of the slowest rank, {spec.timing} batches of up to {spec.iterations} operations for "
         f"{spec.seconds} s a size, {spec.warmup} untimed first",
@@ -118,7 +118,7 @@ def fit_table(fits: Sequence[Link]) -> Table:
     """Returns one row per piece of a fit. Errors are medians of absolute relative errors."""
     rows = []
     for fit in fits:
-        spec = CommSpec(**fit.asked)
+        spec = CommSpec(**fit.settings)
         errors = [fit.held_out_error(0, MEGABYTE), fit.held_out_error(MEGABYTE)]
         start = fit.range_bytes[0]
         for index, piece in enumerate(fit.pieces):
@@ -176,7 +176,7 @@ def comm_blocks(records: Sequence[Record]) -> list[Block]:
             )
             blocks.append(Plot(svg, f"Bus bandwidth by size over {over}, {ranks} ranks."))
     for fit in fits:
-        if len(fits) <= MAX_FIT_PLOTS or fit.asked["op"] == "all_reduce":
+        if len(fits) <= MAX_FIT_PLOTS or fit.settings["op"] == "all_reduce":
             blocks.append(_fit_plot(fit, good))
     blocks.append(comm_table(records))
     return [*blocks, fit_table(fits)] if fits else blocks
@@ -206,8 +206,8 @@ def _split_into_plots(curves: Curves) -> list[Curves]:
 
 
 def _fit_plot(fit: Link, records: Sequence[Record]) -> Plot:
-    spec = CommSpec(**fit.asked)
-    own = [r for r in records if all(r.spec[name] == value for name, value in fit.asked.items())]
+    spec = CommSpec(**fit.settings)
+    own = [r for r in records if all(r.spec[name] == value for name, value in fit.settings.items())]
     points = sorted((comm_spec(r).bytes, r.metrics["time_ms"].median * 1e3) for r in own)
     fitted = [point for point in points if point[0] not in fit.held_out]
     held_out = [point for point in points if point[0] in fit.held_out]

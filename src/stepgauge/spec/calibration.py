@@ -13,7 +13,7 @@ from stepgauge.spec.layout import Layout
 # Suffix of a second table for matrix products: calls timed back to back, with no other work between.
 ALONE = "alone"
 # Suffix of a table of exactly the shapes that some steps use, timed for their predictions.
-ASKED = "asked"
+EXACT = "exact"
 
 # The table of traced operator calls, each timed with its own arguments.
 OPERATORS = "operators"

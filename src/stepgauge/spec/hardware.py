@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from stepgauge.spec.calibration import (
-    ASKED,
+    EXACT,
     Contention,
     OperationTable,
     kernel_class,
@@ -279,7 +279,7 @@ class HardwareFile:
         added to the times of one GPU.
         """
         shared = self.by_ranks.get(ranks, {})
-        requested = {name: table for name, table in shared.items() if name.endswith(f" {ASKED}")}
+        requested = {name: table for name, table in shared.items() if name.endswith(f" {EXACT}")}
         base = shared if len(shared) > len(requested) else self.operations
         return dataclasses.replace(self, operations={**base, **requested}, by_ranks={})
 
@@ -305,12 +305,14 @@ class HardwareFile:
 
     def with_links(self, links: Sequence[Link]) -> Self:
         """Returns the file with these links, which replace those of the same operation."""
-        kept = {json.dumps(link.asked, sort_keys=True): link for link in (*self.links, *links)}
+        kept = {json.dumps(link.settings, sort_keys=True): link for link in (*self.links, *links)}
         return dataclasses.replace(self, links=list(kept.values()))
 
-    def link(self, **asked: Any) -> Link | None:
+    def link(self, **settings: Any) -> Link | None:
         """Returns the first link with these fields: link(op="all_reduce", backend="nccl", ranks=4)."""
-        return next((link for link in self.links if asked.items() <= link.asked.items()), None)
+        return next(
+            (link for link in self.links if settings.items() <= link.settings.items()), None
+        )
 
     def write(self, path: Path) -> None:
         """Writes the file atomically. Raises OSError if that fails."""
@@ -344,12 +346,18 @@ def draft_of(path: Path) -> Path:
 
 def _tables(value: Mapping[str, Any]) -> dict[str, OperationTable]:
     """Raises ValueError for an impossible time. (The host time that a wrapper adds may be negative.)"""
-    tables = {name: OperationTable.from_dict(table) for name, table in value.items()}
+    tables = {_renamed(name): OperationTable.from_dict(table) for name, table in value.items()}
     for name, table in tables.items():
         invalid = [row for row in table.rows if not 0 < row[-1] < math.inf]
         if invalid and not name.startswith(wrapper_operation("")):
             raise ValueError(f"{name} takes {invalid[0][-1]} µs at {invalid[0][:-1]}")
     return tables
+
+
+def _renamed(name: str) -> str:
+    """Returns a table's name; older files called the suffix of exact shapes "asked"."""
+    operation = name.removesuffix(" asked")
+    return name if operation == name else f"{operation} {EXACT}"
 
 
 def _as_dict(tables: Mapping[str, OperationTable]) -> dict[str, Any]:

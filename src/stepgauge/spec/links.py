@@ -22,11 +22,14 @@ class Piece:
         return self.alpha_ms + size_bytes / self.bytes_per_s * 1e3
 
 
+_RENAMED = {"asked": "settings"}  # fields of older files
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Link:
     """One operation between some ranks, measured and fitted.
 
-    asked       the fields that all measured rows share: op, backend, algorithm, ranks, nodes, dtype,
+    settings    the fields that all measured rows share: op, backend, algorithm, ranks, nodes, dtype,
                 timing, device
     pieces      the fit, by ascending size
     range_bytes smallest and largest fitted size
@@ -36,7 +39,7 @@ class Link:
     how         how it was fitted, in one sentence
     """
 
-    asked: Mapping[str, Any]
+    settings: Mapping[str, Any]
     pieces: Sequence[Piece]
     range_bytes: tuple[int, int]
     fitted: Mapping[int, float]
@@ -69,6 +72,7 @@ class Link:
                 "fitted": {int(size): error for size, error in value["fitted"].items()},
                 "held_out": {int(size): error for size, error in value["held_out"].items()},
             }
-            return cls(**{**value, **converted})
+            others = {_RENAMED.get(name, name): field for name, field in value.items()}
+            return cls(**{**others, **converted})
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"not a link: {error}") from None

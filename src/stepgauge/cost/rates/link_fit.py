@@ -109,7 +109,7 @@ def _slope(points: Sequence[tuple[float, float, float]]) -> float:
 def link(
     points: Sequence[LinkPoint],
     *,
-    asked: Mapping[str, Any],
+    settings: Mapping[str, Any],
     measured: Mapping[str, Any],
     how: str = "",
 ) -> Link:
@@ -119,7 +119,7 @@ def link(
     """
     fitted, held_out = split(points)
     bare = Link(
-        asked=asked,
+        settings=settings,
         pieces=fit(fitted),
         range_bytes=(fitted[0].bytes, fitted[-1].bytes),
         fitted={},

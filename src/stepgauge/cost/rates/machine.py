@@ -16,8 +16,8 @@ from stepgauge.cost.rates.grid import WORK, Grid, grouped_flops
 from stepgauge.cost.rates.network import Links
 from stepgauge.spec.calibration import (
     ALONE,
-    ASKED,
     BATCHED,
+    EXACT,
     FULL_MASK,
     GROUPED,
     OPERATORS,
@@ -142,7 +142,7 @@ class CalibratedMachine:
 
     def _exact_us(self, operation: str, sizes: tuple[Any, ...]) -> float | None:
         """Returns a time that was measured for a step with exactly these sizes; None if there is none."""
-        exact = self.table(f"{operation} {ASKED}")
+        exact = self.table(f"{operation} {EXACT}")
         rows = exact.rows if exact else ()
         return next((us for *shape, us in rows if tuple(shape) == sizes), None)
 
