@@ -1,5 +1,6 @@
 """Compares the sharded optimizer, stages 1 and 2, with one process that has the whole state."""
 
+import collections
 import contextlib
 import copy
 import functools
@@ -15,7 +16,7 @@ from torch import nn
 
 from stepgauge.parallel.data_parallel import BucketedDataParallel
 from stepgauge.parallel.replicas import DifferentModelsError
-from stepgauge.parallel.shares import as_share
+from stepgauge.parallel.shares import as_plain, as_share
 from stepgauge.parallel.zero import ShardedOptimizer
 from stepgauge.parallel.zero.owned_gradients import OwnerDataParallel
 from stepgauge.parallel.zero.separate_updates import require_separate_updates
@@ -46,6 +47,11 @@ def test_training_equals_one_process(two_ranks):
         lambda gradient: torch.norm(gradient),
         lambda gradient: torch.linalg.norm(torch.cat([gradient.view(-1), gradient.flatten()])),
         lambda gradient: nn.utils.get_total_norm([gradient]),
+        lambda gradient: gradient.float().norm(),
+        lambda gradient: gradient.pow(2).sum(),
+        lambda gradient: (gradient * gradient).sum().sqrt(),
+        lambda gradient: (gradient.double() ** 2).sum(),
+        lambda gradient: gradient.abs().max(),
     ],
 )
 def test_a_norm_of_gradients_that_only_this_rank_has_is_refused(norm):
@@ -220,6 +226,16 @@ def test_the_trial_changes_neither_parameters_nor_groups_nor_random_numbers():
         assert group["params"][0].grad is None
 
 
+@pytest.mark.parametrize(
+    "steps", ["steps_after_loading_with_hooks", "steps_with_a_new_state", "steps_in_another_group"]
+)
+def test_state_and_groups_that_a_user_changes_count_as_in_one_process(two_ranks, steps):
+    expected = globals()[steps]()
+    for rank in two_ranks:
+        for name, weight in expected.items():
+            torch.testing.assert_close(rank[steps][name], weight, rtol=1e-12, atol=1e-12)
+
+
 class BuiltWithState(torch.optim.SGD):
     def __init__(self, params, **settings):
         super().__init__(params, momentum=0.5, **settings)
@@ -244,6 +260,8 @@ def all_checks():
     found["plain step"] = step_of_a_plain_optimizer()
     found["norm after untying"] = norm_after_untying()
     found["momentum"] = step_by_momentum()
+    for steps in (steps_after_loading_with_hooks, steps_with_a_new_state, steps_in_another_group):
+        found[steps.__name__] = steps()
     groups = [{"params": mlp().parameters(), "lr": 0.1}]
     found["groups"] = ShardedOptimizer(groups, sgd_of_matrices).state_dict()["param_groups"]
     return found
@@ -261,6 +279,63 @@ def step_by_momentum():
     return [parameter.item() for parameter in parameters], len(optimizer.state)
 
 
+def step_with_ones(optimizer, module):
+    """Takes a step with gradients of one."""
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def with_momentum(module):
+    if not dist.is_initialized():
+        return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    return ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def steps_after_loading_with_hooks():
+    """The hooks change the momentum before it is loaded, and after."""
+    module = mlp()
+    optimizer = with_momentum(module)
+
+    def halve_loaded(_, state_dict):
+        state = {
+            index: {"momentum_buffer": values["momentum_buffer"] / 2}
+            for index, values in state_dict["state"].items()
+        }
+        return {**state_dict, "state": state}
+
+    def add_one(_):
+        for values in optimizer.state.values():
+            values["momentum_buffer"] += 1
+
+    optimizer.register_load_state_dict_pre_hook(halve_loaded)
+    optimizer.register_load_state_dict_post_hook(add_one)
+    step_with_ones(optimizer, module)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    step_with_ones(optimizer, module)
+    return module.state_dict()
+
+
+def steps_with_a_new_state():
+    module = mlp()
+    optimizer = with_momentum(module)
+    step_with_ones(optimizer, module)
+    optimizer.state = collections.defaultdict(dict)
+    step_with_ones(optimizer, module)
+    return module.state_dict()
+
+
+def steps_in_another_group():
+    """The momentum of a parameter stays with it, whichever group it is in."""
+    module = mlp()
+    optimizer = with_momentum(module)
+    step_with_ones(optimizer, module)
+    moved = optimizer.param_groups[0]["params"].pop(0)
+    optimizer.add_param_group({"params": [moved], "lr": 0.01})
+    step_with_ones(optimizer, module)
+    return module.state_dict()
+
+
 def norm_after_untying():
     """load_state_dict(assign=True) gives the first of two tied layers a new weight without a
     gradient.
@@ -269,7 +344,8 @@ def norm_after_untying():
     module[1].weight = module[0].weight
     parallel = OwnerDataParallel(module, owners={"0.weight": 0})
     parallel(torch.ones(1, 2)).sum().backward()
-    expected = module[1].weight.grad.square().sum().sqrt() if dist.get_rank() == 0 else None
+    gradient = module[1].weight.grad
+    expected = as_plain(gradient).norm() if dist.get_rank() == 0 else None
     module.load_state_dict({"0.weight": torch.ones(2, 2)}, strict=False, assign=True)
     return parallel.clip_gradients(1e9), expected
 

@@ -13,6 +13,13 @@ NORMS = (
     Tensor.norm,
     torch._foreach_norm,
 )
+# The functions with which a user's own code computes a norm from squares or absolute values.
+SUMS = (torch.sum, Tensor.sum, torch.max, Tensor.max, torch.amax, Tensor.amax)
+MAGNITUDES = (
+    *(torch.square, Tensor.square, torch.pow, Tensor.pow, Tensor.__pow__),
+    *(torch.abs, Tensor.abs, Tensor.__abs__),
+)
+PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__)
 # Functions that return the same values: their result is a Share too.
 VIEWS = (
     Tensor.data.__get__,  # type: ignore[attr-defined]
@@ -20,6 +27,11 @@ VIEWS = (
     Tensor.view,
     Tensor.reshape,
     Tensor.flatten,
+    Tensor.float,
+    Tensor.double,
+    Tensor.to,
+    Tensor.clone,
+    torch.clone,
     torch.flatten,
     torch.reshape,
     torch.cat,
@@ -33,11 +45,13 @@ class Share(Tensor):
     gradients of the other parameters, so a norm over all gradients of this rank would miss them.
     """
 
+    norms: tuple[Any, ...] = NORMS
+
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if function in NORMS:
+        if function in cls.norms:
             raise RuntimeError(
                 "this rank has gradients only of the parameters that it owns, so their norm is not "
                 "that of all gradients: clip with the wrapper's clip_gradients()"
@@ -45,7 +59,15 @@ class Share(Tensor):
         # Tensor.__torch_function__ does the same. The way out: a public name of this context.
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **(kwargs or {}))
+            if function in MAGNITUDES or (function in PRODUCTS and args[0] is args[1]):
+                return result.as_subclass(Magnitudes)
             return result.as_subclass(Share) if function in VIEWS else result
+
+
+class Magnitudes(Share):
+    """Squares or absolute values of a Share: their sum or maximum is a norm."""
+
+    norms = (*NORMS, *SUMS)
 
 
 def as_share(gradient: Tensor) -> Tensor:

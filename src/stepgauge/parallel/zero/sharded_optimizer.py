@@ -118,12 +118,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Adds parameters, at any time. Their owners become the ranks that own least so far."""
         super().add_param_group(param_group)
         if self._inner is not None:
+            # The parameters may come from groups that the user has shortened.
+            self._inner.param_groups = [dict(group) for group in self.param_groups[:-1]]
             self._inner.add_param_group(dict(self.param_groups[-1]))
             self.param_groups[-1] = dict(self._inner.param_groups[-1])
             self._assign_owners(self.param_groups[-1]["params"])
 
     def _assign_owners(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Chooses the owner of each parameter. Raises as the constructor does."""
+        """Chooses the owner of each parameter that has none. Raises as the constructor does."""
+        given, parameters = parameters, [p for p in parameters if p not in self._owned]
         described_parameters = [
             describe_parameter(str(index), parameter) for index, parameter in enumerate(parameters)
         ]
@@ -146,9 +149,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             owned = [p for n, p in enumerate(parameters) if plan.owners[str(n)] == owner]
             for p, part in zip(owned, _parts(owned, num_parts), strict=True):
                 self._owned[p] = OwnedParameter(p, owner, part, was_trained=p.requires_grad)
-                if owner != self._reducer.rank:
-                    # Some optimizers make it as soon as they get a parameter.
-                    self.state.pop(p, None)
+        for p in given:
+            if self._owned[p].owner != self._reducer.rank:
+                # Some optimizers make it as soon as they get a parameter.
+                self.state.pop(p, None)
 
     def _own_part(self, group: dict[str, Any]) -> dict[str, Any]:
         """Returns the group with only the parameters that this rank owns."""
@@ -200,6 +204,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         assert self._inner is not None, "it is built"
+        self._inner.state = self.state  # a user may have replaced it
         for owned in self._owned.values():
             owned.was_trained |= owned.parameter.requires_grad
         trained = [owned for owned in self._owned.values() if owned.was_trained]
@@ -296,9 +301,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads this rank's part of a state dict: a whole one, or the one that this rank saved."""
+        loaded: list[dict[str, Any]] = []
+
+        def keep_state(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+            loaded.append(state_dict)
+            return {**state_dict, "state": {}}
+
+        # Other hooks run before the first of these, and after the second: they see the state.
+        hooks = [
+            self.register_load_state_dict_pre_hook(keep_state),
+            self.register_load_state_dict_post_hook(
+                lambda _: self._load_own_state(loaded[0]), prepend=True
+            ),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _load_own_state(self, state_dict: dict[str, Any]) -> None:
+        """Loads the state of the parameters that this rank owns; the groups are loaded already."""
         inner = self._inner
         assert inner is not None, "it is built"
-        super().load_state_dict({**state_dict, "state": {}})
         parameters = [p for group in self.param_groups for p in group["params"]]
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
         index_of = dict(zip(parameters, indices, strict=True))
