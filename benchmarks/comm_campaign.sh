@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# The figures of E8 and E13 on the GPUs of one machine, most important first: benchmarks/comm_campaign.sh OUT
-# Needs an installed stepgauge, or PYTHONPATH=src. On a machine without GPUs, a rehearsal: DEVICE=cpu RANKS="2" and the
-# sizes below made small. Each part has a time limit of its own and leaves what it has measured; what does not fit into
-# LIMIT seconds in all is left out.
+# Measures collectives (E8) and broadcasts (E13) on the GPUs of one machine, most important first:
+#   benchmarks/comm_campaign.sh OUT
+# Each part has its own time limit and keeps what it has measured. LIMIT=... is the limit of all parts in seconds (325
+# by default); parts that do not fit are skipped. Without GPUs, set DEVICE=cpu, RANKS="2" and small sizes (LARGE,
+# SMALL, PLAIN, TENSOR, BLOCKS, RING, GLOO). Needs an installed stepgauge, or PYTHONPATH=src.
+# Writes OUT/{comm,plain,broadcast}.jsonl, OUT/hardware.json, OUT/failures.log and OUT/log.txt.
 set -uo pipefail
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 work=$(mktemp -d)
@@ -13,15 +15,15 @@ most=${ranks[-1]}
 export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD/src"
 export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
 ops=(all_reduce all_gather reduce_scatter broadcast all_to_all send_recv)
-keep() { # a part's name, its limit in seconds, its command: what it says goes to the log
+keep() { # NAME SECONDS COMMAND...: runs a part; its output goes to the log
   local name=$1 limit=$2 start=$SECONDS left=$((${LIMIT:-325} - SECONDS))
   shift 2
-  ((left < 12)) && { echo "$name: left out, no time" | tee -a "$out/log.txt"; return; }
+  ((left < 12)) && { echo "$name: skipped, no time left" | tee -a "$out/log.txt"; return; }
   ((limit > left)) && limit=$left
   timeout -k 5 "$limit" "$@" >> "$out/log.txt" 2>&1
   echo "$name: exit $?, $((SECONDS - start)) s" | tee -a "$out/log.txt"
 }
-comm() { # a part's name, its limit, options of bench comm; the records so far are on disk whatever becomes of it
+comm() { # NAME SECONDS OPTIONS...: runs bench comm and copies its records, even if it fails
   local name=$1 limit=$2
   shift 2
   keep "$name" "$limit" python3 -m stepgauge bench comm --device "$device" --out "$work/comm" --seconds 0.08 -w 3 "$@"

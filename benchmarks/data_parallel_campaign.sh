@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# The figures of E9 and E10 on GPUs of one host, in one run: benchmarks/data_parallel_campaign.sh OUT
-# Parity over NCCL first, then every wrapper beside torch's own at one size, then the rest, most important first.
-# PARTS="tests bf16 small narrow" runs these alone, and says in 6 minutes whether a change made any wrapper slower.
-# SECONDS_LEFT bounds the whole; RANKS, DEVICE, SIZE, SIZES, BATCH, CONTEXT and STEPS make it small enough to try on a
-# CPU. Needs an installed stepgauge, or PYTHONPATH=src.
+# Measures data parallel wrappers (E9) and sharded state (E10) on the GPUs of one host:
+#   benchmarks/data_parallel_campaign.sh OUT
+# Starts with the parity tests over NCCL, then measures every wrapper next to torch's at one size, then the rest, most
+# important first. PARTS="tests bf16 small narrow" selects parts: these four show in 6 minutes whether a change made a
+# wrapper slower. SECONDS_LEFT=... is the limit of all parts in seconds (470 by default). RANKS, DEVICE, SIZE, SIZES,
+# BATCH, CONTEXT and STEPS make it small enough for a CPU. Needs an installed stepgauge, or PYTHONPATH=src.
+# Writes OUT/{records.jsonl,tables.txt,tests.txt,log.txt,failures.txt}.
 set -uo pipefail
 known="tests bf16 small narrow traces buckets fp32 sizes gloo"
 . "$(dirname "$0")/parts.sh"
@@ -12,10 +14,10 @@ limit=${SECONDS_LEFT:-470}
 device=${DEVICE:-cuda} ranks=${RANKS:-2} size=${SIZE:-2.7b} steps=${STEPS:-10}
 load=(--batch "${BATCH:-16}" --context "${CONTEXT:-128}" --device "$device" --ranks "$ranks" --warmup 4)
 work=$(mktemp -d)
-exec 3>&1 # the screen, where a part's output goes to a file
+exec 3>&1 # the screen, for parts whose output goes to a file
 trap 'rm -rf "$work"' EXIT
 
-# run NAME SECONDS COMMAND...: within the seconds and within what is left of the whole, if the part is wanted.
+# run NAME SECONDS COMMAND...: runs a selected part until SECONDS or the limit of all parts.
 run() {
   local name=$1 most=$2 left=$((limit - SECONDS))
   shift 2
@@ -25,7 +27,7 @@ run() {
   echo "$name: status $?, $SECONDS s so far" | tee -a "$out/log.txt" >&3
 }
 
-# part NAME SECONDS STEPS ARGUMENTS...: rows of bench data-parallel, added to OUT/records.jsonl.
+# part NAME SECONDS STEPS ARGUMENTS...: runs bench data-parallel and appends its rows to OUT/records.jsonl.
 part() {
   local name=$1 most=$2 steps=$3
   shift 3

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# The figures of E11 on GPUs of one host, in one run: benchmarks/ddp_vs_fsdp_campaign.sh OUT
-# fp32 at both global batches first, then bf16. Needs an installed stepgauge, or PYTHONPATH=src. SECONDS_LEFT bounds the
-# whole; RANKS, DEVICE, SIZE, BATCHES, CONTEXT and STEPS make it small enough to try on a CPU.
+# Compares DDP with FSDP (E11) on the GPUs of one host, fp32 first, then bf16:
+#   benchmarks/ddp_vs_fsdp_campaign.sh OUT
+# SECONDS_LEFT=... is the limit in seconds (280 by default). RANKS, DEVICE, SIZE, BATCHES, CONTEXT and STEPS make it
+# small enough for a CPU. Needs an installed stepgauge, or PYTHONPATH=src.
+# Writes OUT/records.jsonl, OUT/{fp32,bf16}.json with the aggregates over seeds, OUT/tables.txt and OUT/log.txt.
 set -uo pipefail
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 limit=${SECONDS_LEFT:-280}
@@ -9,7 +11,7 @@ load=(--device "${DEVICE:-cuda}" --ranks "${RANKS:-2}" --size "${SIZE:-bert-base
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# part NAME SECONDS ARGUMENTS...: rows into OUT/records.jsonl, the aggregate into OUT/NAME.json.
+# part NAME SECONDS ARGUMENTS...: appends rows to OUT/records.jsonl and writes their aggregate to OUT/NAME.json.
 part() {
   local name=$1 most=$2 left=$((limit - SECONDS))
   shift 2
@@ -22,7 +24,7 @@ part() {
   python3 -m stepgauge show "$work/$name" --over seed --format json >"$out/$name.json"
 }
 
-# of each rank: 64 and 16 of two
+# Per rank; the global batches of two ranks are 64 and 16.
 read -ra batches <<<"${BATCHES:-32 8}"
 rows=(--wrapper torch-ddp torch-fsdp bucketed zero3 --seed 1 2 3 --batch "${batches[@]}")
 part fp32 150 --precision fp32 "${rows[@]}"

@@ -1,15 +1,19 @@
 #!/usr/bin/env bash
-# What the kernels of Hopper have to show on one GPU: benchmarks/hopper_campaign.sh OUT
-# PARTS="rows losses" chooses, within BUDGET=... seconds (300 by default). TRIAL=1 tries it all on a CPU, small.
-#   checks   side by side: GPU tests of kernels, bench and measure, a checkpointing budget of a compiled step, and
-#            what the other parts compile, into caches
-#   losses   linear + cross-entropy by our choice, our loop compiled, torch.compile and eager
-#   rows     attention at nine shapes of training beside FlashAttention-4 and cuDNN
-#   host     eager small by our parts and torch's, and where the host's time of forward goes
-#   xl       a step of xl, 8 x 2048; float8: by torchao's linear layers; profile: its kernels beside predicted terms
-#   gates    steps with SwiGLU's gate in its products (QuACK) and without, in turns: xl, large, 2.7b, 4096 wide
+# Tests and measures the Hopper kernels on one GPU:
+#   benchmarks/hopper_campaign.sh OUT
+# PARTS="rows losses" selects parts. BUDGET=... is their limit in seconds (300 by default). TRIAL=1 runs everything on
+# small shapes of a CPU.
+#   checks   at the same time: GPU tests of kernels, bench and measure, a compiled step with a checkpointing budget, and
+#            compilation for the other parts, into caches
+#   losses   linear + cross-entropy: our choice, our compiled loop, torch.compile and eager
+#   rows     attention at nine shapes of training, next to FlashAttention-4 and cuDNN
+#   host     the eager step of small with our parts and torch's, and the host time of forward by function
+#   xl       a step of xl, 8 x 2048
+#   float8   the step of xl with torchao's float8 linear layers
+#   profile  the kernels of the step of xl, next to their predictions
+#   gates    steps with SwiGLU's gate fused into its products (QuACK) and without, in turns: xl, large, 2.7b, width 4096
 #   grid     attention over widths and lengths
-# Writes OUT/{attention.jsonl,log.txt,checks-*.txt} and folders of the rows under OUT.
+# Writes OUT/{attention.jsonl,log.txt,checks-*.txt} and a folder of rows per part.
 set -uo pipefail
 known="checks losses rows host xl float8 profile gates grid"
 BUDGET=${BUDGET:-300}
@@ -17,7 +21,7 @@ BUDGET=${BUDGET:-300}
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 attention=$(dirname "$0")/kernels/hopper.py
 device=${TRIAL:+cpu}
-export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1  # of the kernels that it compiles, on disk
+export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1  # keeps its compiled kernels on disk
 
 logged() { "$@" 2>&1 | tee -a "$out/log.txt"; }
 stepgauge() { timed "$1" python3 -m stepgauge "${@:2}" --device "${device:-cuda}"; }
@@ -50,7 +54,7 @@ if chosen checks; then
    stepgauge 60 bench step $xl $times --num-layers 2 --precision float8 --out "$out/compiled-xl"
    stepgauge 60 bench step $budget --precision bf16 --steps 5 --out "$out/budget") >"$out/checks-steps.txt" 2>&1 &
   wait
-  timed 60 $test $alone >>"$out/checks-tests.txt" 2>&1  # holds two clocks together: needs the GPU for itself
+  timed 60 $test $alone >>"$out/checks-tests.txt" 2>&1  # compares two clocks: needs an idle GPU
   logged tail -n 15 "$out"/checks-{loss,steps,tests}.txt
 fi
 if chosen losses; then

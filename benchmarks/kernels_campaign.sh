@@ -1,10 +1,18 @@
 #!/usr/bin/env bash
-# Operations and the whole step beside their peers on one GPU: benchmarks/kernels_campaign.sh OUT
-# PARTS="attention heads" chooses: linear-cross-entropy attention rms-norm adamw (anchors, under 300 s together), step,
-# heads, batch, norm-layers, op; all of them by default, in that order, within BUDGET=... seconds (470 by default).
-# Several GPUs of one machine can run different parts at once, each with a CUDA_VISIBLE_DEVICES and an OUT of its own.
-# Needs an installed stepgauge, or PYTHONPATH=src; peers that are importable join. Writes OUT/{step,kernels,op}.jsonl,
-# OUT/tables.txt and OUT/{study,op}.html. Each row is named as it is done, with the seconds since the start.
+# Measures operations and the whole step next to their peers on one GPU:
+#   benchmarks/kernels_campaign.sh OUT
+# PARTS="attention heads" selects parts; all by default, in this order. BUDGET=... is their limit in seconds (470 by
+# default). TRIAL=1 uses small shapes; DEVICE=cpu runs without a GPU.
+#   linear-cross-entropy, attention, rms-norm, adamw   anchor shapes, under 300 s together
+#   step         the step with fused parts
+#   heads        attention with one head
+#   batch        attention over batch sizes
+#   norm-layers  norms as layers of a network
+#   op           a user's own operations from examples/
+# Several GPUs of one machine can run different parts at the same time, each with its own CUDA_VISIBLE_DEVICES and OUT.
+# Needs an installed stepgauge, or PYTHONPATH=src. Measures the peers that can be imported.
+# Writes OUT/{step,kernels,op}.jsonl, OUT/tables.txt and OUT/{study,op}.html. Prints each row when it is measured, with
+# the seconds since the start.
 set -uo pipefail
 BUDGET=${BUDGET:-470}
 known="linear-cross-entropy attention rms-norm adamw step heads batch norm-layers op"
@@ -14,25 +22,25 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 device=${DEVICE:-cuda}
 declare -A shape=()
-if [ "${TRIAL:-}" ]; then  # everything on small shapes: whether it runs, on any machine
+if [ "${TRIAL:-}" ]; then  # small shapes, to check on any machine that everything runs
   shape=([rms-norm]="--rows 64 --width 64" [attention]="--batch 1 --heads 2 --sequence 64 --width 16"
          [linear-cross-entropy]="--tokens 64 --width 64 --vocabulary 256" [adamw]="--layers 1 --width 16")
 fi
 
 stamped() { while IFS= read -r line; do echo "$(printf %4d $SECONDS) s  $line"; done; }
 
-stepgauge() {  # SECONDS OPTIONS...: tables go to a file, what is said to the screen
+stepgauge() {  # SECONDS OPTIONS...: writes tables to a file and messages to the screen
   local limit=$1; shift
   timed "$limit" python3 -m stepgauge "$@" 2> >(stamped) >>"$out/tables.txt"
 }
-kernel() {  # PART SECONDS GRID OPERATION OPTIONS...: rows of one grid
+kernel() {  # PART SECONDS GRID OPERATION OPTIONS...: measures the rows of one grid
   local name=$1 limit=$2 grid=$3 op=$4; shift 4
   chosen "$name" || return 0
   stepgauge "$limit" bench kernel "$op" --grid "$grid" --device "$device" --out "$work/kernel-$name" "$@" ${shape[$op]:-}
   cat "$work"/kernel-*/records.jsonl >"$out/kernels.jsonl" 2>/dev/null
 }
 
-# Compiles what the anchors need of ours into the disk caches, several at a time: nothing of it is timed for the record.
+# Compiles our kernels for the anchors into the disk caches, several at the same time. Its times are not kept.
 warm() {
   chosen "$1" || return 0
   timeout -k 5 "$warm" python3 -m stepgauge bench kernel "$@" --grid anchors --peers ours --seconds 0 \
@@ -57,7 +65,7 @@ if chosen step; then
   cp "$work/study/records.jsonl" "$out/step.jsonl" 2>/dev/null
   python3 -m stepgauge report "$work/study" >/dev/null && cp "$work/study/report.html" "$out/study.html"
 fi
-# One head: bf16 and the lengths between which launches stop to matter first.
+# One head in bf16. The first lengths are those between which launch overhead stops to matter.
 kernel heads 60 attention-heads attention --dtype bf16 --seconds 0.05 --width 64 \
   --sequence 16384 4096 8192 2048 32768 1024
 kernel batch 60 attention-batch attention --peers eager efficient --seconds 0.03 --sequence 1024 4096 16384

@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
-# Layouts on the GPUs of one host, two or four: benchmarks/layout_campaign.sh OUT
-# PARTS="context tensor" chooses; by default all, most important first, within BUDGET=... seconds (540 by default).
-# TRIAL=1 runs everything on small shapes of a CPU. Four GPUs, what only they can show, in one call of ten minutes:
+# Measures layouts on two or four GPUs of one host:
+#   benchmarks/layout_campaign.sh OUT
+# PARTS="context tensor" selects parts; all by default, most important first. BUDGET=... is their limit in seconds (540
+# by default). TRIAL=1 runs everything on small shapes of a CPU. The parts that need four GPUs, in ten minutes:
 #   BUDGET=590 PARTS="pairs tensor sharded llama context" benchmarks/layout_campaign.sh OUT
-#   context      one long sequence on one GPU, and cut over all
-#   tensor       tensor parallel beside torch's own, plain and asynchronous, with each GPU's clock
-#   beside       kernels of the long sequence cut over two beside NCCL and alone, from a trace
-#   pairs        two axes at once; four GPUs
-#   sharded      ZeRO 3 beside torch's fully_shard
-#   pipeline     schedules beside torch's, each after its simulated step and peaks, eager and compiled
-#   bert         BERT-base in few and many micro-batches, recorded, eager and torch's
-#   llama        an 8 B network under every layout that may hold it
-#   connections  overlapped tensor parallel where each stream has a hardware queue of its own
-#   calibrate    a hardware file, for `stepgauge validate` of the rows
-#   tests        tests/parallel that need GPUs
+# Parts:
+#   context      one long sequence: on one GPU, and split over all GPUs
+#   tensor       tensor parallel next to torch's, plain and asynchronous, with each GPU's clock
+#   beside       how long kernels take while NCCL runs and while it does not, from a trace of a sequence split over two
+#   pairs        two axes at once; needs four GPUs
+#   sharded      ZeRO 3 next to torch's fully_shard
+#   pipeline     schedules next to torch's, each after its simulated step and peaks, eager and compiled
+#   bert         BERT-base in few and many micro-batches: with CUDA graphs, eager, and torch's schedule
+#   llama        an 8 B network under every layout that may fit
+#   connections  overlapped tensor parallel with a hardware queue for each stream
+#   calibrate    writes a hardware file, for `stepgauge validate` of the rows
+#   tests        the GPU tests of tests/parallel
 # Writes OUT/{records.jsonl,rows.txt,log.txt,tensor_parallel.jsonl,connections/,hardware.json,tests.txt,report.html}.
 set -uo pipefail
 known="context tensor beside pairs sharded pipeline bert llama connections calibrate tests"

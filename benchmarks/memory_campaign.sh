@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# E4 on GPUs: benchmarks/memory_campaign.sh OUT
-# Predicted beside measured peak of every size, context, precision and checkpointing; each part ends at its own time
-# limit and leaves its rows in OUT/memory/PART.jsonl. All parts take some 15 minutes on one GPU, in order of importance;
-# several GPUs of a machine share them, and the last command puts the rows together:
+# Predicts and measures peak memory (E4) on GPUs:
+#   benchmarks/memory_campaign.sh OUT
+# Covers every size, context, precision and kind of checkpointing, most important first. Each part has its own time
+# limit and writes its rows to OUT/memory/PART.jsonl. All parts take 15 minutes on one GPU. Several GPUs of a machine
+# can share them; the last command then merges the rows:
 #   CUDA_VISIBLE_DEVICES=0 PARTS="size:2.7b size:small compiled:small" benchmarks/memory_campaign.sh OUT &
 #   CUDA_VISIBLE_DEVICES=1 PARTS="size:xl checkpointing:2.7b" benchmarks/memory_campaign.sh OUT & ...; wait
 #   PARTS=merge benchmarks/memory_campaign.sh OUT
@@ -16,11 +17,11 @@ device=${DEVICE:-cuda} contexts=${CONTEXTS:-128 512 2048} context=${CONTEXT:-512
 usual="size:small size:2.7b size:medium size:large size:xl checkpointing:small checkpointing:2.7b predict:10b
   compiled:small parts:small fp16:small checkpointing:medium time:small time:2.7b compiled:2.7b parts:2.7b tests merge"
 
-measure() { # SECONDS, command, then its options: one run a part
+measure() { # SECONDS COMMAND OPTIONS...: runs a stepgauge command; a part has one run folder
   timeout "$1" python3 -m stepgauge "${@:2}" --out "$work/$part" --device "$device" --batch 4 2>&1
 }
 memory() { measure "$1" profile memory --size "$size" "${@:2}"; }
-choices() { # SECONDS, command, options: every checkpointing, with the parts that make sense of each
+choices() { # SECONDS COMMAND OPTIONS...: runs a command for each kind of checkpointing, with useful numbers of blocks
   measure "$1" "${@:2}" --size "$size" --precision bf16 --context "$context" --checkpointing none
   measure "$1" "${@:2}" --size "$size" --precision bf16 --context "$context" --checkpointing blocks --checkpoint-blocks 1 2 4 8
   measure "$1" "${@:2}" --size "$size" --precision bf16 --context "$context" --checkpointing nested --checkpoint-blocks 4 8
@@ -41,11 +42,11 @@ run_part() {
     predict:*) memory 90 --context 512 2048 --precision fp32 bf16 --predict sm90 ;;
     tests) timeout 180 python3 -m pytest -q -m gpu tests/bench/test_memory.py 2>&1 | tail -25 | tee "$out/memory-tests.txt" ;;
     merge) merge ;;
-    *) echo "$part is no part; choose from $usual" ;;
+    *) echo "there is no part $part; choose from $usual" ;;
   esac
 }
 
-keep() { # what is worth keeping of a part: its rows, what failed, its report, one snapshot
+keep() { # copies the rows, failures and report of a part, and one snapshot
   local name=${part//:/-}
   [ -f "$work/$part/records.jsonl" ] || return
   cp "$work/$part/records.jsonl" "$out/memory/$name.jsonl"
@@ -56,7 +57,7 @@ keep() { # what is worth keeping of a part: its rows, what failed, its report, o
   fi
 }
 
-merge() { # all rows that are there as one run: its records, its tables with what was predicted, its report
+merge() { # merges all rows into one run: records, tables with predictions, report
   cat "$out"/memory/time-*.jsonl >"$out/checkpointing-time.jsonl" 2>/dev/null
   rm -rf "$work/all" && mkdir -p "$work/all"
   cat $(ls "$out"/memory/*.jsonl | grep -v /time-) >"$work/all/records.jsonl"

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# What one GPU can show after a change, most important first: benchmarks/one_gpu_campaign.sh OUT
-# PARTS="tests kernels" chooses, within BUDGET=... seconds (540 by default). TRIAL=1 tries it all on a CPU, small.
-#   tests      those that need a GPU, of one process
-#   kernels    our kernels at the anchors' shapes beside the peers that are importable
-#   predict    calibrates, then predicts, runs and compares steps that the calibration has not seen
-#   memory     peaks of other libraries' models, predicted and measured (wants transformers and torchvision)
+# Repeats the main checks on one GPU after a change, most important first:
+#   benchmarks/one_gpu_campaign.sh OUT
+# PARTS="tests kernels" selects parts. BUDGET=... is their limit in seconds (540 by default). TRIAL=1 runs everything
+# on small shapes of a CPU.
+#   tests      tests that need one GPU
+#   kernels    our kernels at anchor shapes, next to the peers that can be imported
+#   predict    calibrates, then predicts and measures steps that the calibration has not seen
+#   memory     predicts and measures peaks of other libraries' models (needs transformers and torchvision)
 # Writes OUT/{tests.txt,memory_of_models.jsonl,log.txt}, OUT/kernels/ and OUT/predict/.
 set -uo pipefail
 known="tests kernels predict memory"

@@ -1,15 +1,16 @@
-# What campaigns that come in parts share. Sourced, with `known`: the parts' names, in order.
-# PARTS="..." chooses among them, all by default; another name ends the campaign. BUDGET=... seconds for all of them.
-# chosen NAME: whether the part is wanted. timed SECONDS COMMAND...: no longer than that and than what is left of the
-# budget; its failure is not the end.
+# Functions for campaigns that have several parts. Source it with `known` set to the names of the parts, in order.
+# PARTS="..." selects parts, all by default; an unknown name ends the campaign. BUDGET=... is the limit of all parts in
+# seconds (540 by default).
+#   chosen NAME              succeeds if the part is selected
+#   timed SECONDS COMMAND... runs a command until SECONDS or the end of the budget; continues if the command fails
 parts=" ${PARTS:-$known} "
 for name in $parts; do
-  [[ " $known " = *" $name "* ]] || { echo "PARTS names '$name'; choose from $known" >&2; exit 2; }
+  [[ " $known " = *" $name "* ]] || { echo "PARTS has '$name'; choose from $known" >&2; exit 2; }
 done
 chosen() { [[ "$parts" = *" $1 "* ]]; }
 timed() {
   local limit=$1 left=$((${BUDGET:-540} - SECONDS)); shift
   [ "$left" -gt 5 ] || { echo "no time left for: $*" >&2; return; }
   echo "== $* ($SECONDS s)" >&2
-  timeout -k 5 $((limit < left ? limit : left)) "$@" || echo "ended with $?" >&2
+  timeout -k 5 $((limit < left ? limit : left)) "$@" || echo "ended with status $?" >&2
 }

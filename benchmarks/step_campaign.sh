@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# The figures of E1, E3 and E6 on one GPU, in one run: benchmarks/step_campaign.sh OUT
-# Measures the main rows twice and compares them (repeat spread), then runs the study. Needs an installed stepgauge,
-# or PYTHONPATH=src. STUDY=0 leaves the study out, ROWS=0 the main rows.
+# Measures training steps (E1, E3 and E6) on one GPU:
+#   benchmarks/step_campaign.sh OUT
+# Measures the main rows twice and compares them, which shows their spread, then runs the study. STUDY=0 skips the
+# study, ROWS=0 the main rows. Needs an installed stepgauge, or PYTHONPATH=src.
+# Writes OUT/rows-{a,b}.jsonl, OUT/repeat.txt and OUT/study-*.
 set -uo pipefail
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 work=$(mktemp -d)
@@ -19,7 +21,7 @@ if [ "${ROWS:-1}" = 1 ]; then
 fi
 if [ "${STUDY:-1}" = 1 ]; then
   time timeout "${STUDY_SECONDS:-520}" python3 -m stepgauge study --out "$work/study"
-  stepgauge report "$work/study" # of what there is, should time have run out
+  stepgauge report "$work/study" # of the rows so far, if the study reached its limit
   for file in records.jsonl machine.json report.html failures.log; do
     cp "$work/study/$file" "$out/study-$file" 2>/dev/null
   done

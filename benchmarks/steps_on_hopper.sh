@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
-# Whole training steps on Hopper, ours beside torch's own parts in the same run: benchmarks/steps_on_hopper.sh OUT
-# PARTS="short xl" chooses, within BUDGET=... seconds (400 by default). TRIAL=1 tries it all on a CPU, small.
-#   short  2.7b, 4 x 512: one GPU
-#   xl     xl, 8 x 2048: one GPU of 141 GB
-#   wide   1 to 8 B parameters in blocks of 4096 and 8192: one GPU of 141 GB
-#   long   8 B parameters, one sequence of 32,768 tokens a rank: two GPUs of 141 GB; long-torch: by torch's own parts
-#   plans  the same by plans of what backward computes again, with a trace of the first, clocks and power
-# Torch's own parts are autocast, its AdamW, its attention by cuDNN and its loss; of long fully_shard with every block
-# computed again, and our loss, without which it does not fit. Writes OUT/{records.jsonl,tables.txt,log.txt}.
+# Measures whole training steps on Hopper, with our parts and torch's in the same run:
+#   benchmarks/steps_on_hopper.sh OUT
+# PARTS="short xl" selects parts. BUDGET=... is their limit in seconds (400 by default). TRIAL=1 runs everything on
+# small shapes of a CPU.
+#   short       2.7b, 4 x 512: one GPU
+#   xl          xl, 8 x 2048: one GPU with 141 GB
+#   wide        1 to 8 B parameters in blocks of width 4096 and 8192: one GPU with 141 GB
+#   long        8 B parameters, one sequence of 32,768 tokens per rank: two GPUs with 141 GB
+#   long-torch  the same with torch's parts
+#   plans       the step of long under several plans of what backward recomputes, with a trace of the first plan, clocks
+#               and power
+# Torch's parts are autocast, AdamW, cuDNN attention and cross-entropy. In long-torch they are fully_shard with every
+# block recomputed, and our loss, because torch's does not fit. Writes OUT/{records.jsonl,tables.txt,log.txt}.
 set -uo pipefail
 known="plans long long-torch short xl wide"
 BUDGET=${BUDGET:-400}
@@ -15,7 +19,7 @@ BUDGET=${BUDGET:-400}
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 
-rows() {  # SECONDS COMMAND OPTIONS...: rows of bench, each command in a folder of its own
+rows() {  # SECONDS COMMAND OPTIONS...: appends the rows of a bench command to OUT/records.jsonl
   local limit=$1 folder; shift
   folder=$(mktemp -d)
   timed "$((limit * patience))" python3 -m stepgauge bench "$@" --device "$device" --no-predict --out "$folder" \

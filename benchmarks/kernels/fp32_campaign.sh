@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# float32 attention on one GPU of compute capability 9.0: benchmarks/kernels/fp32_campaign.sh OUT
-# PARTS="tests rows before heads narrow long tiles" chooses, in that order, all by default.
-# BUDGET=... seconds for all (540 by default).
-# tests: float32 and its backward of bf16 parts against float64.
-# rows: fp32 at D 64 and 128, full and causal, 8 heads of 4096, beside plain PyTorch and torch's memory-efficient.
-# before: the backward of these without bf16 parts (STEPGAUGE_BF16X3=0).
-# heads: one head in fp32, where loops are split.
-# narrow: one head in bf16 at D 16 and 32, which is split at T 2048 now.
-# long: bf16 in sections of heads, causal.
-# tiles: other tiles of the kernels of bf16 parts (sweep.py attention-fp32 --field passes=backward).
+# Tests and measures float32 attention on one GPU of compute capability 9.0:
+#   benchmarks/kernels/fp32_campaign.sh OUT
+# PARTS="tests rows before heads narrow long tiles" selects parts; all by default, in this order. BUDGET=... is their
+# limit in seconds (540 by default). TRIAL=1 uses small shapes. Shapes: D head width, T sequence.
+#   tests   compares float32, and its backward with operands split into bf16 parts, with float64
+#   rows    fp32 at D 64 and 128, full and causal, 8 heads, T 4096, next to eager PyTorch and its memory-efficient kernel
+#   before  the backward of these without bf16 parts (STEPGAUGE_BF16X3=0)
+#   heads   one head in fp32, where loops are split
+#   narrow  one head in bf16 at D 16 and 32, where loops are split at T 2048
+#   long    bf16, causal, 16 heads, T 16,384
+#   tiles   other tiles for the backward kernels with bf16 parts (sweep.py attention-fp32 --field passes=backward)
 # Writes OUT/tests.txt, OUT/{rows,before,heads,narrow,long}.jsonl, OUT/tables.txt and OUT/tiles-*/sweep.jsonl.
 set -uo pipefail
 known="tests rows before heads narrow long tiles"
@@ -22,12 +23,12 @@ device=${DEVICE:-cuda}
 shape="--batch 8 --heads 1 --sequence 4096 --width 128 64 --causal false true"
 lengths="512 2048 8192 32768" seconds=0.05
 long="--batch 1 --heads 16 --sequence 16384 --width 64 128" tiles=""
-if [ "${TRIAL:-}" ]; then  # everything on small shapes: whether it runs, on any machine
+if [ "${TRIAL:-}" ]; then  # small shapes, to check on any machine that everything runs
   shape="--batch 1 --heads 1 --sequence 32 --width 64 --causal false true"
   lengths=32 seconds=0 long="--batch 1 --heads 2 --sequence 32 --width 64" tiles="--field sequence=32"
 fi
 
-rows() {  # SECONDS NAME OPTIONS...: rows of one run
+rows() {  # SECONDS NAME OPTIONS...: measures attention and writes the rows to OUT/NAME.jsonl
   local limit=$1 name=$2; shift 2
   timed "$limit" python3 -m stepgauge bench kernel attention "$@" --seconds "$seconds" --device "$device" \
     --out "$work/$name" 2>&1 | tee -a "$out/tables.txt"

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Attention in Gluon on one Hopper GPU: benchmarks/kernels/gluon_campaign.sh OUT
-# PARTS="backward forward" chooses, both by default in that order; each takes under 300 s.
-# backward: that it is right, alone, under torch.compile and without synchronisation; then the anchors
-#   beside all peers, into OUT/backward.
-# forward: the same, and before the anchors it beside the portable forward where it fills little of the chip.
-# Writes OUT/PART/tests.txt and what kernels_campaign.sh writes; OUT/forward/forward_by_tiles.{jsonl,txt}.
+# Tests and measures attention in Gluon on one Hopper GPU:
+#   benchmarks/kernels/gluon_campaign.sh OUT
+# PARTS="backward forward" selects parts; both by default, in this order. Each takes under 300 s.
+#   backward  tests its results, also under torch.compile and in CUDA graphs, then measures the anchors next to all peers
+#   forward   the same; before the anchors also compares it with the portable forward at shapes that do not fill the GPU
+# Writes OUT/PART/tests.txt, the files of kernels_campaign.sh in OUT/PART, and OUT/forward/forward_by_tiles.{jsonl,txt}.
 set -uo pipefail
 known="backward forward"
 cd "$(dirname "$0")/../.."
