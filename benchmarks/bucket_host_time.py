@@ -1,13 +1,15 @@
-"""What data parallel wrappers add to a step's time on the host, in µs, with a process group that
-does nothing.
+"""Measures the host time that data parallel wrappers add to a step. Nothing is sent between ranks.
 
     PYTHONPATH=src python benchmarks/bucket_host_time.py [OUT.jsonl]
 
-The Transformer of a preset, so narrow that a CPU computes next to nothing: widths a 64th, buckets a
-4096th, so that what travels together is what does at full width. A step is forward, backward,
-synchronisation and AdamW; fully sharded modules cast their weights to 16 bits. The wrappers take
-turns; of each the median and the least thread time of ROUNDS steps count, less those of the bare
-module. One JSON line a preset and wrapper, printed and added to OUT.
+The network is the Transformer of a preset with its widths divided by 64, so that a CPU spends
+almost no time on arithmetic. The bucket size is divided by 4096, so that each bucket holds the same
+parameters as at full width. A step is forward, backward, gradient synchronisation and AdamW. Fully
+sharded modules cast their weights to 16 bits.
+
+The wrappers take turns, one step each. Their times are CPU times of the thread. `added_us` is the
+median over ROUNDS steps minus the median of the bare module, in µs; `added_us_by_least` is the same
+for the minimum. Prints one JSON line per preset and wrapper, and appends it to OUT.jsonl.
 """
 
 import functools
@@ -37,29 +39,33 @@ from stepgauge.spec.model import ModelSpec
 SHARDED = ("zero3", "torch-fsdp")
 REPLICATING = ("none", "naive", "overlapped", "bucketed", "torch-ddp", "torch-ddp-views")
 WRAPPERS = (*REPLICATING, "zero1", "zero2", *SHARDED)
-RANKS, NARROWER, BUCKET_MB = 2, 64, 25.0
+RANKS, WIDTH_DIVISOR, BUCKET_MB = 2, 64, 25.0
 TOKENS, ROUNDS, WARMUP = 4, 60, 10
 
 
 def narrow(full: ModelSpec) -> ModelSpec:
-    widths = {name: getattr(full, name) // NARROWER for name in ("d_model", "d_ff", "vocab_size")}
+    """Returns the network with its widths divided by WIDTH_DIVISOR and one head."""
+    widths = {
+        name: getattr(full, name) // WIDTH_DIVISOR for name in ("d_model", "d_ff", "vocab_size")
+    }
     return ModelSpec.preset(
         "small", num_layers=full.num_layers, num_heads=1, context_length=TOKENS, **widths
     )
 
 
-def require_same_plan(full: ModelSpec, ours: DataParallel) -> None:
+def require_same_plan(full: ModelSpec, wrapped: DataParallel) -> None:
+    """Raises AssertionError if the narrow network has other buckets than the full one."""
     whole = TransformerLM(full, device=torch.device("meta"))
     order = [describe_parameter(name, p) for name, p in whole.named_parameters()]
-    at_full_width = ours.policy.plan_buckets(order, bucket_mb=BUCKET_MB)
-    assert [b.names for b in ours.buckets] == [b.names for b in at_full_width], (
-        "narrowed, it is packed otherwise"
+    at_full_width = wrapped.policy.plan_buckets(order, bucket_mb=BUCKET_MB)
+    assert [b.names for b in wrapped.buckets] == [b.names for b in at_full_width], (
+        "the narrow network has other buckets than the full one"
     )
 
 
-class Answering(dist.ProcessGroup):
-    """For torch's DistributedDataParallel: the futures of the fake group are empty, which it does
-    not take.
+class InstantGroup(dist.ProcessGroup):
+    """A process group whose collectives finish at once. torch's DistributedDataParallel needs it,
+    because it rejects the empty futures of the fake group.
     """
 
     def __init__(self) -> None:
@@ -68,39 +74,39 @@ class Answering(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[torch.Tensor], _: Any) -> dist.Work:
         self.messages += 1
-        return _done(tensors)
+        return _finished_work(tensors)
 
     def broadcast(self, tensors: list[torch.Tensor], _: Any) -> dist.Work:
-        return _done(tensors)
+        return _finished_work(tensors)
 
     def allgather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], _: Any
     ) -> dist.Work:
-        for ours, everyones in zip(inputs, outputs, strict=True):
-            for theirs in everyones:
-                theirs.copy_(ours)
-        return _done(outputs)
+        for own, gathered in zip(inputs, outputs, strict=True):
+            for part in gathered:
+                part.copy_(own)
+        return _finished_work(outputs)
 
 
-def _done(result: Any) -> dist.Work:
+def _finished_work(result: Any) -> dist.Work:
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(result)
     return _create_work_from_future(future)
 
 
-class Contender:
-    """A wrapped module, and the µs of its steps."""
+class TimedWrapper:
+    """A wrapped module and the times of its steps, in µs."""
 
     def __init__(self, wrapper: str, full: ModelSpec):
         torch.manual_seed(0)
-        self.group = Answering() if wrapper.startswith("torch-ddp") else None
+        self.group = InstantGroup() if wrapper.startswith("torch-ddp") else None
         self.parallel = parallelise(
             wrapper,
             TransformerLM(narrow(full)),
             lambda module: module.parameters(),
             functools.partial(torch.optim.AdamW, lr=0.0, foreach=True),
             settings=Settings(
-                bucket_mb=BUCKET_MB / NARROWER**2,
+                bucket_mb=BUCKET_MB / WIDTH_DIVISOR**2,
                 group=self.group,
                 compute_dtype=torch.bfloat16 if wrapper in SHARDED else None,
             ),
@@ -123,23 +129,26 @@ class Contender:
         )
 
     def packed(self) -> int | None:
-        """Gradients that travel with others; torch's are all copied."""
+        """Returns how many gradients share a bucket with others. None for torch's DDP, which copies
+        every gradient into a bucket.
+        """
         counts = [len(bucket.names) for bucket in getattr(self.parallel.module, "buckets", ())]
         return None if self.group else sum(count for count in counts if count > 1)
 
 
 def rows(size: str) -> Iterator[dict[str, Any]]:
+    """Times all wrappers of one preset and yields a row for each."""
     full = ModelSpec.preset(size)
-    contenders = {wrapper: Contender(wrapper, full) for wrapper in WRAPPERS}
-    require_same_plan(full, contenders["bucketed"].parallel.module)
+    timed = {wrapper: TimedWrapper(wrapper, full) for wrapper in WRAPPERS}
+    require_same_plan(full, timed["bucketed"].parallel.module)
     gc.disable()
     for _ in range(WARMUP + ROUNDS):
-        for contender in contenders.values():
-            contender.step()
+        for each in timed.values():
+            each.step()
         gc.collect(0)
-    bare = contenders["none"].times[WARMUP:]
-    for wrapper, contender in contenders.items():
-        times = contender.times[WARMUP:]
+    bare = timed["none"].times[WARMUP:]
+    for wrapper, each in timed.items():
+        times = each.times[WARMUP:]
         yield {
             "kind": "wrapper-host-time",
             "size": size,
@@ -147,17 +156,18 @@ def rows(size: str) -> Iterator[dict[str, Any]]:
             "median_us": statistics.median(times),
             "added_us": statistics.median(times) - statistics.median(bare),
             "added_us_by_least": min(times) - min(bare),
-            "messages": contender.messages(),
-            "packed": contender.packed(),
+            "messages": each.messages(),
+            "packed": each.packed(),
         }
 
 
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    # As over NCCL, which divides within the collective. (torch's divides while it packs.)
+    # As with NCCL, whose collective divides by the number of ranks. (torch's DDP divides while it
+    # copies gradients into buckets.)
     GradientReducer.is_nccl = lambda *_: True
-    # Of the first forward: the other rank says nothing.
+    # The first forward compares the order of calls between ranks. Here there is only one rank.
     CallOrder.require_same = lambda *_: None
     CallOrder.__init__ = lambda *_: None
     for size in ("small", "large"):

@@ -1,11 +1,12 @@
-"""Collectives as bench comm times them beside a plain loop of torch.distributed, in the same
-processes.
+"""Compares stepgauge's times of collectives with those of a plain torch.distributed loop.
 
     python benchmarks/comm_plain.py OUT.jsonl --device cuda --ranks 4 --sizes 524288 1048576
 
-The plain side is what a person writes: tensors, a warm-up, a loop of calls between two CUDA events
-(on a CPU, perf_counter), nothing of stepgauge. The two sides alternate; each line has both medians
-over rounds, of the slowest rank.
+stepgauge times collectives as `stepgauge bench comm` does. The plain loop uses nothing of
+stepgauge: tensors, a warm-up, and calls between two CUDA events (on a CPU, between two perf_counter
+readings). Both run in the same processes and alternate. Appends one line per operation and size to
+OUT.jsonl with the medians over rounds of the slowest rank: `ours_ms` is stepgauge's, `plain_ms` the
+loop's.
 """
 
 import argparse
@@ -28,7 +29,7 @@ ROUNDS = 3
 
 
 def plain_call(op, size_bytes, device):
-    """The call of the operation on float32 tensors of that size, with torch's own functions."""
+    """Returns a function that runs the collective once on float32 tensors of that size."""
     rank, n = dist.get_rank(), dist.get_world_size()
     count = size_bytes // 4 // n * n
     whole, part = torch.ones(count, device=device), torch.ones(count // n, device=device)
@@ -55,7 +56,7 @@ def plain_call(op, size_bytes, device):
 
 
 def plain_ms(call, calls, device):
-    """Milliseconds a call."""
+    """Returns milliseconds per call."""
     for _ in range(5):
         call()
     if device.type != "cuda":
@@ -77,7 +78,9 @@ def plain_ms(call, calls, device):
 
 
 def compare(device_name, sizes, seconds):
-    """On each rank: (op, size, ours ms by round, plain ms by round) of every row."""
+    """Runs on each rank. Returns a row (op, bytes, busbw factor, stepgauge's ms of each round, the
+    plain loop's ms of each round) for each operation and size.
+    """
     device = joined_world().device(device_name)
     rows = []
     for op in OPS:
@@ -92,7 +95,7 @@ def compare(device_name, sizes, seconds):
             )
             collective = Collective(spec, device)
             wrong = collective.wrong()
-            assert wrong == 0, f"{op} {size}: {wrong} elements are wrong"
+            assert wrong == 0, f"{op} of {size} bytes: {wrong} elements are wrong"
             call = plain_call(op, size, device)
             ours, plain = [], []
             for _ in range(ROUNDS):
@@ -109,25 +112,30 @@ def main():
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=0.05)
-    parser.add_argument("--sizes", type=int, nargs="+", required=True)
-    asked = parser.parse_args()
+    parser.add_argument("--seconds", type=float, default=0.05, help="for each timing")
+    parser.add_argument("--sizes", type=int, nargs="+", required=True, help="in bytes")
+    arguments = parser.parse_args()
     by_rank = launch(
-        compare, asked.device, asked.sizes, asked.seconds, ranks=asked.ranks, device=asked.device
+        compare,
+        arguments.device,
+        arguments.sizes,
+        arguments.seconds,
+        ranks=arguments.ranks,
+        device=arguments.device,
     )
-    with asked.out.open("a") as lines:
+    with arguments.out.open("a") as lines:
         for rows in zip(*by_rank, strict=True):
             op, size, factor, *_ = rows[0]
             ours, plain = (
                 statistics.median(slowest([row[side] for row in rows])) for side in (3, 4)
             )
-            ratio = plain / ours  # of bandwidths: ours over plain
+            ratio = plain / ours  # of bandwidths: stepgauge's over the plain loop's
             busbw = size / ours / 1e6 * factor
-            line = {"op": op, "ranks": asked.ranks, "size_bytes": size, "ours_ms": ours, "plain_ms": plain,
+            line = {"op": op, "ranks": arguments.ranks, "size_bytes": size, "ours_ms": ours, "plain_ms": plain,
                     "ours_over_plain_busbw": ratio, "busbw_gb_per_s": busbw}  # fmt: skip
             lines.write(json.dumps(line) + "\n")
-            print(f"{op:15} {asked.ranks} ranks {size:>13,} B  ours {ours:9.4f} ms  plain {plain:9.4f} ms  "
-                  f"busbw {busbw:7.1f} GB/s  ours/plain {ratio:.3f}", flush=True)  # fmt: skip
+            print(f"{op:15} {arguments.ranks} ranks {size:>13,} B  stepgauge {ours:9.4f} ms  plain {plain:9.4f} ms  "
+                  f"busbw {busbw:7.1f} GB/s  stepgauge/plain {ratio:.3f}", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,13 +1,20 @@
-"""Data parallel wrappers beside one GPU and torch's, in rounds: each row is measured in several
-rounds of one run, so that a host or a clock that drifts decides nothing.
+"""Times data parallel wrappers next to one GPU and torch's wrappers, in several rounds of one run.
+Each row is measured once per round, so that a drifting clock or host does not decide the result.
 
     python benchmarks/data_parallel_rounds.py OUT
-    python benchmarks/data_parallel_rounds.py OUT --size nano --batch 2 --device cpu  # that it runs
+    python benchmarks/data_parallel_rounds.py OUT --only narrow small
+    python benchmarks/data_parallel_rounds.py OUT --size nano --batch 2 --device cpu  # a trial
 
-Parts, of which a round has all rows: `narrow` (2.7b, precision bf16-master, whose gradients are of 16
-bits), `wide` (bf16 autocast over fp32 weights and gradients, with ways to send them), `cast` (the
-same with --reduce-dtype bf16) and `small`. Writes a record a row and round to OUT/records.jsonl as
-soon as it is there, with `round` and `way` in its environment, and a table of medians at the end.
+| part | what it measures |
+| --- | --- |
+| narrow | 2.7b in precision bf16-master: gradients have 16 bits |
+| wide | 2.7b in bf16 autocast: weights and gradients are fp32 |
+| cast | as wide, with --reduce-dtype bf16 |
+| small | the size small in bf16 autocast |
+| ways | as wide, bucketed only, with different settings of the NCCL communicator |
+
+Appends a record per row and round to OUT/records.jsonl as soon as it is measured. Its environment
+has `round` and `way` (the NCCL settings). Prints a table of medians at the end.
 """
 
 import argparse
@@ -40,26 +47,26 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.train.build import batch_for, build_step
 from stepgauge.train.precision import PRECISIONS, REDUCE_DTYPES
 
-# Ways that the gradients of a wrapper are sent; those of NCCL are settings of its communicator.
+# Name -> settings of the NCCL communicator that sends the gradients.
 NCCL = {
     "32 blocks": {"min_ctas": 32, "max_ctas": 32},
     "no clusters": {"cga_cluster_size": 0},
     "12 blocks": {"min_ctas": 1, "max_ctas": 12},
 }
-BESIDE = [("none", ""), ("bucketed", "")]
-SMALL = ("torch-ddp", "torch-ddp-views", "zero1", "zero2", "zero3", "torch-fsdp")
-# Of each part: precision, reduce_dtype, its rows (wrapper, way), in how many rounds.
+REFERENCE_ROWS = [("none", ""), ("bucketed", "")]
+SMALL_WRAPPERS = ("torch-ddp", "torch-ddp-views", "zero1", "zero2", "zero3", "torch-fsdp")
+# Part -> precision, reduce_dtype, rows as (wrapper, NCCL settings), number of rounds.
 PARTS: dict[str, tuple[str, str, list[tuple[str, str]], int]] = {
-    "narrow": ("bf16-master", "own", [*BESIDE, ("torch-ddp", ""), ("zero2", "")], 3),
-    "wide": ("bf16", "own", [*BESIDE, ("zero3", ""), ("torch-fsdp", "")], 3),
+    "narrow": ("bf16-master", "own", [*REFERENCE_ROWS, ("torch-ddp", ""), ("zero2", "")], 3),
+    "wide": ("bf16", "own", [*REFERENCE_ROWS, ("zero3", ""), ("torch-fsdp", "")], 3),
     "cast": ("bf16", "bf16", [("bucketed", ""), ("torch-ddp", ""), ("zero2", "")], 1),
-    "small": ("bf16", "own", [*BESIDE, *((wrapper, "") for wrapper in SMALL)], 2),
+    "small": ("bf16", "own", [*REFERENCE_ROWS, *((wrapper, "") for wrapper in SMALL_WRAPPERS)], 2),
     "ways": ("bf16", "own", [("bucketed", way) for way in NCCL], 1),
 }
 
 
 def rows(arguments: argparse.Namespace) -> Iterator[tuple[int, str, DataParallelSpec]]:
-    """Round, way and spec, round by round."""
+    """Yields (round, NCCL settings, spec), round by round."""
     for number in range(max(rounds for *_, rounds in PARTS.values())):
         for part in arguments.only or PARTS:
             precision, reduce_dtype, ways, rounds = PARTS[part]
@@ -85,6 +92,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[tuple[int, str, DataParallel
 
 @contextlib.contextmanager
 def settings_of(spec: DataParallelSpec, way: str) -> Iterator[Settings]:
+    """Yields the wrapper's settings, with a communicator of its own if `way` names NCCL settings."""
     autocast = PRECISIONS[spec.precision].autocast
     fields: dict[str, Any] = {
         "compute_dtype": autocast if WRAPPERS[spec.wrapper].shards("weights") else None,
@@ -101,8 +109,8 @@ def settings_of(spec: DataParallelSpec, way: str) -> Iterator[Settings]:
     dist.destroy_process_group(group)
 
 
-def traced(phases: Phases, path: Path, device: torch.device) -> None:
-    """Two steps as the profiler of rank 0 sees them, host and device."""
+def write_trace(phases: Phases, path: Path, device: torch.device) -> None:
+    """Profiles two steps on each rank. Rank 0 writes its trace, with host and device events."""
     with torch.profiler.profile() as profile:
         for phase in [*phases.values()] * 2:
             phase()
@@ -112,22 +120,22 @@ def traced(phases: Phases, path: Path, device: torch.device) -> None:
 
 
 def measure(spec: DataParallelSpec, way: str, trace: Path | None) -> DataParallelFigures:
-    """On every rank."""
+    """Runs on every rank: builds the wrapped step and measures it."""
     world = joined_world()
     assert world is not None, "ranks run in a world"
     device = world.device(spec.device)
     on_device = dataclasses.replace(spec, device=str(device))
     with settings_of(spec, way) as settings:
-        spread = functools.partial(parallelise, spec.wrapper, settings=settings)
-        step = build_step(on_device, parallelise=spread, lr=LEARNING_RATE)
-        given = batch_for(spec.model, spec.batch, spec.seed + 1 + world.rank)
-        phases = step.phases([part.to(device) for part in given])
+        wrap = functools.partial(parallelise, spec.wrapper, settings=settings)
+        step = build_step(on_device, parallelise=wrap, lr=LEARNING_RATE)
+        batch = batch_for(spec.model, spec.batch, spec.seed + 1 + world.rank)
+        phases = step.phases([part.to(device) for part in batch])
         initial = devices.allocated_memory(device)
         with step.precision.matmul_mode():
             times = time_steps(spec, phases, device)
             kept = kept_bytes(step, phases, device, initial)
             if trace is not None:
-                traced(phases, trace, device)
+                write_trace(phases, trace, device)
         name = step.optimizer_name
         del step, phases
     return DataParallelFigures(
@@ -142,35 +150,35 @@ def measure(spec: DataParallelSpec, way: str, trace: Path | None) -> DataParalle
 
 
 def campaign(arguments: argparse.Namespace, started: float) -> None:
-    """On every rank; rank 0 writes."""
+    """Runs on every rank. Rank 0 writes the records."""
     for number, way, spec in rows(arguments):
-        late = [time.time() - started > arguments.seconds]
-        dist.broadcast_object_list(late)
-        if late[0]:
-            print("no time left for", number, spec.wrapper, way, flush=True)
+        is_late = [time.time() - started > arguments.seconds]
+        dist.broadcast_object_list(is_late)
+        if is_late[0]:
+            print("no time left for round", number, spec.wrapper, way, flush=True)
             return
-        begun = time.time()
+        begin = time.time()
         figures: list[Any] = [None] * dist.get_world_size()
         name = f"{spec.size}_{spec.precision}_{spec.wrapper}.json.gz"
         trace = arguments.out / name if spec.wrapper in arguments.trace and not number else None
         try:
-            ours: DataParallelFigures | str = measure(spec, way, trace)
-        except (RuntimeError, ValueError) as error:  # a setting that NCCL refuses
-            ours = f"{spec.wrapper} {way}: {error}"
-        dist.all_gather_object(figures, ours)
+            own: DataParallelFigures | str = measure(spec, way, trace)
+        except (RuntimeError, ValueError) as error:  # for example, NCCL rejects a setting
+            own = f"{spec.wrapper} {way}: {error}"
+        dist.all_gather_object(figures, own)
         devices.free_unused_memory(torch.device(spec.device))
         if any(isinstance(each, str) for each in figures):
             print(*figures, sep="\n", flush=True)
         elif dist.get_rank() == 0:
             found = record(spec, figures)
-            how = {"round": number, "way": way, "seconds": round(time.time() - begun, 1)}
+            how = {"round": number, "way": way, "seconds": round(time.time() - begin, 1)}
             found = dataclasses.replace(found, environment={**found.environment, **how})
             with open(arguments.out / "records.jsonl", "a") as file:
                 file.write(stamped(found).to_json() + "\n")
 
 
 def table(out: Path) -> str:
-    """ms by row: the median of each round, and their median over that of one GPU in all rounds."""
+    """Returns a line per row: the median of its rounds in ms, its ratio to one GPU, and each round."""
     found: dict[tuple[str, ...], list[float]] = collections.defaultdict(list)
     for line in (out / "records.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -189,11 +197,13 @@ def table(out: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--seconds", type=float, default=150, help="start no row after this time")
     parser.add_argument("--only", nargs="*", choices=PARTS)
     parser.add_argument("--size", default="2.7b")
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--trace", nargs="*", default=[], help="wrappers, in the first round")
+    parser.add_argument(
+        "--trace", nargs="*", default=[], help="trace these wrappers in the first round"
+    )
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     arguments = parser.parse_args()

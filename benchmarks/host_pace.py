@@ -1,12 +1,15 @@
-"""What changes when a host launches the same step slower: Python, torch's dispatch or the driver.
+"""Measures which work becomes slower on a slower host: Python, torch's dispatch or the driver.
 
     python benchmarks/host_pace.py OUT                    # a GPU, 20 seconds
     python benchmarks/host_pace.py OUT --device cpu --seconds 1
 
-The eager step of small, in three processes one after the other, the last one kept on two cores. A
-line of OUT/host_pace.jsonl a process: of each step the wall time of its phases, the CPU time of the
-process and its switches, and beside it three fixed probes: a loop of Python, calls that dispatch
-and compute nothing, launches of a tiny kernel.
+Runs the eager step of the size small in three processes, one after another. The last process may
+use only two cores. Three fixed probes follow each step: a Python loop, calls that dispatch but
+compute nothing, and launches of a tiny kernel.
+
+Appends one line per process to OUT/host_pace.jsonl. For each step it has the wall time of the
+phases and probes, the CPU time of the process (all in ms), and the number of context switches:
+voluntary (`waited`) and involuntary (`taken_off`).
 """
 
 import argparse
@@ -23,6 +26,7 @@ MODES = ("free", "free", "two cores")
 
 
 def pace(mode: str, device: str, seconds: float) -> dict[str, list[float]]:
+    """Runs in a new process. Returns the figures of every step, by name."""
     if mode == "two cores":
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
     import torch
@@ -55,7 +59,7 @@ def pace(mode: str, device: str, seconds: float) -> dict[str, list[float]]:
 
 
 def one_step(calls: dict[str, Callable[[], object]], found: dict[str, list[float]]) -> None:
-    """Adds milliseconds of each call, of the process's cores in all, and its switches."""
+    """Runs each call once. Appends its ms, the CPU time of the process and its context switches."""
     cpu, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF)
     begin = time.perf_counter()
     for name, call in calls.items():
@@ -73,16 +77,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seconds", type=float, default=2.5)
-    asked = parser.parse_args()
-    asked.out.mkdir(parents=True, exist_ok=True)
-    with (asked.out / "host_pace.jsonl").open("a") as file:
+    parser.add_argument("--seconds", type=float, default=2.5, help="for each process")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with (arguments.out / "host_pace.jsonl").open("a") as file:
         for mode in MODES:
             with multiprocessing.get_context("spawn").Pool(1) as pool:
-                found = pool.apply(pace, (mode, asked.device, asked.seconds))
-            middle = {name: sorted(values)[len(values) // 2] for name, values in found.items()}
-            print(mode, {name: round(value, 3) for name, value in middle.items()}, flush=True)
-            file.write(json.dumps({"mode": mode, "medians": middle, "steps": found}) + "\n")
+                found = pool.apply(pace, (mode, arguments.device, arguments.seconds))
+            medians = {name: sorted(values)[len(values) // 2] for name, values in found.items()}
+            print(mode, {name: round(value, 3) for name, value in medians.items()}, flush=True)
+            file.write(json.dumps({"mode": mode, "medians": medians, "steps": found}) + "\n")
             file.flush()
 
 
