@@ -1,15 +1,16 @@
-"""How long each kernel of a step takes beside collectives, and without: traces of layouts of two GPUs.
+"""Profiles how long each kernel of a step takes while a collective runs, and while none runs.
 
-    python benchmarks/kernels_beside_collectives.py OUT           # 2.7b, 8 x 512 a rank, 30 s
-    python benchmarks/kernels_beside_collectives.py OUT --trial   # on a CPU, to try it
+    python benchmarks/kernels_beside_collectives.py OUT           # 2.7b, 8 x 512 per rank, 30 s
+    python benchmarks/kernels_beside_collectives.py OUT --trial   # on a CPU, to check that it runs
     python benchmarks/kernels_beside_collectives.py OUT --part context --layouts "cp2 zero2"
 
-The last takes rows of a part of layout_rows.py.
+The last command profiles rows of a part of layout_rows.py. All layouts have two GPUs. Two steps of
+each layout are profiled, then two steps without its communication.
 
-Two steps of each layout are profiled, then two without its communication. OUT/beside.jsonl has a line
-for each layout, rank, and kernel: calls and mean us beside a collective (for nine tenths of its
-time), partly beside one, and alone. OUT/timeline.jsonl has when the collectives of the last step
-ran, and the gaps of computing, in us from the step's first kernel.
+OUT/beside.jsonl has a line per layout, rank and kernel: the number of calls and their mean time in
+µs `beside` a collective (more than 90 % of the kernel's time), `partly` beside one, and `alone`
+(less than 10 %). OUT/timeline.jsonl has the times of the last step: its collectives and the gaps
+between compute kernels, in µs since its first kernel.
 """
 
 import argparse
@@ -45,6 +46,7 @@ SHORTEST_GAP_US = 3.0
 
 
 def spec_of(layout: str, *, trial: bool) -> LayoutSpec:
+    """Returns the default step under a layout."""
     size, length = ("nano", 64) if trial else ("2.7b", 512)
     return LayoutSpec(
         model=ModelSpec.preset(size, context_length=length),
@@ -59,6 +61,7 @@ def spec_of(layout: str, *, trial: bool) -> LayoutSpec:
 
 
 def specs_of(part: str, layouts: Sequence[str], *, trial: bool) -> list[LayoutSpec]:
+    """Returns the steps to profile: of a part of layout_rows.py, or the default step if part is ""."""
     if not part:
         return [spec_of(layout, trial=trial) for layout in layouts]
     found = getattr(Rows(gpus=2, small=trial), part)()
@@ -66,8 +69,10 @@ def specs_of(part: str, layouts: Sequence[str], *, trial: bool) -> list[LayoutSp
     return [spec for spec in found if spec.parsed_layout in wanted]
 
 
-def traced(spec: LayoutSpec) -> list[tuple[str, list[Work], list[float]]]:
-    """On each rank: what ran in profiled steps with and without communication, and ms of steps."""
+def profile_rank(spec: LayoutSpec) -> list[tuple[str, list[Work], list[float]]]:
+    """Runs on each rank. Returns ("communicating" or "without", the work of the profiled steps, ms of
+    the timed steps), once with and once without communication.
+    """
     world = joined_world()
     assert world is not None
     device, place = world.device(spec.device), RankShare.of(spec.parsed_layout, world.rank)
@@ -86,14 +91,15 @@ def traced(spec: LayoutSpec) -> list[tuple[str, list[Work], list[float]]]:
     with step.precision.matmul_mode():
         for how, contexts in (("communicating", []), ("without", axes)):
             with contextlib.ExitStack() as stack:
-                for each in contexts:
-                    stack.enter_context(each())
+                for context in contexts:
+                    stack.enter_context(context())
                 times = time_phases(phases, device, warmup=spec.warmup, steps=spec.steps)["step"]
                 found.append((how, profiled(phases, device), times))
     return found
 
 
 def profiled(phases: Phases, device) -> list[Work]:
+    """Returns what ran on the host and the device in STEPS profiled steps."""
     with tempfile.TemporaryDirectory() as folder:
         paths, _ = profile_phases(
             {"align": _align_hosts, **phases},
@@ -106,12 +112,12 @@ def profiled(phases: Phases, device) -> list[Work]:
 
 
 def kernels(works: Sequence[Work]) -> list[dict[str, object]]:
-    """A row a kernel: how often and how long beside collectives, partly beside, and alone."""
-    sending = merged((w.start, w.end) for w in works if w.kind == "communication")
+    """Returns a row per kernel: calls and mean µs beside collectives, partly beside, and alone."""
+    communicating = merged((w.start, w.end) for w in works if w.kind == "communication")
     found: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for work in works:
         length = max(work.end - work.start, 1e-3)
-        share = total(intersection([(work.start, work.end)], sending)) / length
+        share = total(intersection([(work.start, work.end)], communicating)) / length
         where = "beside" if share > 0.9 else "alone" if share < 0.1 else "partly"
         where = "alone" if work.kind == "communication" else where
         found[work.name[:120], work.kind][where].append(length)
@@ -124,7 +130,7 @@ def kernels(works: Sequence[Work]) -> list[dict[str, object]]:
 
 
 def timeline(works: Sequence[Work]) -> dict[str, Intervals]:
-    """Of the last step: its collectives, and the gaps of computing."""
+    """Returns the collectives of the last step and the gaps between its compute kernels."""
     number = max(work.step for work in works)
     last = [work for work in works if work.step == number]
     begin = min(work.start for work in last)
@@ -146,18 +152,23 @@ def timeline(works: Sequence[Work]) -> dict[str, Intervals]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--trial", action="store_true", help="on two processes of a CPU")
-    parser.add_argument("--part", default="", choices=("", *PARTS), help="of layout_rows.py")
+    parser.add_argument("--trial", action="store_true", help="small, in two processes of a CPU")
+    parser.add_argument(
+        "--part",
+        default="",
+        choices=("", *PARTS),
+        help="take the rows of this part of layout_rows.py",
+    )
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS))
-    asked = parser.parse_args()
-    asked.out.mkdir(parents=True, exist_ok=True)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
     with (
-        (asked.out / "beside.jsonl").open("w") as rows,
-        (asked.out / "timeline.jsonl").open("w") as lines,
+        (arguments.out / "beside.jsonl").open("w") as rows,
+        (arguments.out / "timeline.jsonl").open("w") as lines,
     ):
-        for spec in specs_of(asked.part, asked.layouts, trial=asked.trial):
+        for spec in specs_of(arguments.part, arguments.layouts, trial=arguments.trial):
             layout = spec.layout
-            ranks = launch(traced, spec, ranks=2, device=spec.device)
+            ranks = launch(profile_rank, spec, ranks=2, device=spec.device)
             for rank, found in enumerate(ranks):
                 for how, works, step_ms in found:
                     head = {"layout": layout, "rank": rank, "how": how}

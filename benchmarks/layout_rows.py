@@ -1,22 +1,23 @@
-"""Rows of layouts on the GPUs of one host, one part after another in one process, so that ranks are
-started once for rows that follow one another:
+"""Measures training steps under layouts on the GPUs of one host. All rows of a part run in one
+process, so that ranks start once for consecutive rows.
 
     python benchmarks/layout_rows.py OUT --parts context sharded --seconds 120
-    python benchmarks/layout_rows.py OUT --small        # on a CPU: that every row runs
+    python benchmarks/layout_rows.py OUT --small        # on a CPU, to check that every row runs
 
-Writes OUT/records.jsonl, each row when it is there, and prints step, throughput a GPU over that of
-the part's row on one GPU, and of pipelines the step that was simulated before. No row is begun after
---seconds. All blocks are compiled and 4096 wide, weights in bf16, optimizer AdamW:
+  context   one sequence of 32,768 tokens: on one GPU, and split over all GPUs
+  sharded   8192 tokens per GPU, 16 blocks: ZeRO 3 next to torch's fully_shard
+  pipeline  16 blocks, one sequence of 4096 tokens per micro-batch, stages balanced by measured time,
+            forward and backward: our schedules next to torch's of the same name, eager and compiled,
+            with 2 to 32 micro-batches
+  bert      BERT-base, 64 sequences of 128 tokens in 4 and 64 micro-batches: CUDA graphs, eager, and
+            torch's schedule; stages of equal FLOPs, and stages of which one has too much work
+  llama     Llama 3 8B under each layout that may fit
+  pairs     8192 tokens per sequence, 16 blocks: two axes at once; needs four GPUs
 
-  context   one sequence of 32,768 tokens on one GPU, and cut over all
-  sharded   8192 tokens a GPU, 16 blocks: ZeRO 3 beside torch's fully_shard
-  pipeline  16 blocks cut by measured time, one sequence of 4096 a micro-batch, forward and
-            backward: schedules beside torch's of the same name, eager and compiled, with 2 to 32
-            micro-batches
-  bert      BERT-base, 64 sequences of 128 in 4 and 64 micro-batches: recorded, eager, torch's; its
-            stages of equal FLOPs and one that is overweight
-  llama     Llama 3 of 8 B parameters under each layout that may hold it
-  pairs     8192 tokens a sequence, 16 blocks: two axes at once; on four GPUs
+Unless a part says otherwise, blocks are compiled and 4096 wide, weights are bf16, and the optimizer
+is AdamW. Appends each row to OUT/records.jsonl as soon as it is measured. Prints the step time, the
+throughput per GPU relative to the part's row on one GPU, and for pipelines the error of the
+simulated step. No row starts after --seconds.
 """
 
 import argparse
@@ -48,7 +49,7 @@ TINY = {"d_model": 64, "d_ff": 96, "num_heads": 4, "vocab_size": 64}
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The specs of a part, on so many devices."""
+    """The specs of each part for a number of devices. Each part is a method of the same name."""
 
     gpus: int
     small: bool
@@ -69,14 +70,14 @@ class Rows:
         return {"device": "cuda", "precision": "bf16-pure", "compile": "blocks", **steps}
 
     def layout(self, model: ModelSpec, layout: str, batch: int, **changes: Any) -> LayoutSpec:
-        asked = {**self.common, **({} if self.small else changes)}
-        return LayoutSpec(model=model, layout=layout, batch=batch, **asked)
+        fields = {**self.common, **({} if self.small else changes)}
+        return LayoutSpec(model=model, layout=layout, batch=batch, **fields)
 
     def context(self) -> Iterator[Any]:
         n, model = self.gpus, self.network(8, 32_768)
         for layout in ("none", f"cp{n} ulysses zero2", f"cp{n} zero2", f"cp{n} zero1"):
             yield self.layout(model, layout, 1)
-        # Without its communication this is each GPU alone at once, of which the slower one counts.
+        # Without communication each GPU runs alone, all at the same time. The slowest one counts.
         yield self.layout(model, f"dp{n} zero2", n)
 
     def sharded(self) -> Iterator[Any]:
@@ -86,29 +87,29 @@ class Rows:
             yield self.layout(model, layout, 2 * n)
 
     def schedule(self, name: str, ranks: int, **changes: Any) -> PipelineSpec:
-        fast = {"warmup": 1, "steps": 3, "balance": "time"}
-        asked = {**self.common, "ranks": ranks, **fast, **changes}
+        defaults = {"warmup": 1, "steps": 3, "balance": "time"}
+        fields = {**self.common, "ranks": ranks, **defaults, **changes}
         if self.small:
-            asked |= {"cuda_graphs": False, "warmup": 1, "steps": 1}
-        batch = asked.setdefault("batch", asked["micro_batches"])
-        asked["micro_batches"] = min(asked["micro_batches"], batch)
-        return PipelineSpec(schedule=name, **asked)
+            fields |= {"cuda_graphs": False, "warmup": 1, "steps": 1}
+        batch = fields.setdefault("batch", fields["micro_batches"])
+        fields["micro_batches"] = min(fields["micro_batches"], batch)
+        return PipelineSpec(schedule=name, **fields)
 
     def pipeline(self) -> Iterator[Any]:
         n = self.gpus
         model = dataclasses.replace(self.network(16, 4096), attention="sdpa", loss="cross-entropy")
         row = functools.partial(self.schedule, model=model, micro_batches=8)
-        paired = ("zbv", "1f1b", "interleaved", "izb", "dualpipev", "gpipe")
+        names = ("zbv", "1f1b", "interleaved", "izb", "dualpipev", "gpipe")
         for compile in ("off", "blocks"):
             yield row("1f1b", 1, compile=compile, micro_batches=4)
-            for name in paired:
+            for name in names:
                 yield row(name, n, compile=compile)
                 if compile == "off" or name in ("1f1b", "interleaved", "gpipe"):
                     yield row(f"torch-{name}", n, compile=compile)
             if compile == "off":
                 for name in ("v-half", "v-min"):
                     yield row(name, n, compile=compile)
-                for m in (2, 4):  # mostly bubble
+                for m in (2, 4):  # most of the time is bubble
                     yield row("1f1b", n, compile=compile, micro_batches=m)
         for name in ("zbv", "dualpipev", "interleaved"):
             yield row(name, n, balance="step")
@@ -126,7 +127,7 @@ class Rows:
         yield row("1f1b", 1, micro_batches=1, cuda_graphs=True)
         for m, n in itertools.product((4, 64), range(2, self.gpus + 1)):
             yield row("1f1b", n, micro_batches=m, cuda_graphs=True, steps=10)
-            for seed in range(3 if m == 4 else 1):  # hosts are not the same from second to second
+            for seed in range(3 if m == 4 else 1):  # the host's speed varies from second to second
                 yield row("1f1b", n, micro_batches=m, seed=seed)
                 yield row("torch-1f1b", n, micro_batches=m, seed=seed)
         yield row("1f1b", self.gpus, micro_batches=16, cuda_graphs=True, overweight=3)
@@ -161,62 +162,78 @@ class Rows:
             yield self.layout(model, layout, 8 if "pp" in layout else 2)
 
 
-def is_told(job: Job) -> bool:
-    """Predictions of torch's schedules are ours, and one rank has no schedule."""
-    is_ours = isinstance(job.spec, PipelineSpec) and job.spec.ranks > 1 and not job.spec.is_torch
-    return job.provenance == "measured" or is_ours
+def is_wanted(job: Job) -> bool:
+    """Returns whether to run a job. Predictions run only for our pipeline schedules: the prediction
+    of torch's schedule is the same as ours, and one rank has no schedule.
+    """
+    has_prediction = (
+        isinstance(job.spec, PipelineSpec) and job.spec.ranks > 1 and not job.spec.is_torch
+    )
+    return job.provenance == "measured" or has_prediction
 
 
 def name_of(spec: Any) -> str:
-    named = getattr(spec, "layout", "") or f"{spec.ranks} x {spec.schedule} m{spec.micro_batches}"
-    named += f", compile {spec.compile}" + ", graphs" * spec.cuda_graphs
-    return named + ", filled" * getattr(spec, "fill", False)
+    """Returns the name of a row, as it is printed."""
+    name = getattr(spec, "layout", "") or f"{spec.ranks} x {spec.schedule} m{spec.micro_batches}"
+    name += f", compile {spec.compile}" + ", graphs" * spec.cuda_graphs
+    return name + ", filled" * getattr(spec, "fill", False)
 
 
-def tell(job: Job, record: Record, before: Record | None, alone: float | None) -> float | None:
-    """Prints a row, and how far the one before it was off that predicted it; gives tokens a second
-    and GPU of a row on one GPU.
+def print_row(
+    job: Job, record: Record, previous: Record | None, one_gpu: float | None
+) -> float | None:
+    """Prints a row. If the previous row predicted it, also prints the prediction's error.
+
+    one_gpu  tokens per ms of the row on one GPU, if there was one. Returns the new value.
     """
-    spec, named = job.spec, name_of(job.spec)
+    spec, name = job.spec, name_of(job.spec)
     if record.status != "ok":
-        print(f"{record.provenance} {named}: {record.status}: {record.note[:300]}", flush=True)
-        return alone
+        print(f"{record.provenance} {name}: {record.status}: {record.note[:300]}", flush=True)
+        return one_gpu
     ranks, ms = spec.ranks, record.median("step_ms")
     tokens = spec.batch * spec.model.context_length / ms / ranks
-    over = f", {tokens / alone:.3f} of one GPU" if alone and ranks > 1 else ""
-    if before and before.provenance == "modelled" and before.key == record.key:
-        over += f", simulated {100 * (before.median('step_ms') / ms - 1):+.1f} %"
-        peaks = [found.series.get("rank_peak_bytes", []) for found in (before, record)]
+    details = f", {tokens / one_gpu:.3f} of one GPU" if one_gpu and ranks > 1 else ""
+    if previous and previous.provenance == "modelled" and previous.key == record.key:
+        details += f", simulated {100 * (previous.median('step_ms') / ms - 1):+.1f} %"
+        peaks = [each.series.get("rank_peak_bytes", []) for each in (previous, record)]
         for predicted, peak in zip(*peaks, strict=True):
-            over += f", peak {100 * (predicted / peak - 1):+.1f} % of {peak / 2**30:.1f} GiB"
+            details += f", peak {100 * (predicted / peak - 1):+.1f} % of {peak / 2**30:.1f} GiB"
     if "without_data_ms" in record.metrics:
-        over += f", without data {record.median('without_data_ms'):.2f} ms"
-    over += f", MFU {record.median('mfu'):.3f}" if "mfu" in record.metrics else ""
-    print(f"{record.provenance} {named}: {ms:.2f} ms{over}", flush=True)
-    return tokens if ranks == 1 and record.provenance == "measured" else alone
+        details += (
+            f", without data parallel communication {record.median('without_data_ms'):.2f} ms"
+        )
+    details += f", MFU {record.median('mfu'):.3f}" if "mfu" in record.metrics else ""
+    print(f"{record.provenance} {name}: {ms:.2f} ms{details}", flush=True)
+    return tokens if ranks == 1 and record.provenance == "measured" else one_gpu
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--seconds", type=float, default=540.0)
-    parser.add_argument("--gpus", type=int, default=0)
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--only", nargs="+", default=[""], help="rows whose printed names have one")
-    asked = parser.parse_args()
-    end = time.monotonic() + asked.seconds
-    rows = Rows(asked.gpus or (2 if asked.small else torch.cuda.device_count()), asked.small)
-    for part in asked.parts:
-        specs = [s for s in getattr(rows, part)() if any(text in name_of(s) for text in asked.only)]
-        jobs = [job for job in checked_jobs(specs, asked.out) if is_told(job)]
-        alone, before = None, None
+    parser.add_argument("--seconds", type=float, default=540.0, help="start no row after this time")
+    parser.add_argument("--gpus", type=int, default=0, help="all by default")
+    parser.add_argument("--small", action="store_true", help="small sizes, on a CPU")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="rows whose printed name has this text"
+    )
+    arguments = parser.parse_args()
+    end = time.monotonic() + arguments.seconds
+    rows = Rows(
+        arguments.gpus or (2 if arguments.small else torch.cuda.device_count()), arguments.small
+    )
+    for part in arguments.parts:
+        specs = [
+            s for s in getattr(rows, part)() if any(text in name_of(s) for text in arguments.only)
+        ]
+        jobs = [job for job in checked_jobs(specs, arguments.out) if is_wanted(job)]
+        one_gpu, previous = None, None
         print(f"-- {part}, {end - time.monotonic():.0f} s left", flush=True)
         if time.monotonic() > end:
             continue
-        for result in sweep(jobs, RunStore(asked.out)):
-            alone = tell(result.job, result.record, before, alone)
-            before = result.record
+        for result in sweep(jobs, RunStore(arguments.out)):
+            one_gpu = print_row(result.job, result.record, previous, one_gpu)
+            previous = result.record
             if time.monotonic() > end:
                 break
 

@@ -1,12 +1,12 @@
-"""Peak memory of a training step, predicted and measured, of models of other libraries.
+"""Predicts and measures the peak memory of a training step, for models of other libraries.
 
     python benchmarks/memory_of_models.py OUT                 # all on the GPU, under 150 seconds
     python benchmarks/memory_of_models.py OUT llama:bf16      # these rows
-    python benchmarks/memory_of_models.py OUT --trial         # predicted for an H100, without a GPU
+    python benchmarks/memory_of_models.py OUT --trial         # predictions for an H100, without a GPU
 
-Wants transformers and torchvision; weights are random, nothing is downloaded. Appends a line of JSON
-a row to OUT/memory_of_models.jsonl, leaves out rows that the file has, and says at the end which
-predictions are off by more than 2 %.
+Needs transformers, torchvision and timm. Weights are random; nothing is downloaded. Appends a JSON
+line per row to OUT/memory_of_models.jsonl and skips rows that the file already has. Prints at the
+end which rows failed or have an error above 2 %; exits with status 1 if there are any.
 """
 
 import argparse
@@ -24,18 +24,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-AT_ONCE = 6  # processes; each counts its own memory, and their peaks fit into one GPU together
+# At the same time: each counts its own memory, and the sum of their peaks fits into one GPU.
+MAX_PROCESSES = 6
 ROW_SECONDS = 120
-WIDEST_ERROR = 0.02
+MAX_ERROR = 0.02
 PRECISIONS = ("fp32", "bf16")
 LIBRARIES = ("torch", "transformers", "torchvision", "timm", "numpy")
-PREDICTED_FOR = "sm90"
-LARGEST_SHOWN = 12
-Made = tuple[nn.Module, tuple[Any, ...]]
+TRIAL_ARCHITECTURE = "sm90"
+MAX_TABLE_ROWS = 12
+ModelAndBatch = tuple[nn.Module, tuple[Any, ...]]
 
 
-class Named(nn.Module):
-    """A model of transformers, its arguments by position."""
+class KeywordModel(nn.Module):
+    """A model of transformers that takes its keyword arguments by position and returns the loss."""
 
     def __init__(self, model: nn.Module, names: list[str]):
         super().__init__()
@@ -45,11 +46,13 @@ class Named(nn.Module):
         return self.model(**dict(zip(self.names, values, strict=True))).loss
 
 
-def of_transformers(model: str, config: str, batch: Mapping[str, Tensor], **fields: Any) -> Made:
+def transformers_model(
+    model: str, config: str, batch: Mapping[str, Tensor], **fields: Any
+) -> ModelAndBatch:
     import transformers
 
-    made = getattr(transformers, model)(getattr(transformers, config)(**fields))
-    return Named(made, [*batch]), tuple(batch.values())
+    built = getattr(transformers, model)(getattr(transformers, config)(**fields))
+    return KeywordModel(built, [*batch]), tuple(batch.values())
 
 
 def text(batch: int, length: int) -> dict[str, Tensor]:
@@ -65,46 +68,48 @@ LLAMA = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8,
          "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000}  # fmt: skip
 
 
-def gpt2() -> Made:
-    return of_transformers("GPT2LMHeadModel", "GPT2Config", text(4, 512))
+def gpt2() -> ModelAndBatch:
+    return transformers_model("GPT2LMHeadModel", "GPT2Config", text(4, 512))
 
 
-def llama() -> Made:
-    return of_transformers("LlamaForCausalLM", "LlamaConfig", text(4, 1024), **LLAMA)
+def llama() -> ModelAndBatch:
+    return transformers_model("LlamaForCausalLM", "LlamaConfig", text(4, 1024), **LLAMA)
 
 
-def llama_tied() -> Made:
+def llama_tied() -> ModelAndBatch:
     fields = LLAMA | {"tie_word_embeddings": True}
-    return of_transformers("LlamaForCausalLM", "LlamaConfig", text(4, 512), **fields)
+    return transformers_model("LlamaForCausalLM", "LlamaConfig", text(4, 512), **fields)
 
 
-def mixtral() -> Made:
+def mixtral() -> ModelAndBatch:
     fields = LLAMA | {"num_hidden_layers": 4, "num_local_experts": 8}
-    return of_transformers("MixtralForCausalLM", "MixtralConfig", text(4, 512), **fields)
+    return transformers_model("MixtralForCausalLM", "MixtralConfig", text(4, 512), **fields)
 
 
-def bert() -> Made:
+def bert() -> ModelAndBatch:
     batch = text(16, 256) | {"attention_mask": torch.ones(16, 256, dtype=torch.long)}
-    return of_transformers("BertForMaskedLM", "BertConfig", batch)
+    return transformers_model("BertForMaskedLM", "BertConfig", batch)
 
 
-def t5() -> Made:
+def t5() -> ModelAndBatch:
     fields = {"num_layers": 6, "decoder_start_token_id": 0}
-    return of_transformers("T5ForConditionalGeneration", "T5Config", text(8, 256), **fields)
+    return transformers_model("T5ForConditionalGeneration", "T5Config", text(8, 256), **fields)
 
 
-def whisper() -> Made:
+def whisper() -> ModelAndBatch:
     batch = {"input_features": torch.zeros(4, 80, 3000), "labels": text(4, 128)["labels"]}
-    return of_transformers("WhisperForConditionalGeneration", "WhisperConfig", batch)
+    return transformers_model("WhisperForConditionalGeneration", "WhisperConfig", batch)
 
 
-def vit() -> Made:
+def vit() -> ModelAndBatch:
     pixels, labels = images(16)
     batch = {"pixel_values": pixels, "labels": labels % 2}
-    return of_transformers("ViTForImageClassification", "ViTConfig", batch)
+    return transformers_model("ViTForImageClassification", "ViTConfig", batch)
 
 
 class Classifier(nn.Module):
+    """A model of images with the cross-entropy loss."""
+
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
@@ -113,30 +118,30 @@ class Classifier(nn.Module):
         return nn.functional.cross_entropy(self.model(pixels), labels)
 
 
-def resnet50() -> Made:
+def resnet50() -> ModelAndBatch:
     import torchvision
 
     return Classifier(torchvision.models.resnet50()), images(16)
 
 
-def convnext() -> Made:
+def convnext() -> ModelAndBatch:
     import torchvision
 
     return Classifier(torchvision.models.convnext_tiny()), images(16)
 
 
-def timm_vit() -> Made:
+def timm_vit() -> ModelAndBatch:
     import timm
 
     return Classifier(timm.create_model("vit_base_patch16_224")), images(32)
 
 
-def lstm() -> Made:
+def lstm() -> ModelAndBatch:
     return nn.LSTM(512, 1024, num_layers=3, batch_first=True), (torch.ones(32, 256, 512),)
 
 
 class LowRank(nn.Module):
-    """A frozen linear layer and its LoRA (Hu et al. 2021), of rank 16."""
+    """A frozen linear layer with LoRA of rank 16 (Hu et al. 2021)."""
 
     def __init__(self, base: nn.Linear):
         super().__init__()
@@ -148,7 +153,7 @@ class LowRank(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def lora() -> Made:
+def lora() -> ModelAndBatch:
     model, batch = llama()
     model.requires_grad_(False)
     for layer in model.model.model.layers:
@@ -157,13 +162,13 @@ def lora() -> Made:
     return model, batch
 
 
-def embedding_bag() -> Made:
+def embedding_bag() -> ModelAndBatch:
     bags = torch.zeros(4096, 32, dtype=torch.long)
     return nn.Sequential(nn.EmbeddingBag(200_000, 128), nn.Linear(128, 1)), (bags,)
 
 
 class SparseRows(nn.Module):
-    """An embedding whose gradient has the rows that were used."""
+    """An embedding with sparse gradients, which hold only the rows that were used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,13 +190,13 @@ MODELS: tuple[Callable[[], Any], ...] = (
 
 
 def measured_row(name: str, precision: str, *, trial: bool) -> dict[str, Any]:
-    """Both records of one row, in this process."""
+    """Predicts and measures one row in this process. Returns the figures of both as JSON."""
     from stepgauge.bench.memory import jobs
     from stepgauge.spec.memory import MemorySpec
     from stepgauge.spec.predictions import paired
     from stepgauge.spec.user_model import UserModel
 
-    fields = {"predict": PREDICTED_FOR} if trial else {"device": "cuda"}
+    fields = {"predict": TRIAL_ARCHITECTURE} if trial else {"device": "cuda"}
     model = UserModel.read(f"{Path(__file__).resolve()}:{name}")
     spec = MemorySpec(model=model, precision=precision, **fields)
     start = time.perf_counter()
@@ -207,7 +212,7 @@ def measured_row(name: str, precision: str, *, trial: bool) -> dict[str, Any]:
         figures = {metric: sample.median for metric, sample in record.metrics.items()}
         found[record.provenance] = figures | ({"note": record.note} if record.note else {})
         for table in ("savers", "at_the_peak"):
-            found[f"{record.provenance} {table}"] = record.tables.get(table, [])[:LARGEST_SHOWN]
+            found[f"{record.provenance} {table}"] = record.tables.get(table, [])[:MAX_TABLE_ROWS]
     return found | {"error": row.error("peak_bytes")}
 
 
@@ -218,7 +223,8 @@ def _version(library: str) -> str | None:
         return None
 
 
-def row_in_a_process(row: str, *, trial: bool) -> dict[str, Any]:
+def run_row(row: str, *, trial: bool) -> dict[str, Any]:
+    """Runs one row in a process of its own, so that its peak is its own."""
     name, precision = row.split(":")
     command = [sys.executable, __file__, "--alone", row, *(["--trial"] if trial else [])]
     threads = {"OMP_NUM_THREADS": "2"}  # several processes share the cores
@@ -236,55 +242,60 @@ def row_in_a_process(row: str, *, trial: bool) -> dict[str, Any]:
 
 
 def known_rows(file: Path) -> list[dict[str, Any]]:
-    """The rows of an earlier run that have figures."""
+    """Returns the rows of earlier runs that did not fail."""
     lines = file.read_text().splitlines() if file.exists() else []
     return [row for row in map(json.loads, lines) if "failed" not in row]
 
 
 def is_wrong(row: Mapping[str, Any], *, trial: bool) -> bool:
+    """Returns whether a row failed or its error is too large. A trial only needs a prediction."""
     if trial:
         return "peak_bytes" not in row.get("modelled", {})
     error = row.get("error")
-    return error is None or abs(error) > WIDEST_ERROR
+    return error is None or abs(error) > MAX_ERROR
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("out", nargs="?", type=Path, default=Path())
-    parser.add_argument("rows", nargs="*", help="such as llama:bf16; all by default")
-    parser.add_argument("--trial", action="store_true", help="predicted alone, without a GPU")
-    parser.add_argument("--alone", help="one row in this process, printed")
-    asked = parser.parse_intermixed_args()
-    if asked.alone:
-        print(json.dumps(measured_row(*asked.alone.split(":"), trial=asked.trial)))
+    parser.add_argument(
+        "rows", nargs="*", help="MODEL:PRECISION, such as llama:bf16; all by default"
+    )
+    parser.add_argument("--trial", action="store_true", help="predict only, without a GPU")
+    parser.add_argument("--alone", help="run this row in this process and print it as JSON")
+    arguments = parser.parse_intermixed_args()
+    if arguments.alone:
+        print(json.dumps(measured_row(*arguments.alone.split(":"), trial=arguments.trial)))
         return 0
     names = [f"{model.__name__}:{precision}" for model in MODELS for precision in PRECISIONS]
-    return run_all(asked.rows or names, asked.out / "memory_of_models.jsonl", trial=asked.trial)
+    return run_all(
+        arguments.rows or names, arguments.out / "memory_of_models.jsonl", trial=arguments.trial
+    )
 
 
 def run_all(names: Sequence[str], file: Path, *, trial: bool) -> int:
+    """Runs the rows that the file does not have, several at a time. Returns the exit status."""
     file.parent.mkdir(parents=True, exist_ok=True)
     rows = known_rows(file)
     known = {f"{row['model']}:{row['precision']}" for row in rows}
     with (
-        concurrent.futures.ThreadPoolExecutor(1 if trial else AT_ONCE) as pool,
+        concurrent.futures.ThreadPoolExecutor(1 if trial else MAX_PROCESSES) as pool,
         file.open("a") as written,
     ):
-        waiting = [
-            pool.submit(row_in_a_process, name, trial=trial) for name in names if name not in known
-        ]
+        waiting = [pool.submit(run_row, name, trial=trial) for name in names if name not in known]
         for done in concurrent.futures.as_completed(waiting):
             rows.append(row := done.result())
             written.write(json.dumps(row) + "\n")
             written.flush()
             print(summary(row), flush=True)
     wrong = [summary(row) for row in rows if is_wrong(row, trial=trial)]
-    print(f"{len(wrong)} of {len(rows)} rows are off by more than {WIDEST_ERROR:.0%}, or failed:")
+    print(f"{len(wrong)} of {len(rows)} rows failed or have an error above {MAX_ERROR:.0%}:")
     print("\n".join(wrong))
     return 1 if wrong else 0
 
 
 def summary(found: Mapping[str, Any]) -> str:
+    """Returns one line: the measured and the predicted peak and the error."""
     name = f"{found['model']} {found['precision']}"
     if "failed" in found:
         return f"{name}: {found['failed'].strip().splitlines()[-1:]}"

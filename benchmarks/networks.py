@@ -1,4 +1,9 @@
-"""Networks as people write them in plain torch, for validation: factories that --model takes."""
+"""Networks in plain torch for validation. Every command with --model takes these factories:
+
+    stepgauge bench step --model benchmarks/networks.py:resnet50
+
+A factory returns the module, its batch and the loss, or a module that computes the loss itself.
+"""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +16,7 @@ Factory = tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions beside a shortcut (He et al. 2016)."""
+    """Three convolutions with a shortcut around them (He et al. 2016)."""
 
     def __init__(self, wide_in: int, narrow: int, stride: int):
         super().__init__()
@@ -36,7 +41,7 @@ def _convolution(wide_in: int, wide: int, size: int, stride: int = 1) -> Sequenc
 
 
 def resnet50() -> Factory:
-    """25.6 M parameters, 64 images of 224 x 224."""
+    """ResNet-50: 25.6 M parameters, 64 images of 224 x 224."""
     layers: list[nn.Module] = [*_convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     wide = 64
     for narrow, blocks, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
@@ -48,7 +53,7 @@ def resnet50() -> Factory:
 
 
 def resnet50_channels_last() -> Factory:
-    """The same with the channels of a pixel beside one another."""
+    """ResNet-50 in the memory format channels_last."""
     network, (images, classes), loss = resnet50()
     last = torch.channels_last
     return network.to(memory_format=last), (images.to(memory_format=last), classes), loss
@@ -59,7 +64,7 @@ def _images(batch: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 class VisionTransformer(nn.Module):
-    """ViT-B/16 (Dosovitskiy et al. 2021) of torch's own layers."""
+    """ViT-B/16 (Dosovitskiy et al. 2021) built from torch's layers."""
 
     def __init__(self, width: int = 768, layers: int = 12, heads: int = 12):
         super().__init__()
@@ -82,12 +87,12 @@ class VisionTransformer(nn.Module):
 
 
 def vit_b16() -> Factory:
-    """86 M parameters, 64 images of 224 x 224."""
+    """ViT-B/16: 86 M parameters, 64 images of 224 x 224."""
     return VisionTransformer(), _images(64, 224), nn.CrossEntropyLoss()
 
 
 class Translator(nn.Module):
-    """torch's nn.Transformer, encoder and decoder, with dropout."""
+    """torch's nn.Transformer: encoder and decoder, with dropout."""
 
     def __init__(self, vocabulary: int = 32_000, width: int = 512):
         super().__init__()
@@ -107,13 +112,13 @@ class Translator(nn.Module):
 
 
 def translator() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """60 M parameters and two tables of 16 M, 32 pairs of 256 tokens."""
+    """A translator: 77 M parameters, 32 pairs of 256 tokens."""
     source, target = (torch.randint(32_000, (32, 256)) for _ in range(2))
     return Translator(), (source, target)
 
 
 class RelativeAttention(nn.Module):
-    """Attention as T5 writes it out, with a bias by distance (Raffel et al. 2020)."""
+    """T5's attention without a fused kernel. A bias depends on the distance (Raffel et al. 2020)."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -126,12 +131,14 @@ class RelativeAttention(nn.Module):
             for part in self.qkv(self.norm(x_BTD)).chunk(3, dim=-1)
         )
         scores = q @ k.mT + bias_HTT
-        shares = F.softmax(scores.float(), dim=-1).type_as(scores)
-        shares = F.dropout(shares, 0.1, self.training)
-        return x_BTD + self.out((shares @ v).transpose(1, 2).flatten(2))
+        weights = F.softmax(scores.float(), dim=-1).type_as(scores)
+        weights = F.dropout(weights, 0.1, self.training)
+        return x_BTD + self.out((weights @ v).transpose(1, 2).flatten(2))
 
 
 class RelativeEncoder(nn.Module):
+    """The encoder of T5."""
+
     def __init__(self, width: int = 768, heads: int = 12, layers: int = 12):
         super().__init__()
         self.embedding = nn.Embedding(32_128, width)
@@ -158,13 +165,13 @@ class RelativeEncoder(nn.Module):
 
 
 def relative_encoder() -> Factory:
-    """T5-base's encoder, 16 sequences of 512 tokens."""
+    """The encoder of T5-base: 16 sequences of 512 tokens."""
     tokens = torch.randint(32_128, (16, 512))
     return RelativeEncoder(), (tokens, tokens.flatten()), nn.CrossEntropyLoss()
 
 
 class Residual(nn.Module):
-    """Two convolutions with group norms, as diffusion models have them (Ho et al. 2020)."""
+    """Two convolutions with group norms, as in diffusion models (Ho et al. 2020)."""
 
     def __init__(self, wide_in: int, wide: int):
         super().__init__()
@@ -182,24 +189,24 @@ class Residual(nn.Module):
 
 
 class UNet(nn.Module):
-    """Down by strided convolutions, up by nearest neighbours, joined at each size."""
+    """A U-Net: strided convolutions down, nearest-neighbour upsampling up, skip connections."""
 
     def __init__(self, widths: Sequence[int] = (128, 256, 512)):
         super().__init__()
         self.stem = nn.Conv2d(3, widths[0], 3, padding=1)
         pairs = list(zip(widths, (*widths[1:], widths[-1]), strict=True))
         self.down = nn.ModuleList(Residual(a, b) for a, b in pairs)
-        self.smaller = nn.ModuleList(nn.Conv2d(b, b, 3, 2, 1) for _, b in pairs)
+        self.downsample = nn.ModuleList(nn.Conv2d(b, b, 3, 2, 1) for _, b in pairs)
         self.middle = Residual(widths[-1], widths[-1])
         self.up = nn.ModuleList(Residual(2 * b, a) for a, b in reversed(pairs))
         self.head = nn.Conv2d(widths[0], 3, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         x, kept = self.stem(x), []
-        for residual, smaller in zip(self.down, self.smaller, strict=True):
+        for residual, downsample in zip(self.down, self.downsample, strict=True):
             x = residual(x)
             kept.append(x)
-            x = smaller(x)
+            x = downsample(x)
         x = self.middle(x)
         for residual in self.up:
             x = torch.cat((F.interpolate(x, scale_factor=2.0), kept.pop()), dim=1)
@@ -208,12 +215,14 @@ class UNet(nn.Module):
 
 
 def unet() -> Factory:
-    """32 images of 64 x 64."""
+    """A U-Net: 32 images of 64 x 64."""
     images = torch.randn(32, 3, 64, 64)
     return UNet(), (images, torch.randn_like(images)), nn.MSELoss()
 
 
 class Tagger(nn.Module):
+    """Two LSTM layers that label each token."""
+
     def __init__(self, width: int = 1024):
         super().__init__()
         self.embedding = nn.Embedding(20_000, width)
@@ -225,13 +234,13 @@ class Tagger(nn.Module):
 
 
 def tagger() -> Factory:
-    """A recurrent network, 64 sequences of 128 tokens."""
+    """An LSTM: 64 sequences of 128 tokens."""
     tokens, tags = torch.randint(20_000, (64, 128)), torch.randint(50, (64 * 128,))
     return Tagger(), (tokens, tags), nn.CrossEntropyLoss()
 
 
 class Recommender(nn.Module):
-    """Bags of embeddings and dense layers (DLRM, Naumov et al. 2019)."""
+    """DLRM: embedding bags and dense layers (Naumov et al. 2019)."""
 
     def __init__(self, tables: int = 26, rows: int = 200_000, width: int = 64):
         super().__init__()
@@ -253,12 +262,12 @@ class Recommender(nn.Module):
 
 
 def recommender() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """26 tables of 200,000 rows, batch 8192, ten places of each."""
+    """DLRM: 26 tables of 200,000 rows, batch 8192, ten rows per table and sample."""
     return Recommender(), (torch.randn(8192, 13), torch.randint(200_000, (8192, 26, 10)))
 
 
 class ConvNextBlock(nn.Module):
-    """A depthwise convolution, then a layer norm and two dense layers over channels (Liu et al. 2022)."""
+    """A depthwise convolution, a layer norm and two dense layers over channels (Liu et al. 2022)."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -273,8 +282,8 @@ class ConvNextBlock(nn.Module):
         return x_BCHW + hidden_BHWC.permute(0, 3, 1, 2)
 
 
-class Smaller(nn.Module):
-    """Half of the pixels in each direction, more channels."""
+class Downsample(nn.Module):
+    """A strided convolution: fewer pixels, more channels."""
 
     def __init__(self, narrow: int, wide: int, step: int):
         super().__init__()
@@ -290,14 +299,14 @@ def convnext() -> Factory:
     layers: list[nn.Module] = []
     narrow = 3
     for wide, blocks, step in ((96, 3, 4), (192, 3, 2), (384, 9, 2), (768, 3, 2)):
-        layers += [Smaller(narrow, wide, step), *(ConvNextBlock(wide) for _ in range(blocks))]
+        layers += [Downsample(narrow, wide, step), *(ConvNextBlock(wide) for _ in range(blocks))]
         narrow = wide
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.LayerNorm(narrow), nn.Linear(narrow, 1000)]
     return nn.Sequential(*layers, *head), _images(32, 224), nn.CrossEntropyLoss()
 
 
 class MixerBlock(nn.Module):
-    """Dense layers over patches, then over channels (Tolstikhin et al. 2021)."""
+    """Dense layers over patches, then over channels (MLP-Mixer, Tolstikhin et al. 2021)."""
 
     def __init__(self, patches: int, width: int):
         super().__init__()
@@ -313,6 +322,8 @@ class MixerBlock(nn.Module):
 
 
 class Mixer(nn.Module):
+    """MLP-Mixer (Tolstikhin et al. 2021)."""
+
     def __init__(self, width: int = 768, layers: int = 12):
         super().__init__()
         self.patches = nn.Conv2d(3, width, 16, 16)
@@ -325,12 +336,12 @@ class Mixer(nn.Module):
 
 
 def mixer() -> Factory:
-    """Mixer-B/16, 60 M parameters, 96 images of 224 x 224."""
+    """Mixer-B/16: 60 M parameters, 96 images of 224 x 224."""
     return Mixer(), _images(96, 224), nn.CrossEntropyLoss()
 
 
 class GptBlock(nn.Module):
-    """As GPT-2's first implementations write it: dropout, scores and mask by hand."""
+    """GPT-2 without fused kernels: dropout, scores and mask are separate operations."""
 
     def __init__(self, width: int, heads: int, length: int):
         super().__init__()
@@ -347,8 +358,8 @@ class GptBlock(nn.Module):
         )
         scores = (q @ k.mT) / math.sqrt(q.shape[-1])
         scores = torch.where(self.seen, scores, torch.finfo(scores.dtype).min)
-        shares = self.drop(scores.softmax(dim=-1).to(v.dtype))
-        x_BTD = x_BTD + self.drop(self.out((shares @ v).transpose(1, 2).flatten(2)))
+        weights = self.drop(scores.softmax(dim=-1).to(v.dtype))
+        x_BTD = x_BTD + self.drop(self.out((weights @ v).transpose(1, 2).flatten(2)))
         hidden = F.gelu(self.up(self.norms[1](x_BTD)), approximate="tanh")
         return x_BTD + self.drop(self.down(hidden))
 
@@ -368,6 +379,6 @@ class Gpt(nn.Module):
 
 
 def gpt() -> Factory:
-    """GPT-2 small, 124 M parameters, 8 sequences of 1024 tokens."""
+    """GPT-2 small: 124 M parameters, 8 sequences of 1024 tokens."""
     tokens = torch.randint(50_257, (8, 1024))
     return Gpt(), (tokens, tokens.flatten()), nn.CrossEntropyLoss()

@@ -1,6 +1,6 @@
-"""Networks whose peaks others published, written out: layers, shapes and the loop around them.
+"""Networks whose peak memory others published: layers, shapes and the training loop around them.
 
-B batch, T tokens, D width, H heads. `memory_published.py` predicts them.
+`memory_published.py` predicts their peaks. Shapes: B batch, T tokens, D width, H heads.
 """
 
 import functools
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-Made = tuple[nn.Module, tuple[Tensor, ...]]
+ModelAndBatch = tuple[nn.Module, tuple[Tensor, ...]]
 
 
 class Encoder(nn.Module):
-    """As torchvision's EncoderBlock; its dropout is 0 and left out."""
+    """torchvision's EncoderBlock without its dropout, whose rate is 0."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -32,7 +32,7 @@ class Encoder(nn.Module):
 
 
 class ViT(nn.Module):
-    """Layers and shapes of torchvision's vit_l_16, with the loss."""
+    """torchvision's vit_l_16 with the loss."""
 
     def __init__(self, width: int = 1024, heads: int = 16, layers: int = 24):
         super().__init__()
@@ -50,7 +50,7 @@ class ViT(nn.Module):
 
 
 class ClearedAfterForward(ViT):
-    """As in the first scripts' loop: gradients of the step before live through the forward pass."""
+    """Frees the gradients of the previous step after the forward pass, as the first scripts do."""
 
     def forward(self, pixels: Tensor, labels: Tensor) -> Tensor:
         loss = super().forward(pixels, labels)
@@ -60,7 +60,7 @@ class ClearedAfterForward(ViT):
 
 
 class Accumulated(ViT):
-    """Four batches a step: the first three go backward within forward."""
+    """Accumulates gradients of four batches. Forward also runs backward of the first three."""
 
     def forward(self, pixels: Tensor, labels: Tensor) -> Tensor:
         if torch.is_grad_enabled():
@@ -70,8 +70,8 @@ class Accumulated(ViT):
 
 
 class AdamOfJune2023(torch.optim.Optimizer):
-    """torch's, all parameters at once, before its peak was mended (pytorch issue 97712): the square
-    root and the denominator live beside each other.
+    """torch's Adam of June 2023 for all parameters at once. Its peak was higher (pytorch issue
+    97712): the square root and the denominator are in memory at the same time.
     """
 
     def __init__(self, parameters: Any):
@@ -94,9 +94,9 @@ class AdamOfJune2023(torch.optim.Optimizer):
         torch._foreach_addcdiv_(parameters, means, denominators, -5e-5)
 
 
-class LetsTheNetworkClear(AdamOfJune2023):
+class AdamWithoutZeroGrad(AdamOfJune2023):
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """ClearedAfterForward does it."""
+        """Does nothing: ClearedAfterForward clears the gradients."""
 
 
 def _vit(batch: int, network: type[ViT], optimizer: Any) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _vit(batch: int, network: type[ViT], optimizer: Any) -> dict[str, Any]:
 
 
 vit_64, vit_16 = (
-    functools.partial(_vit, batch, ClearedAfterForward, LetsTheNetworkClear) for batch in (64, 16)
+    functools.partial(_vit, batch, ClearedAfterForward, AdamWithoutZeroGrad) for batch in (64, 16)
 )
 vit_4 = functools.partial(_vit, 4, Accumulated, AdamOfJune2023)
 vit_4_sgd = functools.partial(
@@ -114,7 +114,7 @@ vit_4_sgd = functools.partial(
 
 
 class DeitBlock(nn.Module):
-    """As models_v2.py of facebookresearch/deit: attention writes its scores, layer scale."""
+    """The block of models_v2.py of facebookresearch/deit, with layer scale and stored scores."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -147,6 +147,8 @@ class DeitBlock(nn.Module):
 
 
 class Deit(nn.Module):
+    """DeiT III (facebookresearch/deit) for inference."""
+
     def __init__(self, width: int, heads: int, layers: int, pixels: int, patch: int):
         super().__init__()
         self.patches = nn.Conv2d(3, width, patch, patch)
@@ -158,12 +160,12 @@ class Deit(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         x_BTD = self.patches(pixels).flatten(2).transpose(1, 2) + self.positions
         x_BTD = torch.cat([self.token.expand(len(x_BTD), -1, -1), x_BTD], dim=1)
-        for block in self.blocks:  # nothing holds an earlier block's result
+        for block in self.blocks:  # no variable keeps the result of an earlier block
             x_BTD = block(x_BTD)
         return self.head(self.norm(x_BTD)[:, 0])
 
 
-def _deit(width: int, heads: int, layers: int, pixels: int, patch: int = 16) -> Made:
+def _deit(width: int, heads: int, layers: int, pixels: int, patch: int = 16) -> ModelAndBatch:
     return Deit(width, heads, layers, pixels, patch), (torch.ones(256, 3, pixels, pixels),)
 
 
@@ -175,8 +177,8 @@ deit_s_224, deit_b_224, deit_l_224, deit_s_384, deit_b_384, deit_l_384 = (
 deit_h_224 = functools.partial(_deit, 1280, 16, 32, 224, 14)
 
 
-class SoftmaxThatKeepsItsInput(torch.autograd.Function):
-    """As torch's before 1.11: its backward was told the input, for the input's type."""
+class SoftmaxSavingItsInput(torch.autograd.Function):
+    """Softmax of torch before 1.11. It saved its input, because backward needs the input's type."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -191,7 +193,7 @@ class SoftmaxThatKeepsItsInput(torch.autograd.Function):
 
 
 class BertBlock(nn.Module):
-    """A layer of BERT-large, of transformers 4.15."""
+    """A layer of BERT-large as in transformers 4.15."""
 
     def __init__(self, width: int = 1024):
         super().__init__()
@@ -206,7 +208,7 @@ class BertBlock(nn.Module):
         scores_BHTT = q_BHTD @ k_BHTD.transpose(-1, -2)
         scores_BHTT = scores_BHTT / 8
         scores_BHTT = scores_BHTT + mask
-        weights_BHTT = F.dropout(SoftmaxThatKeepsItsInput.apply(scores_BHTT), 0.1)
+        weights_BHTT = F.dropout(SoftmaxSavingItsInput.apply(scores_BHTT), 0.1)
         return (weights_BHTT @ v_BHTD).transpose(1, 2).flatten(2)
 
     def forward(self, x_BTD: Tensor, mask: Tensor) -> Tensor:
@@ -215,7 +217,7 @@ class BertBlock(nn.Module):
 
 
 class Bert(nn.Module):
-    """bert-large-uncased with a head of two classes, and the loss."""
+    """bert-large-uncased with a head for two classes and the loss."""
 
     def __init__(self, checkpointing: bool):
         super().__init__()
@@ -239,8 +241,8 @@ class Bert(nn.Module):
         return F.cross_entropy(self.head(pooled), labels)
 
 
-class ClearsToZero(torch.optim.AdamW):
-    """As in loops before torch 2.0: gradients are set to zero and stay."""
+class AdamWWithZeroedGradients(torch.optim.AdamW):
+    """Sets gradients to zero and keeps their memory, which was the default before torch 2.0."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none=False)
@@ -251,7 +253,7 @@ def _bert(batch: int, *, checkpointing: bool = False) -> dict[str, Any]:
     return {
         "module": Bert(checkpointing),
         "batch": (tokens, labels),
-        "optimizer": functools.partial(ClearsToZero, foreach=False),
+        "optimizer": functools.partial(AdamWWithZeroedGradients, foreach=False),
     }
 
 
