@@ -214,6 +214,61 @@ def test_an_optimizer_that_updates_each_parameter_separately_is_not_refused(opti
     require_separate_updates(optimizer, groups_of(dtype)[:1])
 
 
+class ClipsMatrices(torch.optim.SGD):
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_([p for p in parameters if p.ndim == 2], 1.0)
+        return super().step(closure)
+
+
+def test_a_norm_over_the_matrices_of_a_layer_with_biases_is_found():
+    parameters = [*nn.Linear(3, 3).parameters(), *nn.Linear(3, 3).parameters()]
+    with pytest.raises(ValueError, match="ClipsMatrices needs all parameters together"):
+        require_separate_updates(ClipsMatrices, [{"params": parameters, "lr": 0.1}])
+
+
+def test_the_trial_has_few_parameters_and_none_that_are_frozen():
+    seen = []
+
+    def build(groups):
+        seen.extend(len(group["params"]) for group in groups)
+        assert all(p.requires_grad for group in groups for p in group["params"])
+        return torch.optim.SGD(groups)
+
+    frozen = nn.Linear(3, 3).requires_grad_(False)
+    many = [p for _ in range(100) for p in nn.Linear(3, 3).parameters()]
+    require_separate_updates(build, [{"params": [*frozen.parameters(), *many]}])
+    assert seen and max(seen) <= 8
+
+
+def test_the_trial_compiles_nothing():
+    """Shapes of the trial would count for the limit of recompilations, which ends the training of a
+    function that is compiled as one graph.
+    """
+    compiled = []
+
+    def backend(graph, _):
+        compiled.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=backend, dynamic=False, fullgraph=True)
+    def update(p):
+        p.sub_(p.grad)
+
+    class Compiled(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in (p for group in self.param_groups for p in group["params"]):
+                update(p)
+
+    (group, _) = groups_of()
+    require_separate_updates(Compiled, [group])
+    assert not compiled
+    group["params"][0].grad = torch.ones(3, 4)
+    Compiled([group]).step()
+    assert len(compiled) == 1
+
+
 def test_the_trial_changes_neither_parameters_nor_groups_nor_random_numbers():
     groups = groups_of(lr=torch.tensor(0.5))
     before = copy.deepcopy(groups)
