@@ -213,12 +213,24 @@ def message_for_whole_on_pieces():
     return message_of_network(network, table)
 
 
+class CoarseHeads(nn.Module):
+    """Computes in float32, as norms of the transformers library do, for each head."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(HEAD_WIDTH))
+
+    def forward(self, h):
+        heads = h.unflatten(-1, (-1, HEAD_WIDTH)).float()
+        return (F.rms_norm(heads, heads.shape[-1:]) * self.weight.float()).flatten(-2).type_as(h)
+
+
 class WithAuxiliaryLoss(FeedForward):
     def forward(self, x):
         return super().forward(x) + self.up(x).abs().mean()
 
 
-def result_of_check(block, dtype=torch.float64, table=FEED_FORWARD):
+def result_of_check(block, dtype=torch.float64, table=FEED_FORWARD, autocast=False):
     """Returns the message of the check; "" if it finds no difference. Ranks have different weights
     and random numbers before it.
     """
@@ -227,9 +239,10 @@ def result_of_check(block, dtype=torch.float64, table=FEED_FORWARD):
     before = {name: value.clone() for name, value in network.state_dict().items()}
     state = torch.get_rng_state()
     try:
-        check_tensor_parallel(
-            network, table, lambda module: module(torch.randn(2, 4, WIDTH, dtype=dtype))
-        )
+        with torch.autocast("cpu", enabled=autocast):
+            check_tensor_parallel(
+                network, table, lambda module: module(torch.randn(2, 4, WIDTH, dtype=dtype))
+            )
     except ValueError as error:
         return str(error)
     assert torch.equal(torch.get_rng_state(), state)
@@ -252,6 +265,11 @@ def results_of_checks():
     for dtype in (torch.float64, torch.float32):
         results["attention", dtype] = result_of_check(lambda: Attention(""), dtype, ATTENTION)
         results["auxiliary", dtype] = result_of_check(WithAuxiliaryLoss, dtype)
+    results["plain", "autocast"] = result_of_check(FeedForward, torch.float32, autocast=True)
+    coarse = functools.partial(FeedForward, lambda module, x, h: module.act(h), CoarseHeads())
+    results["plain", "norm in float32"] = result_of_check(
+        coarse, table=FEED_FORWARD | {"blocks.*.act": HEADS}
+    )
     return results
 
 

@@ -2,10 +2,13 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from stepgauge.parallel.replicas import device_of, prepare_replicas
 from stepgauge.parallel.tensor_parallel.partial_gradients import listed
@@ -28,17 +31,23 @@ def check_tensor_parallel(
     compute_loss  called with the whole copy and with the cut one, with the same random numbers on
                   every rank; returns the loss
 
-    Raises ValueError, on every rank, if a difference is larger than rounding, and what
-    parallelize_tensor raises. Small float64 networks show small differences best.
+    Raises ValueError, on every rank, if a difference is larger than the rounding of the coarsest dtype
+    that the whole copy computes in, and what parallelize_tensor raises. Small float64 networks show
+    small differences best.
     """
     whole = copy.deepcopy(module)
     whole.zero_grad()
     prepare_replicas(whole, group)
     parallel = parallelize_tensor(copy.deepcopy(whole), table, group=group, by_sequence=by_sequence)
-    expected_loss = _backward(whole, compute_loss)
+    with _CoarsestType() as coarsest:
+        expected_loss = _backward(whole, compute_loss)
     loss = _backward(parallel.module, compute_loss)
     results = gathered_objects(
-        (_differs(loss, expected_loss), _differing_gradients(parallel, whole)), group
+        (
+            _differs(loss, expected_loss, coarsest.eps),
+            _differing_gradients(parallel, whole, coarsest.eps),
+        ),
+        group,
     )
     differing = ["the loss"] if any(loss_differs for loss_differs, _ in results) else []
     if different_names := {name for _, names in results for name in names}:
@@ -50,7 +59,24 @@ def check_tensor_parallel(
         )
 
 
-def _differing_gradients(parallel: TensorParallel, whole: nn.Module) -> list[str]:
+class _CoarsestType(TorchFunctionMode):
+    """Finds the largest rounding error among results that depend on parameters: autocast and norms
+    compute in other dtypes than that of the parameters.
+    """
+
+    eps = 0.0
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        results = function(*args, **(kwargs or {}))
+        for each in tree_leaves(results):
+            if isinstance(each, Tensor) and each.requires_grad:
+                self.eps = max(self.eps, torch.finfo(each.dtype).eps)
+        return results
+
+
+def _differing_gradients(parallel: TensorParallel, whole: nn.Module, eps: float) -> list[str]:
     """Returns the names of parameters with different gradients on this rank."""
     gradients = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
     largest = max((each.norm().item() for each in gradients.values()), default=0.0)
@@ -60,7 +86,7 @@ def _differing_gradients(parallel: TensorParallel, whole: nn.Module) -> list[str
         if expected is None or parameter.grad is None:
             is_different = expected is not parameter.grad
         else:
-            is_different = _differs(parameter.grad, parallel.part(name, expected), largest)
+            is_different = _differs(parameter.grad, parallel.part(name, expected), eps, largest)
         names += [name] if is_different else []
     return names
 
@@ -75,12 +101,12 @@ def _backward(module: nn.Module, compute_loss: Callable[[nn.Module], Tensor]) ->
     return loss.detach()
 
 
-def _differs(value: Tensor, expected: Tensor, largest: float = 0.0) -> bool:
+def _differs(value: Tensor, expected: Tensor, eps: float, largest: float = 0.0) -> bool:
     """True if the difference is larger than rounding.
 
+    eps      the relative rounding error of a single operation
     largest  the norm of the largest gradient: a gradient that is zero up to rounding has rounding
              errors of the size of others
     """
-    eps = torch.finfo(value.dtype).eps
     tolerance = eps**0.5 * expected.norm() + 100 * eps * largest
     return not bool((value - expected).norm() <= tolerance)  # True for NaN
