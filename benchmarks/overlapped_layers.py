@@ -1,14 +1,16 @@
-"""Tensor parallel linear layers one by one: is what runs beside the product right, is it free of
-races, and from how many tokens on does it win? On 2 or 4 GPUs of one machine, about 30 s.
+"""Checks and times single tensor parallel linear layers whose collectives overlap with the product.
 
-    python benchmarks/overlapped_layers.py
-    python benchmarks/overlapped_layers.py --small  # on a CPU: that it runs and is right
+    python benchmarks/overlapped_layers.py          # on 2 or 4 GPUs of one machine, about 30 s
+    python benchmarks/overlapped_layers.py --small  # on a CPU, to check that it runs and is correct
 
-A layer's output and gradients are held against one process in float32, then repeated while ranks
-are held up at random: repetitions must agree. Writes a JSON line a row to
-$OUT/overlapped_layers.jsonl (the folder here where OUT is not set): ms of forward and backward, of
-the slowest rank, with collectives before or after the product and beside it, and of them the host's
-own. A hang ends the run after 40 s, with where each rank was.
+It answers three questions: is the overlapped form correct, is it free of races, and from how many
+tokens on is it faster? Output and gradients of each layer are compared with one process in float32.
+Then steps are repeated while ranks are delayed at random; all repetitions must give the same.
+
+Appends a JSON line per row to $OUT/overlapped_layers.jsonl (the current folder if OUT is not set):
+ms of forward and backward of the slowest rank, and the host's part of it, with collectives before
+or after the product (`plain`) and at the same time (`overlapped`). A hang ends the run after 40 s
+and prints where each rank was.
 """
 
 import faulthandler
@@ -31,9 +33,10 @@ from stepgauge.spec.plan import tensor as plan
 from stepgauge.spec.plan.tensor import Rule
 
 HANG_S = 40
-# One process in float32 against ranks in the type that is timed. bf16 rounds to 2^-9.
+# Relative error of ranks in the dtype that is timed, compared with one process in float32. bf16 rounds
+# to 2^-9.
 LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-# A block 4096 wide: rule, inputs, outputs.
+# Linear layers of a block with width 4096: rule, input features, output features.
 LAYERS = {
     "qkv": ("column", 4096, 12288),
     "gate_up": ("column", 4096, 22016),
@@ -41,11 +44,13 @@ LAYERS = {
     "down": ("row", 11008, 4096),
 }
 FORMS = ("plain", "overlapped")
-TOGETHER = 5  # steps that are launched before the host waits, so that it is not what is timed
+STEPS_PER_WAIT = (
+    5  # the host launches several steps before it waits, so that it does not limit them
+)
 
 
 class Layer(nn.Module):
-    """One linear layer that is cut, on input and output as a network has them."""
+    """A module with one linear layer, which is split over ranks."""
 
     def __init__(self, name: str, scale: int, device: torch.device, dtype: torch.dtype):
         super().__init__()
@@ -59,19 +64,19 @@ class Layer(nn.Module):
 
 
 class Run:
-    """A layer under a form, and this rank's part of one input and one upstream gradient."""
+    """A layer in one form, with this rank's part of one input and one upstream gradient."""
 
     def __init__(self, name: str, form: str, tokens: int, scale: int, device: torch.device):
         self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.alone = Layer(name, scale, device, dtype)
+        self.unsplit = Layer(name, scale, device, dtype)
         own = Layer(name, scale, device, dtype)
         table = {"layer": Rule(own.rule)}
         self.parallel: TensorParallel = parallelize_tensor(
             own, table, by_sequence=True, overlap=form != "plain"
         )
         generator = torch.Generator(device).manual_seed(tokens)
-        batch, weight = 1 if scale == 1 else 2, self.alone.layer.weight
+        batch, weight = 1 if scale == 1 else 2, self.unsplit.layer.weight
         shape = (batch, tokens, weight.shape[1])
         self.whole_x = torch.randn(shape, generator=generator, device=device, dtype=dtype)
         shape = (batch, tokens, weight.shape[0])
@@ -80,11 +85,11 @@ class Run:
         self.dy = self.part(self.whole_dy, own.rule == "row")
 
     def part(self, x: Tensor, by_sequence: bool) -> Tensor:
-        """A piece of the sequence, or some features."""
+        """Returns this rank's part of the sequence, or of the features."""
         return x.chunk(self.ranks, 1 if by_sequence else 2)[self.rank].contiguous()
 
     def step(self) -> list[Tensor]:
-        """Output, gradient of the input and of the weight."""
+        """Runs forward and backward. Returns the output and the gradients of input and weight."""
         weight = self.parallel.module.layer.weight
         self.x.grad = weight.grad = None
         y = self.parallel.module(self.x)
@@ -92,12 +97,12 @@ class Run:
         return [y.detach(), self.x.grad, weight.grad]
 
     def error(self) -> float:
-        """The largest relative error of `step`, of one process in float32."""
+        """Returns the largest relative error of `step`, compared with one process in float32."""
         x = self.whole_x.float().requires_grad_()
-        layer = self.alone.float()
+        layer = self.unsplit.float()
         y = layer(x)
         y.backward(self.whole_dy.float())
-        by_column = self.alone.rule == "column"
+        by_column = self.unsplit.rule == "column"
         expected = [
             self.part(y.detach(), not by_column),
             self.part(x.grad, by_column),
@@ -107,8 +112,8 @@ class Run:
         return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
 
     def difference(self, times: int, device: torch.device) -> float:
-        """The largest relative difference of so many repetitions from the first, with ranks held up
-        at random.
+        """Repeats `step` while ranks are delayed at random. Returns the largest relative difference
+        from the first result.
         """
         first, delays, largest = self.step(), random.Random(self.rank), 0.0
         for _ in range(times):
@@ -120,6 +125,7 @@ class Run:
 
 
 def check(scale: int, tokens: int, times: int, device: torch.device) -> list[dict[str, object]]:
+    """Returns the errors of all layers. Raises AssertionError if one is too large."""
     rows = []
     for name in LAYERS:
         for form in FORMS:
@@ -136,8 +142,9 @@ def check(scale: int, tokens: int, times: int, device: torch.device) -> list[dic
 
 
 def measure(small: bool) -> list[dict[str, object]]:
+    """Runs on each rank: checks all layers, then times them. Returns a row for each."""
     torch.set_num_threads(1)
-    plan.LEAST_OVERLAPPED_BYTES = 0  # to see from where on it wins
+    plan.LEAST_OVERLAPPED_BYTES = 0  # overlap all sizes, to see from which on it is faster
     device = torch.device("cpu" if small else f"cuda:{torch.cuda.current_device()}")
     rows = check(64 if small else 1, 16 if small else 2048, 3 if small else 40, device)
     for tokens in (16,) if small else (512, 1024, 2048, 4096, 8192):
@@ -145,36 +152,39 @@ def measure(small: bool) -> list[dict[str, object]]:
             for form in FORMS:
                 faulthandler.dump_traceback_later(HANG_S, exit=True)
                 run = Run(name, form, tokens, 64 if small else 1, device)
-                launched: list[float] = []
+                host_ms: list[float] = []
 
-                def several(run: Run = run, launched: list[float] = launched) -> None:
+                def run_steps(run: Run = run, host_ms: list[float] = host_ms) -> None:
                     begin = time.perf_counter()
-                    for _ in range(TOGETHER):
+                    for _ in range(STEPS_PER_WAIT):
                         run.step()
-                    launched.append((time.perf_counter() - begin) * 1e3)
+                    host_ms.append((time.perf_counter() - begin) * 1e3)
 
                 steps = 2 if small else 10
-                own = time_phases({"several": several}, device, warmup=2, steps=steps)["step"]
+                own = time_phases({"several": run_steps}, device, warmup=2, steps=steps)["step"]
                 row = {"layer": name, "form": form, "tokens": tokens}
-                row |= {"ms": slowest(own) / TOGETHER, "host_ms": slowest(launched) / TOGETHER}
+                row |= {
+                    "ms": slowest(own) / STEPS_PER_WAIT,
+                    "host_ms": slowest(host_ms) / STEPS_PER_WAIT,
+                }
                 rows.append(row)
     faulthandler.cancel_dump_traceback_later()
     return rows
 
 
 def slowest(own: list[float]) -> float:
-    """The median over steps of the slowest rank's."""
-    all_of_them: list[list[float]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(all_of_them, own)
-    return statistics.median(max(step) for step in zip(*all_of_them, strict=True))
+    """Returns the median over steps of the slowest rank's ms."""
+    by_rank: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(by_rank, own)
+    return statistics.median(max(step) for step in zip(*by_rank, strict=True))
 
 
 def main() -> None:
     small = "--small" in sys.argv
-    device, most = ("cpu", 2) if small else ("cuda", torch.cuda.device_count())
+    device, max_ranks = ("cpu", 2) if small else ("cuda", torch.cuda.device_count())
     path = Path(os.environ.get("OUT", ".")) / "overlapped_layers.jsonl"
     with path.open("a") as file:
-        for ranks in [n for n in (2, 4) if n <= most]:
+        for ranks in [n for n in (2, 4) if n <= max_ranks]:
             for row in launch(measure, small, ranks=ranks, device=device)[0]:
                 row = {"ranks": ranks, "torch": torch.__version__, **row}
                 file.write(json.dumps(row) + "\n")

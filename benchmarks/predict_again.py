@@ -1,14 +1,16 @@
-"""Predicts the measured steps of committed records again, with today's code, and tells the errors.
+"""Predicts the measured steps of committed records with today's code and prints the errors.
 
     python benchmarks/predict_again.py                                  # all records of steps
     python benchmarks/predict_again.py benchmarks/results/2026-11-23-h200-validation*.jsonl --rows
-    python benchmarks/predict_again.py --hardware NVIDIA_H200=my.json   # from another file
+    python benchmarks/predict_again.py --hardware NVIDIA_H200=my.json   # another hardware file
 
-Steps are predicted from the hardware file alone (of a row's own run nothing is known), by default
-the one of the package that was calibrated on the device. A row is bound by its host where a host
-that takes nothing would make the predicted step shorter by a tenth. Of each file of records and
-of all: the mean, median and largest absolute error, the signed mean, how many errors lie within
-the stated interval, and how often the truly fastest of a group is ranked first.
+Predictions use only the hardware file and nothing that was measured in the row's own run. The
+default is the package's file for the device. A row counts as host-bound if the predicted step would
+be at least 10 % shorter with a host that takes no time.
+
+Prints for each file and for all of them the mean, median and maximum absolute error, the signed
+mean, the number of errors within the stated interval, and in how many groups the fastest row was
+ranked first.
 """
 
 import argparse
@@ -36,33 +38,38 @@ from stepgauge.validate.predicted import predicted
 ROOT = Path(__file__).parents[1]
 KINDS = {spec.kind for spec in (StepSpec, DataParallelSpec, LayoutSpec, PipelineSpec)}
 FILES = {"NVIDIA H200": "h200-sxm", "NVIDIA H100 80GB HBM3": "h100-sxm"}
-WAITS = 0.1  # of the step: what a row waits at least that is bound by its host
+HOST_BOUND = 0.1  # fraction of the step that waits for the host: from here on a row is host-bound
 
 
 @dataclasses.dataclass(frozen=True)
-class Again:
-    """A measured step, its prediction of today, and of this the part that the host takes."""
+class Prediction:
+    """A measured step and its prediction with today's code.
+
+    host_fraction  fraction of the predicted step that waits for the host
+    """
 
     measured: Record
     prediction: Record
-    waits: float
+    host_fraction: float
 
     @property
     def error(self) -> float:
-        return _step(self.prediction) / _step(self.measured) - 1
+        return _step_ms(self.prediction) / _step_ms(self.measured) - 1
 
     @property
     def is_covered(self) -> bool:
-        """Whether the measured step lies within what is predicted, by the stated interval."""
-        return abs(_step(self.measured) / _step(self.prediction) - 1) <= spread(self.prediction)
+        """Returns whether the measured step lies within the prediction's stated interval."""
+        return abs(_step_ms(self.measured) / _step_ms(self.prediction) - 1) <= spread(
+            self.prediction
+        )
 
 
-def _step(record: Record) -> float:
+def _step_ms(record: Record) -> float:
     return record.metrics[STEP].median
 
 
 def without_host(file: HardwareFile) -> HardwareFile:
-    """The machine with a host that takes no time."""
+    """Returns the machine with a host that takes no time."""
 
     def free(table: OperationTable) -> OperationTable:
         return dataclasses.replace(table, rows=tuple((*row[:-1], 0.0) for row in table.rows))
@@ -75,38 +82,39 @@ def without_host(file: HardwareFile) -> HardwareFile:
 
 
 class Predictor:
-    """Equal steps are predicted once. Of what cannot be predicted it counts the reasons."""
+    """Predicts records, equal steps only once. Counts the reasons why others have no prediction."""
 
     def __init__(self, files: Mapping[str, HardwareFile]):
         self.files = files
         self.refused: collections.Counter[str] = collections.Counter()
         self._known: dict[str, tuple[Record, float] | None] = {}
 
-    def again(self, record: Record) -> Again | None:
+    def predict(self, record: Record) -> Prediction | None:
         device = record.environment.get("device", "")
         if device not in self.files or record.spec["model"].get("network"):
-            self.refused[f"on {device}, of a network whose operators are traced, or both"] += 1
+            self.refused[f"no hardware file for {device}, or its network needs tracing"] += 1
             return None
         name = f"{device} {record.key}"
         if name not in self._known:
             self._known[name] = self._predicted(record, self.files[device])
         found = self._known[name]
-        return Again(record, *found) if found else None
+        return Prediction(record, *found) if found else None
 
     def _predicted(self, record: Record, file: HardwareFile) -> tuple[Record, float] | None:
         try:
             spec: Any = SPECS[record.kind](
                 **{**record.spec, "model": ModelSpec(**record.spec["model"])}
             )
-            whole = predicted(spec, file)
+            prediction = predicted(spec, file)
             free = predicted(spec, without_host(file))
-        except (TypeError, ValueError) as error:  # of a field that there is no more, or not known
+        except (TypeError, ValueError) as error:  # a field was removed, or a part is unknown
             self.refused[str(error)] += 1
             return None
-        return whole, 1 - _step(free) / _step(whole)
+        return prediction, 1 - _step_ms(free) / _step_ms(prediction)
 
 
 def steps_of(path: Path) -> Iterator[Record]:
+    """Yields the measured steps of a file of records."""
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             record = Record.from_json(line)
@@ -116,28 +124,30 @@ def steps_of(path: Path) -> Iterator[Record]:
             yield record
 
 
-def sentence(rows: Sequence[Again]) -> str:
+def sentence(rows: Sequence[Prediction]) -> str:
     if not rows:
         return "none"
     sizes = [abs(row.error) for row in rows]
     covered = sum(row.is_covered for row in rows)
     return (
         f"{len(rows):3d} rows: mean {statistics.fmean(sizes):6.1%}, median "
-        f"{statistics.median(sizes):6.1%}, at most {max(sizes):6.1%}, signed "
-        f"{statistics.fmean(row.error for row in rows):+6.1%}, {covered} within their interval"
+        f"{statistics.median(sizes):6.1%}, maximum {max(sizes):6.1%}, signed mean "
+        f"{statistics.fmean(row.error for row in rows):+6.1%}, {covered} within the interval"
     )
 
 
-def tell(name: str, rows: Sequence[Again], ranked: tuple[int, int]) -> None:
+def print_errors(name: str, rows: Sequence[Prediction], ranked: tuple[int, int]) -> None:
     print(name)
-    print(f"  GPU   {sentence([row for row in rows if row.waits < WAITS])}")
-    print(f"  host  {sentence([row for row in rows if row.waits >= WAITS])}")
+    print(f"  GPU-bound   {sentence([row for row in rows if row.host_fraction < HOST_BOUND])}")
+    print(f"  host-bound  {sentence([row for row in rows if row.host_fraction >= HOST_BOUND])}")
     if ranked[1]:
-        print(f"  the fastest was ranked first in {ranked[0]} of {ranked[1]} groups")
+        print(f"  the fastest row was ranked first in {ranked[0]} of {ranked[1]} groups")
 
 
-def ranking(rows: Iterable[Again]) -> tuple[int, int]:
-    """In how many groups the truly fastest is predicted to be it, and of how many."""
+def ranking(rows: Iterable[Prediction]) -> tuple[int, int]:
+    """Returns in how many groups the fastest row was also predicted to be fastest, and the number of
+    groups.
+    """
     records = [record for row in rows for record in (row.prediction, row.measured)]
     found = groups(errors(records))
     return sum(group.rank == 1 for group in found), len(found)
@@ -146,37 +156,43 @@ def ranking(rows: Iterable[Again]) -> tuple[int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("records", type=Path, nargs="*")
-    parser.add_argument("--hardware", nargs="+", default=[], metavar="DEVICE=FILE")
-    parser.add_argument("--rows", action="store_true", help="tell each row, too")
-    asked = parser.parse_args()
-    named = {device: str(ROOT / "hardware" / f"{name}.json") for device, name in FILES.items()}
-    named |= {
-        d.replace("_", " "): file for d, _, file in (h.partition("=") for h in asked.hardware)
+    parser.add_argument(
+        "--hardware",
+        nargs="+",
+        default=[],
+        metavar="DEVICE=FILE",
+        help="hardware file of a device; write _ for spaces of its name",
+    )
+    parser.add_argument("--rows", action="store_true", help="also print each row")
+    arguments = parser.parse_args()
+    files = {device: str(ROOT / "hardware" / f"{name}.json") for device, name in FILES.items()}
+    files |= {
+        d.replace("_", " "): file for d, _, file in (h.partition("=") for h in arguments.hardware)
     }
-    predictor = Predictor({d: HardwareFile.read(Path(file)) for d, file in named.items()})
-    paths = asked.records or sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
-    every: list[Again] = []
+    predictor = Predictor({d: HardwareFile.read(Path(file)) for d, file in files.items()})
+    paths = arguments.records or sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
+    all_rows: list[Prediction] = []
     first = [0, 0]
     for path in paths:
-        rows = [row for record in steps_of(path) if (row := predictor.again(record))]
+        rows = [row for record in steps_of(path) if (row := predictor.predict(record))]
         if not rows:
             continue
         ranked = ranking(rows)
-        tell(path.stem, rows, ranked)
-        every += rows
+        print_errors(path.stem, rows, ranked)
+        all_rows += rows
         first = [before + now for before, now in zip(first, ranked, strict=True)]
-        for row in rows if asked.rows else ():
+        for row in rows if arguments.rows else ():
             spec = row.measured.spec
-            named_as = spec.get("layout") or spec.get("wrapper") or spec.get("schedule", "")
+            layout = spec.get("layout") or spec.get("wrapper") or spec.get("schedule", "")
             print(
-                f"    {_step(row.measured):8.2f} ms, {row.error:+6.1%} ± {spread(row.prediction):.0%}"
-                f", host {row.waits:4.0%}: {spec['size']} {spec['model']['num_layers']} x "
+                f"    {_step_ms(row.measured):8.2f} ms, {row.error:+6.1%} ± {spread(row.prediction):.0%}"
+                f", host {row.host_fraction:4.0%}: {spec['size']} {spec['model']['num_layers']} x "
                 f"{spec['model']['d_model']}, {spec['batch']} x {spec['model']['context_length']}, "
-                f"{spec['precision']} {spec['compile']} {spec.get('checkpointing', '')} {named_as}"
+                f"{spec['precision']} {spec['compile']} {spec.get('checkpointing', '')} {layout}"
             )  # fmt: skip
-    tell("all", every, (first[0], first[1]))
+    print_errors("all", all_rows, (first[0], first[1]))
     for reason, count in predictor.refused.most_common():
-        print(f"not predicted, {count}: {reason}")
+        print(f"{count} not predicted: {reason}")
 
 
 if __name__ == "__main__":

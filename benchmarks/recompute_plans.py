@@ -1,13 +1,15 @@
-"""A long step on two GPUs under several plans of what backward computes again, in one process a rank.
+"""Measures a long training step on two GPUs under several plans of what backward recomputes.
 
     PYTHONPATH=src python benchmarks/recompute_plans.py OUT [--plans 11,23 10,24] [--trace] [--trial]
 
-The network has 8 B parameters and one sequence of 32,768 tokens a rank, under zero3 with blocks compiled
-alone. A plan is the number of blocks whose feed-forward layer is computed again, and that of those which
-keep the results of all products. Appends a record a plan to OUT/records.jsonl as soon as it is measured;
-before the first plan's timed steps two compile and lay out memory, before another's one. --trace writes
-each rank's kernels of one more step under the first plan to OUT/rank-N/trace.json.gz. --trial: a small network on a
-CPU.
+The network has 8 B parameters and one sequence of 32,768 tokens per rank, under ZeRO 3 with
+compiled blocks. A plan is two numbers: how many blocks recompute their feed-forward layer, and how
+many blocks keep the results of all matrix products. One process per rank runs all plans.
+
+Appends a record per plan to OUT/records.jsonl as soon as it is measured. Two warm-up steps precede
+the first plan, for compilation and the allocator, and one precedes each other plan. --trace writes
+the kernels of one more step under the first plan to OUT/rank-N/trace.json.gz. --trial runs a small
+network on a CPU.
 """
 
 import argparse
@@ -35,7 +37,7 @@ from stepgauge.train.build import batch_for
 from stepgauge.train.layout import build_layout_step
 from stepgauge.train.rank_share import RankShare
 
-LONG = ModelSpec(
+LONG_SEQUENCE = ModelSpec(
     vocab_size=151_936, context_length=32_768, d_model=4096, d_ff=11_008, num_layers=34, num_heads=32,
     attention="triton", loss="fused",
 )  # fmt: skip
@@ -47,7 +49,7 @@ SMALL = ModelSpec(
 def measure(
     model: ModelSpec, device_type: str, counts: list[tuple[int, int]], out: Path, trace: bool
 ) -> None:
-    """Runs on both ranks; the first writes."""
+    """Runs on both ranks. Rank 0 writes the records."""
     world = joined_world()
     assert world is not None
     device = world.device(device_type)
@@ -76,7 +78,7 @@ def measure(
 
 
 def _trace(phases: Phases, device: torch.device, folder: Path) -> None:
-    """Both ranks' kernels: a rank that does not profile would run ahead."""
+    """Writes the kernels of both ranks. A rank without a profiler would run ahead of the other."""
     folder.mkdir(parents=True, exist_ok=True)
     schedule = ProfilerSchedule(wait=0, warmup=1, active=1)
     _, watched = profile_phases(phases, device, folder, schedule=schedule, kernels_only=True)
@@ -88,22 +90,22 @@ def _record(
 ) -> Record:
     metrics: dict[str, Any] = {f"{name}_ms": Sample.of(ms, "ms") for name, ms in times.items()}
     metrics |= rates(spec, times["step"], sequences=spec.batch, ranks=2)
-    found = devices.peak_memory(device)
-    metrics |= {name: Sample.exact(value, "bytes") for name, value in found.items()}
-    where = {**environment(device), "checkpointing": str(plan)}
-    return stamped(Record.of(spec, metrics=metrics, environment=where, note=f"rank 0; {plan}"))
+    peaks = devices.peak_memory(device)
+    metrics |= {name: Sample.exact(value, "bytes") for name, value in peaks.items()}
+    described = {**environment(device), "checkpointing": str(plan)}
+    return stamped(Record.of(spec, metrics=metrics, environment=described, note=f"rank 0; {plan}"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--plans", nargs="+", default=["11,23", "10,24"])
-    parser.add_argument("--trace", action="store_true")
-    parser.add_argument("--trial", action="store_true")
+    parser.add_argument("--plans", nargs="+", default=["11,23", "10,24"], help="see above")
+    parser.add_argument("--trace", action="store_true", help="trace a step under the first plan")
+    parser.add_argument("--trial", action="store_true", help="a small network on a CPU")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     counts = [tuple(map(int, plan.split(","))) for plan in options.plans]
-    model, device = (SMALL, "cpu") if options.trial else (LONG, "cuda")
+    model, device = (SMALL, "cpu") if options.trial else (LONG_SEQUENCE, "cuda")
     counts = [(2, 2), (4, 0)] if options.trial else counts
     launch(measure, model, device, counts, options.out, options.trace, ranks=2, device=device)
 

@@ -1,9 +1,10 @@
-"""Writes the records that the report ships: what a GPU machine gave, for machines without one.
+"""Selects the measured records that the package ships, for reports on machines without a GPU.
 
     python benchmarks/select_shipped.py
 
-Takes rows of benchmarks/results/ to src/stepgauge/study/shipped/EXPERIMENT.jsonl, figures to six
-digits and without those that the report does not show, at most 200 KB in all.
+Reads rows of benchmarks/results/ and writes src/stepgauge/study/shipped/EXPERIMENT.jsonl. Numbers
+have six digits, and figures that the report does not show are left out. All files together may have
+at most 200 KB.
 """
 
 import json
@@ -13,22 +14,23 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS, SHIPPED = ROOT / "benchmarks/results", ROOT / "src/stepgauge/study/shipped"
-MOST_BYTES = 200_000
+MAX_BYTES = 200_000
 ENVIRONMENT = ("device", "torch", "triton", "outcomes", "commit")
 SERIES = ("rank_peak_bytes",)
-UNSHOWN = ("_error", "_held_bytes", "resident_peak_bytes", "p99_ms", "batch", "factor")
+HIDDEN_METRICS = ("_error", "_held_bytes", "resident_peak_bytes", "p99_ms", "batch", "factor")
 SIZES = tuple(1 << power for power in range(10, 31, 2))
 Row = dict[str, Any]
 
 
 def where(kind: str, **fields: Any) -> Callable[[Row], bool]:
+    """Returns a test for rows of a kind whose spec fields have one of the given values."""
     return lambda row: (
         row["kind"] == kind
         and all(row["spec"].get(name) in values for name, values in fields.items())
     )
 
 
-# Experiment -> file and which of its rows.
+# Experiment -> file of records, and a test that selects its rows.
 SELECTION: dict[str, tuple[str, Callable[[Row], bool]]] = {
     "norm-layers": ("2026-11-21-h200-kernels-second", where("rms-norm", rows=(50_000,))),
     "attention": (
@@ -53,6 +55,7 @@ SELECTION: dict[str, tuple[str, Callable[[Row], bool]]] = {
 
 
 def rows(name: str, wanted: Callable[[Row], bool]) -> Iterator[str]:
+    """Yields the selected rows of a file as JSON lines."""
     for line in (RESULTS / f"{name}.jsonl").read_text().splitlines():
         row = json.loads(line)
         if row["status"] == "ok" and wanted(row):
@@ -61,7 +64,7 @@ def rows(name: str, wanted: Callable[[Row], bool]) -> Iterator[str]:
             row["metrics"] = {
                 key: {part: rounded(figure) for part, figure in sample.items()}
                 for key, sample in row["metrics"].items()
-                if not key.endswith(UNSHOWN)
+                if not key.endswith(HIDDEN_METRICS)
             }
             yield json.dumps(row, separators=(",", ":"))
 
@@ -78,8 +81,8 @@ def main() -> None:
         (SHIPPED / f"{experiment}.jsonl").write_text(text)
         sizes[experiment] = (text.count("\n"), len(text))
     print(json.dumps(sizes, indent=1))
-    if (whole := sum(size for _, size in sizes.values())) > MOST_BYTES:
-        raise SystemExit(f"{whole:,} bytes are more than {MOST_BYTES:,}")
+    if (num_bytes := sum(size for _, size in sizes.values())) > MAX_BYTES:
+        raise SystemExit(f"the files have {num_bytes:,} bytes; the limit is {MAX_BYTES:,}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Our model's step beside the same network in the transformers library, in one process on one GPU.
+"""Compares the time of our model's step with the same network in the transformers library.
 
     PYTHONPATH=src python benchmarks/step_vs_transformers.py OUT.jsonl [--sizes small 2.7b]
     [--device cuda]
 
-Both run in our TrainingStep (bf16 autocast, torch's fused AdamW), eager and compiled, in turn.
-First the check: with our weights copied into theirs, both give the same logits in fp32. Without it
-no time is printed.
+Both models run in our TrainingStep (bf16 autocast, torch's fused AdamW) in one process on one GPU,
+eager and compiled, one after the other. First both get the same weights, and their fp32 logits must
+agree; if they do not, no time is printed. Appends a record per row to OUT.jsonl and prints a table.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from stepgauge.train.step import TrainingStep
 
 
 class Peer(nn.Module):
-    """transformers' Llama of the same shape, with the loss that ours has."""
+    """transformers' Llama of the same shape with the same loss."""
 
     def __init__(self, spec: ModelSpec, device: torch.device):
         super().__init__()
@@ -62,40 +62,40 @@ class Peer(nn.Module):
 
     @torch.no_grad()
     def copy_from(self, model: TransformerLM) -> None:
-        """Takes our weights, our fused projections split into theirs."""
+        """Copies our weights. Splits our fused projections, because transformers has one for each."""
         network = self.network.model
         network.embed_tokens.weight.copy_(model.embedding.weight)
         network.norm.weight.copy_(model.norm.weight)
         self.network.lm_head.weight.copy_(model.head.weight)
-        for theirs, ours in zip(network.layers, model.blocks, strict=True):
-            attention, feed_forward = theirs.self_attn, theirs.mlp
+        for peer_block, block in zip(network.layers, model.blocks, strict=True):
+            attention, feed_forward = peer_block.self_attn, peer_block.mlp
             parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-            for part, weight in zip(parts, ours.attention.input.weight.chunk(3), strict=True):
+            for part, weight in zip(parts, block.attention.input.weight.chunk(3), strict=True):
                 part.weight.copy_(weight)
             for part, weight in zip(
                 (feed_forward.gate_proj, feed_forward.up_proj),
-                ours.feed_forward.gate_up.weight.chunk(2),
+                block.feed_forward.gate_up.weight.chunk(2),
                 strict=True,
             ):
                 part.weight.copy_(weight)
-            attention.o_proj.weight.copy_(ours.attention.output.weight)
-            feed_forward.down_proj.weight.copy_(ours.feed_forward.down.weight)
-            theirs.input_layernorm.weight.copy_(ours.attention_norm.weight)
-            theirs.post_attention_layernorm.weight.copy_(ours.feed_forward_norm.weight)
+            attention.o_proj.weight.copy_(block.attention.output.weight)
+            feed_forward.down_proj.weight.copy_(block.feed_forward.down.weight)
+            peer_block.input_layernorm.weight.copy_(block.attention_norm.weight)
+            peer_block.post_attention_layernorm.weight.copy_(block.feed_forward_norm.weight)
 
 
 @torch.no_grad()
 def check_same(spec: ModelSpec, device: torch.device) -> float:
-    """Relative difference of the logits with equal weights, in fp32. Raises if they are not the
-    same network.
+    """Returns the relative difference of the fp32 logits with equal weights. Raises SystemExit if it
+    shows that the networks are not the same.
     """
     small = dataclasses.replace(spec, num_layers=2)
-    ours, theirs = TransformerLM(small, device=device), Peer(small, device)
-    theirs.copy_from(ours)
-    counts = [sum(p.numel() for p in model.parameters()) for model in (ours, theirs)]
+    model, peer = TransformerLM(small, device=device), Peer(small, device)
+    peer.copy_from(model)
+    counts = [sum(p.numel() for p in each.parameters()) for each in (model, peer)]
     tokens = torch.randint(small.vocab_size, (2, small.context_length), device=device)
-    expected = theirs(tokens)
-    error = ((ours(tokens) - expected).norm() / expected.norm()).item()
+    expected = peer(tokens)
+    error = ((model(tokens) - expected).norm() / expected.norm()).item()
     if error > 1e-4 or counts[0] != counts[1]:
         raise SystemExit(
             f"not the same network: relative difference {error:.2e}, parameters {counts}"
@@ -104,7 +104,7 @@ def check_same(spec: ModelSpec, device: torch.device) -> float:
 
 
 def rows(size: str, device: torch.device, seconds: float, context: int) -> Iterator[Record]:
-    """Ours and theirs, eager and compiled, each built, timed and freed in turn."""
+    """Yields a record for each model, eager and compiled. Each is built, timed and freed in turn."""
     model_spec = ModelSpec.preset(size, context_length=context)
     error = check_same(model_spec, device)
     for compile_mode in ("off", "on"):

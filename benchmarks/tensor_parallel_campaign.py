@@ -1,22 +1,31 @@
-"""Tensor parallel, ours beside torch's own, in one run: 8 blocks 4096 wide (feed-forward 11,008, 32
-heads), one sequence of 8192 tokens, bf16 weights, forward and backward, on 2 and 4 GPUs.
+"""Times our tensor parallel next to torch's on 2 and 4 GPUs, and checks that it is correct.
 
     python benchmarks/tensor_parallel_campaign.py           # about 140 s on 2 GPUs
     python benchmarks/tensor_parallel_campaign.py --only "one GPU" overlapped --lengths 4096 2048 --traces
-    python benchmarks/tensor_parallel_campaign.py --small   # on a CPU: that it runs and is right
+    python benchmarks/tensor_parallel_campaign.py --small   # on a CPU, to check that it runs
 
-The ways to run it: each GPU alone with all of it; cut, with collectives before and after products,
-or beside them; torch's tensor parallel and its async one. Before a way is timed, its output and
-gradients are held against one process, in float32 on a small network, then in bf16 on wide blocks
-against one process in float32.
+Measures forward and backward of 8 blocks 4096 wide (feed-forward 11,008, 32 heads) with bf16
+weights, on one sequence of 8192 tokens, in these ways:
 
-Writes a JSON line a row to $OUT/tensor_parallel.jsonl (the folder here where OUT is not set), as
-soon as it is there: ms of the slowest rank, and the throughput of one GPU over that of one GPU
-alone; each with the GPUs' mean clock and power meanwhile, of the GPU with the lower clock. A way
-that hangs is ended after 40 s and named; the others go on. `--lengths` adds plain and overlapped
-blocks on shorter sequences: where hiding begins to pay. `--attention triton`: all ways attend by the
-fastest library for the shape, in place of torch's choice. `--traces`: each rank's trace of some
-steps, of one GPU and overlapped, in $OUT/tensor_parallel_trace_WAY_RANK.json.gz.
+  one GPU      each GPU runs the whole network alone
+  plain        ours, with collectives before and after the products
+  overlapped   ours, with collectives during the products
+  torch        torch's tensor parallel
+  torch async  torch's asynchronous tensor parallel
+
+Before a way is timed, its output and gradients are compared with one process in float32: a small
+network in float32, then wide blocks in bf16.
+
+--lengths also measures plain and overlapped blocks on shorter sequences, to find where overlap
+starts to pay off. --attention triton uses the fastest attention library for the shape in all ways,
+instead of torch's choice. --traces writes a trace of some steps of "one GPU" and "overlapped" for
+each rank.
+
+Appends a JSON line per row to $OUT/tensor_parallel.jsonl (the current folder if OUT is not set) as
+soon as it is measured: ms of the slowest rank, and the mean clock and power of the GPU with the
+lowest clock. Prints throughput relative to one GPU. Traces go to
+$OUT/tensor_parallel_trace_WAY_RANK.json.gz. A way that hangs is ended after 40 s and reported; the
+others continue.
 """
 
 import argparse
@@ -60,15 +69,15 @@ from stepgauge.spec.plan.tensor_tables import table_of
 
 HANG_S = 40
 STEPS = 25
-AHEAD = 5  # steps that the host launches before it waits, as in training
-# Relative, of one process in float32: of blocks in float32, and in bf16, which rounds to 2^-9.
+STEPS_PER_WAIT = 5  # the host launches several steps before it waits, as in training
+# Relative to one process in float32, by the dtype of the blocks. bf16 rounds to 2^-9.
 LARGEST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 SEED = 0
 WAYS = ("one GPU", "plain", "overlapped", "torch", "torch async")
 
 
 def spec_of(width: int, d_ff: int, heads: int, length: int, blocks: int) -> ModelSpec:
-    # One block more at each end, so that the blocks between are a stage without embedding and head.
+    # One additional block at each end, so that the others are a stage without embedding and head.
     return ModelSpec(
         vocab_size=128,
         context_length=length,
@@ -84,13 +93,13 @@ WIDE = spec_of(4096, 11008, 32, 2048, 2)
 LENGTH = 8192
 
 
-def full(length: int) -> ModelSpec:
+def full_size(length: int) -> ModelSpec:
     return spec_of(4096, 11008, 32, length, 8 if length == LENGTH else 4)
 
 
 @dataclasses.dataclass(frozen=True)
-class How:
-    """What a way is measured on."""
+class Options:
+    """The options of a measurement."""
 
     length: int
     small: bool
@@ -102,11 +111,12 @@ class How:
 
 
 def blocks_of(spec: ModelSpec) -> range:
+    """Returns the numbers of the measured blocks: all but the first and the last."""
     return range(1, spec.num_layers - 1)
 
 
 class Norm(nn.Module):
-    """RMSNorm by its formula, which DTensor of torch 2.11 compiles; it failed with nn.RMSNorm."""
+    """RMSNorm written as a formula. DTensor of torch 2.11 compiles it, but fails with nn.RMSNorm."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -119,7 +129,7 @@ class Norm(nn.Module):
 
 
 class TorchBlock(nn.Module):
-    """A block as torch's tensor parallel takes it: each projection a layer of its own."""
+    """A block for torch's tensor parallel: each projection is a layer of its own."""
 
     def __init__(self, spec: ModelSpec):
         super().__init__()
@@ -161,24 +171,24 @@ class TorchFeedForward(nn.Module):
 
 
 class TorchStack(nn.Module):
-    """The blocks, with the weights of ours."""
+    """The blocks of TorchBlock with the weights of our network."""
 
     def __init__(self, spec: ModelSpec, like: TransformerLM):
         super().__init__()
         device, dtype = next(like.parameters()).device, next(like.parameters()).dtype
         with device:
             self.blocks = nn.ModuleList(TorchBlock(spec) for _ in blocks_of(spec)).to(dtype)
-        for block, ours in zip(self.blocks, like.blocks, strict=True):
-            q, k, v = ours.attention.input.weight.detach().chunk(3)
-            gate, up = ours.feed_forward.gate_up.weight.detach().chunk(2)
+        for block, source in zip(self.blocks, like.blocks, strict=True):
+            q, k, v = source.attention.input.weight.detach().chunk(3)
+            gate, up = source.feed_forward.gate_up.weight.detach().chunk(2)
             pairs = {block.attention.wq: q, block.attention.wk: k, block.attention.wv: v}
-            pairs |= {block.attention.wo: ours.attention.output.weight.detach()}
+            pairs |= {block.attention.wo: source.attention.output.weight.detach()}
             pairs |= {block.ffn.w1: gate, block.ffn.w3: up}
-            pairs |= {block.ffn.w2: ours.feed_forward.down.weight.detach()}
+            pairs |= {block.ffn.w2: source.feed_forward.down.weight.detach()}
             for layer, weight in pairs.items():
                 layer.weight.data.copy_(weight)
-            block.attention_norm.weight.data.copy_(ours.attention_norm.weight.detach())
-            block.ffn_norm.weight.data.copy_(ours.feed_forward_norm.weight.detach())
+            block.attention_norm.weight.data.copy_(source.attention_norm.weight.detach())
+            block.ffn_norm.weight.data.copy_(source.feed_forward_norm.weight.detach())
         cos, sin = rotary_tables(spec, device)
         self.register_buffer("cos", cos.to(dtype), persistent=False)
         self.register_buffer("sin", sin.to(dtype), persistent=False)
@@ -190,6 +200,7 @@ class TorchStack(nn.Module):
 
 
 def torch_plan() -> dict[str, object]:
+    """Returns the plan of torch's parallelize_module for a block with sequence parallel norms."""
     gather = {
         "attention": PrepareModuleInput(
             input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
@@ -204,7 +215,9 @@ def torch_plan() -> dict[str, object]:
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """The blocks under one of WAYS: a piece x_BQD of the stream in and out, alone all of it."""
+    """The blocks under one of WAYS. Input and output are this rank's part of the sequence, or the
+    whole sequence on one GPU.
+    """
 
     way: str
     spec: ModelSpec
@@ -227,39 +240,44 @@ class Network:
         return cls(way, spec, device, dtype, module, cut)
 
     def part(self, x: Tensor) -> Tensor:
+        """Returns this rank's part of the sequence."""
         if self.way == "one GPU":
             return x
         return x.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
 
     def gradients(self) -> dict[str, Tensor]:
-        """Of parameters whose names and cuts one process knows: of torch's none, it fuses less."""
+        """Returns the gradients by parameter name. None of torch's: its layers are not fused, so their
+        names and shapes differ from those of one process.
+        """
         if self.way.startswith("torch"):
             return {}
         return {name: each.grad for name, each in self.module.named_parameters()}
 
     def error(self) -> float:
-        """The largest relative error of output and gradients, of one process in float32."""
+        """Returns the largest relative error of output and gradients, compared with one process in
+        float32.
+        """
         generator = torch.Generator(self.device).manual_seed(2)
         shape = (1 if self.spec is WIDE else 2, self.spec.context_length, self.spec.d_model)
         whole = torch.randn(shape, generator=generator, device=self.device)
         upstream = torch.randn(shape, generator=generator, device=self.device)
-        alone = whole_blocks(self.spec, self.device, self.dtype).float()
+        unsplit = whole_blocks(self.spec, self.device, self.dtype).float()
         expected_in = whole.to(self.dtype).float().clone().requires_grad_()
-        expected = alone(expected_in)
+        expected = unsplit(expected_in)
         expected.backward(upstream.to(self.dtype).float())
         x = self.part(whole.to(self.dtype)).requires_grad_()
         found = self.module(x)
         found.backward(self.part(upstream.to(self.dtype)))
         pairs = [(found, self.part(expected)), (x.grad, self.part(expected_in.grad))]
         for name, gradient in self.gradients().items():
-            whole_gradient = alone.get_parameter(name).grad
+            whole_gradient = unsplit.get_parameter(name).grad
             part = self.cut.part(name, whole_gradient) if self.cut else whole_gradient
             pairs.append((gradient, part))
         return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
 
     def times(self, steps: int) -> dict[str, Any]:
-        """ms a step: the host waits for each, and launches AHEAD of them before it waits; and what
-        the GPU's clock and power were.
+        """Returns ms per step, with the host waiting after each step (`steps_ms`) and after
+        STEPS_PER_WAIT steps (`ahead_ms`), and the GPU's mean clock and power during both.
         """
         shape = (1, self.spec.context_length, self.spec.d_model)
         x = self.part(torch.randn(shape, device=self.device, dtype=self.dtype))
@@ -270,22 +288,24 @@ class Network:
             for parameter in self.module.parameters():
                 parameter.grad = None
 
-        def ahead() -> None:
-            for _ in range(AHEAD):
+        def step_group() -> None:
+            for _ in range(STEPS_PER_WAIT):
                 step()
 
         step()  # compiles
-        watch()
-        with Watched(self.device) as by_step:
+        restart_hang_timer()
+        with ClockReader(self.device) as by_step:
             found = time_phases({"both": step}, self.device, warmup=3, steps=steps)["step"]
-        with Watched(self.device) as in_a_row:
-            several = time_phases({"steps": ahead}, self.device, warmup=1, steps=steps // AHEAD + 1)
-        times = {"steps_ms": found, "ahead_ms": [ms / AHEAD for ms in several["step"]]}
-        return {**times, "steps_clock": by_step.means(), "ahead_clock": in_a_row.means()}
+        with ClockReader(self.device) as by_group:
+            several = time_phases(
+                {"steps": step_group}, self.device, warmup=1, steps=steps // STEPS_PER_WAIT + 1
+            )
+        times = {"steps_ms": found, "ahead_ms": [ms / STEPS_PER_WAIT for ms in several["step"]]}
+        return {**times, "steps_clock": by_step.means(), "ahead_clock": by_group.means()}
 
 
-class Watched(threading.Thread):
-    """Reads the device's clock and power every 20 ms while it is entered."""
+class ClockReader(threading.Thread):
+    """A context in which a thread reads the device's clock and power every 20 ms."""
 
     def __init__(self, device: torch.device):
         super().__init__(daemon=True)
@@ -295,7 +315,7 @@ class Watched(threading.Thread):
         while not self._ended.wait(0.02):
             self._seen.append(clock_and_power(self._device))
 
-    def __enter__(self) -> "Watched":
+    def __enter__(self) -> "ClockReader":
         self.start()
         return self
 
@@ -309,83 +329,92 @@ class Watched(threading.Thread):
 
 
 def whole_blocks(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> TransformerLM:
-    ours = TransformerLM(
+    """Returns our network's blocks, not split, with the same weights on every rank."""
+    network = TransformerLM(
         spec, device=device, parts=parts_of(blocks_of(spec), spec.num_layers), seed=SEED
     )
-    for parameter in ours.parameters():
-        if parameter.ndim == 1:  # gains of one would hide a wrong sum of their gradients
+    for parameter in network.parameters():
+        if parameter.ndim == 1:  # gains of 1 would hide a wrong sum of their gradients
             parameter.data.uniform_(0.5, 1.5, generator=torch.Generator(device).manual_seed(1))
-    return ours.to(dtype)
+    return network.to(dtype)
 
 
-def watch() -> None:
-    """Ends this process, and with it the run, unless it comes here again in time."""
+def restart_hang_timer() -> None:
+    """Ends this process, and with it the run, if this is not called again within HANG_S seconds."""
     faulthandler.dump_traceback_later(HANG_S, exit=True)
 
 
-def check(way: str, how: How, device: torch.device) -> dict[str, float]:
+def check(way: str, options: Options, device: torch.device) -> dict[str, float]:
+    """Returns the relative errors of a way. Raises AssertionError if one is too large."""
     errors = {}
     cases = {"float32": (SMALL, torch.float32)}
-    if not how.small:
+    if not options.small:
         cases["bf16"] = (WIDE, torch.bfloat16)
-    least, plan.LEAST_OVERLAPPED_BYTES = plan.LEAST_OVERLAPPED_BYTES, 0
+    min_bytes, plan.LEAST_OVERLAPPED_BYTES = plan.LEAST_OVERLAPPED_BYTES, 0
     for name, (spec, dtype) in cases.items():
-        watch()
-        network = Network.of(way, how.attending(spec), device, dtype)
+        restart_hang_timer()
+        network = Network.of(way, options.attending(spec), device, dtype)
         errors[f"error_{name}"] = error = network.error()
         if error > LARGEST_ERROR[dtype]:
             raise AssertionError(f"{way} is wrong in {name}: relative error {error:.2g}")
-    plan.LEAST_OVERLAPPED_BYTES = 0 if how.small else least
+    plan.LEAST_OVERLAPPED_BYTES = 0 if options.small else min_bytes
     return errors
 
 
-def run(way: str, how: How, folder: str) -> dict[str, object]:
-    """A row, on every rank."""
-    device = torch.device("cpu" if how.small else f"cuda:{torch.cuda.current_device()}")
-    errors = check(way, how, device) if how.length == LENGTH else {}
-    if how.length != LENGTH:
+def run(way: str, options: Options, folder: str) -> dict[str, object]:
+    """Runs on every rank: checks and times a way, and returns its row."""
+    device = torch.device("cpu" if options.small else f"cuda:{torch.cuda.current_device()}")
+    errors = check(way, options, device) if options.length == LENGTH else {}
+    if options.length != LENGTH:
         plan.LEAST_OVERLAPPED_BYTES = 0
-    watch()
-    dtype = torch.float32 if how.small else torch.bfloat16
-    spec = how.attending(SMALL if how.small else full(how.length))
+    restart_hang_timer()
+    dtype = torch.float32 if options.small else torch.bfloat16
+    spec = options.attending(SMALL if options.small else full_size(options.length))
     network = Network.of(way, spec, device, dtype)
     if way == "torch async":
         torch._inductor.config._micro_pipeline_tp = True
         enable_symm_mem_for_group(dist.group.WORLD.group_name)
-    if not how.small and way.startswith("torch"):  # DTensor of torch 2.11 fails on symbolic sizes
+    if not options.small and way.startswith(
+        "torch"
+    ):  # DTensor of torch 2.11 fails on symbolic sizes
         for block in network.module.blocks:
             block.compile(dynamic=False)
-    elif not how.small:
+    elif not options.small:
         compiled(network.module, "blocks")
-    row = {"way": way, "length": how.length, "attention": how.attention, **errors}
-    row |= network.times(2 if how.small else STEPS)
-    if how.traces and way in ("one GPU", "overlapped") and how.length == LENGTH:
+    row = {"way": way, "length": options.length, "attention": options.attention, **errors}
+    row |= network.times(2 if options.small else STEPS)
+    if options.traces and way in ("one GPU", "overlapped") and options.length == LENGTH:
         name = f"tensor_parallel_trace_{way.replace(' ', '-')}_{dist.get_rank()}.json.gz"
         trace(network, Path(folder) / name)
     return row
 
 
 def trace(network: Network, path: Path) -> None:
-    watch()
+    """Writes a trace of some steps of this rank."""
+    restart_hang_timer()
     with torch.profiler.profile() as profile:
         network.times(0)
     profile.export_chrome_trace(str(path))
 
 
-def measure(ways: list[str], how: How, folder: str) -> None:
-    """Rows of the slowest rank, written by rank 0 as they come; why a way failed on any rank."""
+def measure(ways: list[str], options: Options, folder: str) -> None:
+    """Runs on every rank. Rank 0 writes each row as soon as it is measured: times of the slowest
+    rank, or the error of the first rank that failed.
+    """
     torch.set_num_threads(1)
     for way in ways:
         torch.compiler.reset()
         row: dict[str, object] | str
         try:
-            row = run(way, how, folder)
-        except Exception as error:  # the other rows are worth having
+            row = run(way, options, folder)
+        except Exception as error:  # measure the other rows all the same
             row = f"{type(error).__name__}: {str(error)[:1500]}"
         rows: list[dict[str, object] | str] = [""] * dist.get_world_size()
         dist.all_gather_object(rows, row)
         failed = [each for each in rows if isinstance(each, str)]
-        found = {"way": way, "length": how.length, "failed": failed[0]} if failed else slowest(rows)
+        found = (
+            {"way": way, "length": options.length, "failed": failed[0]} if failed else slowest(rows)
+        )
         if dist.get_rank() == 0:
             write(Path(folder), {"ranks": dist.get_world_size(), **found})
         if torch.cuda.is_available():
@@ -394,13 +423,14 @@ def measure(ways: list[str], how: How, folder: str) -> None:
 
 
 def slowest(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Combines the rows of all ranks: the largest times and errors, the lowest clock."""
     found: dict[str, Any] = {name: rows[0][name] for name in ("way", "length", "attention")}
     found |= {key: max(row[key] for row in rows) for key in rows[0] if "error" in key}
     for name, median in (("steps_ms", "step_ms"), ("ahead_ms", "step_ahead_ms")):
-        of_all = [max(step) for step in zip(*(row[name] for row in rows), strict=True)]
+        slowest_ms = [max(step) for step in zip(*(row[name] for row in rows), strict=True)]
         clock = name.replace("_ms", "_clock")
         found[clock] = min((row[clock] for row in rows), key=lambda seen: seen.get("MHz", 0.0))
-        found |= {median: statistics.median(of_all), name: of_all}
+        found |= {median: statistics.median(slowest_ms), name: slowest_ms}
     return found
 
 
@@ -415,43 +445,44 @@ def read(folder: Path) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--small", action="store_true")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--small", action="store_true", help="small sizes, on a CPU")
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--lengths", nargs="+", type=int, default=[])
-    parser.add_argument("--traces", action="store_true")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[], help="also at these lengths")
+    parser.add_argument("--traces", action="store_true", help="write a trace for each rank")
     parser.add_argument("--attention", choices=ATTENTIONS, default="sdpa")
-    asked = parser.parse_args()
-    device, most = ("cpu", 2) if asked.small else ("cuda", torch.cuda.device_count())
-    for ranks in [n for n in (2, 4) if n <= most]:
-        for length in (LENGTH, *asked.lengths):
-            ways = asked.only if length == LENGTH else ["plain", "overlapped"]
-            how = How(length, asked.small, asked.traces, asked.attention)
-            measure_all(list(ways), how, ranks, device)
+    arguments = parser.parse_args()
+    device, max_ranks = ("cpu", 2) if arguments.small else ("cuda", torch.cuda.device_count())
+    for ranks in [n for n in (2, 4) if n <= max_ranks]:
+        for length in (LENGTH, *arguments.lengths):
+            ways = arguments.only if length == LENGTH else ["plain", "overlapped"]
+            options = Options(length, arguments.small, arguments.traces, arguments.attention)
+            measure_all(list(ways), options, ranks, device)
 
 
-def measure_all(ways: list[str], how: How, ranks: int, device: str) -> None:
+def measure_all(ways: list[str], options: Options, ranks: int, device: str) -> None:
+    """Measures all ways. If a way ends the ranks, starts them again without it."""
     folder = Path(os.environ.get("OUT", ".")).resolve()
     before = len(read(folder))
     while ways:
         with contextlib.suppress(RankError):
-            launch(measure, ways, how, str(folder), ranks=ranks, device=device)
+            launch(measure, ways, options, str(folder), ranks=ranks, device=device)
         done = {row["way"] for row in read(folder)[before:]}
         ways = [way for way in ways if way not in done]
-        if ways:  # the first of them took a rank with it
-            failed = {"ranks": ranks, "way": ways.pop(0), "length": how.length}
+        if ways:  # the first of these ways ended a rank
+            failed = {"ranks": ranks, "way": ways.pop(0), "length": options.length}
             write(folder, {**failed, "failed": f"a rank ended, or hung for {HANG_S} s"})
-    show(read(folder)[before:])
+    print_rows(read(folder)[before:])
 
 
-def show(rows: list[dict[str, object]]) -> None:
-    alone = next((row for row in rows if row["way"] == "one GPU"), {})
+def print_rows(rows: list[dict[str, object]]) -> None:
+    one_gpu = next((row for row in rows if row["way"] == "one GPU"), {})
     for row in rows:
-        shown = {key: value for key, value in row.items() if key not in ("steps_ms", "ahead_ms")}
+        columns = {key: value for key, value in row.items() if key not in ("steps_ms", "ahead_ms")}
         for name in ("step_ms", "step_ahead_ms"):
-            if name in alone and name in row and row is not alone:
-                shown[f"throughput_by_{name}"] = alone[name] / row[name] / row["ranks"]
-        print(shown, flush=True)
+            if name in one_gpu and name in row and row is not one_gpu:
+                columns[f"throughput_by_{name}"] = one_gpu[name] / row[name] / row["ranks"]
+        print(columns, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,15 @@
-"""Holds `stepgauge profile trace` beside sums over the raw JSON, for any traces.
+"""Compares the sums of `stepgauge profile trace` with sums computed here from the raw JSON.
 
     python benchmarks/trace_check.py FILE ... [--hta FILE.json] [--markdown FILE]
+    python benchmarks/trace_check.py FILE ... --with-hta FILE.json   # needs Holistic Trace Analysis
 
-The sums are taken here from the JSON alone: launches paired by correlation, marked steps by when
-the host launched, the union of kernels for busy time, the rest of first begin to last end for idle
-time. `--hta` names what `--with-hta` wrote in an environment that has Holistic Trace Analysis.
+The raw sums use nothing of stepgauge. A kernel belongs to the step in which the host launched it;
+launches are found by correlation. Busy time is the union of kernel intervals. Idle time is the rest
+of the span between the first begin and the last end.
+
+Prints a line per trace and exits with status 1 if one is different. --markdown writes the lines as
+rows of a table. --with-hta writes the figures of Holistic Trace Analysis to a file, in an
+environment that has it; --hta adds them to the lines.
 """
 
 import argparse
@@ -23,7 +28,7 @@ COMMUNICATION = re.compile(
 
 
 def raw_sums(path):
-    """What the trace holds, in µs; None for a trace without kernels of marked steps."""
+    """Returns the sums of a trace, in µs. None for a trace without kernels in marked steps."""
     data = path.read_bytes()
     data = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
     events = [e for e in (data["traceEvents"] if isinstance(data, dict) else data)
@@ -39,30 +44,31 @@ def raw_sums(path):
         for e in events
         if e["cat"] in HOST and "correlation" in e.get("args", {})
     }
-    mine, inside = [], []
+    kernels, inside = [], []
     for event in sorted(
         (event for event in events if event["cat"] in DEVICE), key=lambda event: float(event["ts"])
     ):
         begin = float(event["ts"])
-        asked = launches.get(event.get("args", {}).get("correlation"), None if launches else begin)
-        if asked is not None:  # else it counts with the one that began before it
-            inside = [n for n, (a, b) in enumerate(steps) if a <= asked <= b]
-        if inside or (not steps and (mine or asked is not None)):
+        launch = launches.get(event.get("args", {}).get("correlation"), None if launches else begin)
+        if launch is not None:  # else the kernel belongs to the step of the previous kernel
+            inside = [n for n, (a, b) in enumerate(steps) if a <= launch <= b]
+        if inside or (not steps and (kernels or launch is not None)):
             end = begin + float(event.get("dur", 0))
-            mine.append((begin, end, event["name"], event["cat"], inside[-1] if inside else 0))
-    return _sums(mine) if mine else None
+            kernels.append((begin, end, event["name"], event["cat"], inside[-1] if inside else 0))
+    return _summed(kernels) if kernels else None
 
 
-def _sums(mine):
-    communication = [k for k in mine if COMMUNICATION.search(k[2])]
-    compute = [k for k in mine if k[3] not in COPIES and not COMMUNICATION.search(k[2])]
-    busy, together = _union(mine), _union([*communication, *compute])
+def _summed(kernels):
+    communication = [k for k in kernels if COMMUNICATION.search(k[2])]
+    compute = [k for k in kernels if k[3] not in COPIES and not COMMUNICATION.search(k[2])]
+    busy, either = _union(kernels), _union([*communication, *compute])
     comm, comp = _union(communication), _union(compute)
-    span = max(k[1] for k in mine) - min(k[0] for k in mine)
+    span = max(k[1] for k in kernels) - min(k[0] for k in kernels)
     return {
-        "steps": len({k[4] for k in mine}), "work": len(mine), "sum": sum(k[1] - k[0] for k in mine), "busy": busy,
-        "idle": span - busy, "step": span / len({k[4] for k in mine}), "communication": comm,
-        "hidden": comm + comp - together,
+        "steps": len({k[4] for k in kernels}), "work": len(kernels),
+        "sum": sum(k[1] - k[0] for k in kernels), "busy": busy,
+        "idle": span - busy, "step": span / len({k[4] for k in kernels}), "communication": comm,
+        "hidden": comm + comp - either,
     }  # fmt: skip
 
 
@@ -74,7 +80,8 @@ def _union(pieces):
     return total
 
 
-def our_sums(path):
+def stepgauge_sums(path):
+    """Returns the same sums by stepgauge, and its analysis. (None, reason) if it has no kernels."""
     from stepgauge.trace.analysis import analyse
     from stepgauge.trace.read import TraceError
 
@@ -94,7 +101,7 @@ def our_sums(path):
 
 
 def hta_sums(files):
-    """What Holistic Trace Analysis says of each file, or why it does not."""
+    """Returns the figures of Holistic Trace Analysis for each file, or its error."""
     from hta.trace_analysis import TraceAnalysis
 
     result = {}
@@ -103,66 +110,72 @@ def hta_sums(files):
             analysis = TraceAnalysis(trace_files={0: str(path)}, trace_dir=str(path.parent),
                                      include_last_profiler_step=True)  # fmt: skip
             row = analysis.get_temporal_breakdown(visualize=False).iloc[0]
-            said = {"busy": float(row["busy_time(us)"] if "busy_time(us)" in row else
+            figures = {"busy": float(row["busy_time(us)"] if "busy_time(us)" in row else
                     row["kernel_time(us)"] - row["idle_time(us)"]), "idle": float(row["idle_time(us)"])}  # fmt: skip
             try:
-                both = analysis.get_comm_comp_overlap(visualize=False)
-                said["overlap"] = float(both["comp_comm_overlap_pctg"].iloc[0])
+                overlap = analysis.get_comm_comp_overlap(visualize=False)
+                figures["overlap"] = float(overlap["comp_comm_overlap_pctg"].iloc[0])
             except Exception as error:
-                said["overlap"] = None
+                figures["overlap"] = None
                 print(path, error, file=sys.stderr)
         except Exception as error:
-            said = {"error": type(error).__name__}
-        result[str(path)] = said
+            figures = {"error": type(error).__name__}
+        result[str(path)] = figures
     return result
 
 
 def main():
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--hta", type=Path)
-    parser.add_argument("--with-hta", type=Path)
-    parser.add_argument("--markdown", type=Path)
-    asked = parser.parse_args()
-    if asked.with_hta:
-        asked.with_hta.write_text(json.dumps(hta_sums(asked.files)))
+    parser.add_argument("--hta", type=Path, help="figures that --with-hta wrote")
+    parser.add_argument(
+        "--with-hta",
+        type=Path,
+        help="only write the figures of Holistic Trace Analysis to this file",
+    )
+    parser.add_argument("--markdown", type=Path, help="write the lines to this file")
+    arguments = parser.parse_args()
+    if arguments.with_hta:
+        arguments.with_hta.write_text(json.dumps(hta_sums(arguments.files)))
         return 0
-    theirs = json.loads(asked.hta.read_text()) if asked.hta else {}
+    hta = json.loads(arguments.hta.read_text()) if arguments.hta else {}
     wrong, lines = 0, []
-    for path in asked.files:
-        mine, found = our_sums(path)
-        if mine is None:
-            print(f"{path}: no kernels of steps: {getattr(found, 'notes', found)}")
+    for path in arguments.files:
+        sums, found = stepgauge_sums(path)
+        if sums is None:
+            print(f"{path}: no kernels in steps: {getattr(found, 'notes', found)}")
             continue
         raw = raw_sums(path)
         if raw is None:
-            print(f"{path}: OFF, no kernels of steps in the JSON")
+            print(f"{path}: DIFFERENT, no kernels in steps in the JSON")
             continue
-        off = [name for name in raw if abs(raw[name] - mine[name]) > max(0.51, 1e-6 * raw[name])]
-        wrong += bool(off)
+        different = [
+            name for name in raw if abs(raw[name] - sums[name]) > max(0.51, 1e-6 * raw[name])
+        ]
+        wrong += bool(different)
         other = [c for c in found.cells if c.kind == "other"]
-        share = 100 * sum(c.us for c in other) / mine["sum"]
-        lines.append(_line(path, raw, mine, theirs.get(str(path), {}), share))
+        share = 100 * sum(c.us for c in other) / sums["sum"]
+        lines.append(_line(path, raw, sums, hta.get(str(path), {}), share))
         names = sorted(
             {c.name for c in other}, key=lambda n: -sum(c.us for c in other if c.name == n)
         )
-        print(lines[-1], f"OFF {off}" if off else "ok", names[:3] if share > 2 else "")  # fmt: skip
-    if asked.markdown:
-        asked.markdown.write_text("\n".join(lines) + "\n")
-    print(f"{len(lines)} traces, {wrong} off")
+        print(lines[-1], f"DIFFERENT {different}" if different else "ok", names[:3] if share > 2 else "")  # fmt: skip
+    if arguments.markdown:
+        arguments.markdown.write_text("\n".join(lines) + "\n")
+    print(f"{len(lines)} traces, {wrong} different")
     return int(wrong > 0)
 
 
-def _line(path, raw, mine, theirs, other):
+def _line(path, raw, sums, hta, other):
     def ms(us):
         return f"{us / 1e3:,.3f}"
 
-    ratio = f"{100 * mine['hidden'] / mine['communication']:.2f}" if mine["communication"] else ""
-    hta_ratio = theirs.get("overlap")
+    ratio = f"{100 * sums['hidden'] / sums['communication']:.2f}" if sums["communication"] else ""
+    hta_ratio = hta.get("overlap")
     cells = [
-        path.name.removesuffix(".gz").removesuffix(".json"), str(mine["steps"]), f"{mine['work']:,}",
-        ms(mine["sum"]), ms(raw["busy"]), ms(raw["idle"]), ms(mine["idle"]),
-        ms(theirs["idle"]) if "idle" in theirs else theirs.get("error", ""), ms(mine["step"]), ratio,
+        path.name.removesuffix(".gz").removesuffix(".json"), str(sums["steps"]), f"{sums['work']:,}",
+        ms(sums["sum"]), ms(raw["busy"]), ms(raw["idle"]), ms(sums["idle"]),
+        ms(hta["idle"]) if "idle" in hta else hta.get("error", ""), ms(sums["step"]), ratio,
         f"{hta_ratio:.2f}" if hta_ratio is not None and ratio else "", f"{other:.1f}",
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"

@@ -1,24 +1,31 @@
-"""Calibrates the GPUs of one host, then predicts, runs and compares layouts that no calibration saw.
+"""Calibrates the GPUs of a host, then predicts and measures layouts that calibration has not seen.
 
     python benchmarks/validation_campaign.py OUT --gpus 4               # everything, 20 minutes
     python benchmarks/validation_campaign.py OUT --gpus 4 --parts calibrate two_gpus
     python benchmarks/validation_campaign.py OUT --gpus 2 --parts calibrate traces fresh_two_gpus \\
-        fresh_one_gpu,fresh_other_gpu                                   # side by side, a GPU each
+        fresh_one_gpu,fresh_other_gpu                   # the last two at the same time, one GPU each
     python benchmarks/validation_campaign.py OUT --gpus 2 --from hardware/h200-sxm.json --blocks \\
         --parts contention blocks_one_gpu,blocks_other_gpu blocks_two_gpus
     python benchmarks/validation_campaign.py OUT --gpus 2 --from hardware/h200-sxm.json --now \\
         --parts today now_two_gpus now_one_gpu,now_other_gpu            # seven minutes
-    python benchmarks/validation_campaign.py OUT --trial                # on a CPU, to try it
+    python benchmarks/validation_campaign.py OUT --trial                # on a CPU, to check that it runs
 
-Parts are the lists of benchmarks/validation/; the calibration, or of it what changes from machine
-to machine (contention, links, host; "today" is contention, compiled rotation and compiled hosts),
-beside a file that is there; and traces of two layouts (kernels_beside_collectives.py). With --blocks a few blocks of
-each network are timed before a list is predicted; with --now its operations at their shapes, and
-before each eager row its host. Each part goes on where it stopped: run it again after a limit has
-ended it. OUT then has hardware.json, the run of each part with its report.html, and summary.json: of
-each part the errors by term. Predictions are on disk before a row is run; what is expected to miss
-stands in the lists. The targets: mean absolute error of the step 1.8 % and no row above 5, of the
-peak 0.5 % and 1.5, the fastest of a group ranked first in 95 % of the groups.
+| part | what it does |
+| --- | --- |
+| calibrate | calibrates the machine |
+| contention, links, host | calibrates only this; the rest comes from --from |
+| today | calibrates contention, compiled rotation and the host time of compiled blocks |
+| traces | traces two layouts (kernels_beside_collectives.py) |
+| other names | predicts and measures the rows of benchmarks/validation/NAME.toml |
+
+--blocks times a few blocks of each network before the rows are predicted. --now times the network's
+operations at their shapes, and the host before each eager row. After an interruption the same
+command continues where it stopped. Every prediction is on disk before its row is measured.
+
+Writes OUT/hardware.json, a folder per part with its report.html, and OUT/summary.json with the
+errors of each part by term. The targets: for the step a mean absolute error of 1.8 % and none above
+5 %, for the peak 0.5 % and 1.5 %, and the fastest row ranked first in 95 % of the groups. The lists
+say which rows are expected to miss them.
 """
 
 import argparse
@@ -35,15 +42,15 @@ from stepgauge.report.prediction_tables import error_table
 from stepgauge.spec.store import RunStore
 
 HERE = Path(__file__).parent
-USUAL = {"four_gpus": 4, "two_gpus": 2, "one_gpu": 1}  # in their order; how many GPUs each needs
-
-
+# Lists that run by default, in this order, and how many GPUs each needs.
+DEFAULT_LISTS = {"four_gpus": 4, "two_gpus": 2, "one_gpu": 1}
+# Part -> what it calibrates; everything if the list is empty.
 CALIBRATED: dict[str, list[str]] = {
     "calibrate": [],
     "contention": ["contention"],
     "links": ["links"],
     "host": ["host"],
-    # what the file may not have; with --now each eager row's host is timed before it
+    # What an older file may not have. The host of eager rows is not here: --now times it for each row.
     "today": ["contention", "compiled heads", "host compiled", "host blocks"],
 }
 
@@ -64,8 +71,8 @@ def validate(out: Path, part: str, options: list[str]) -> int:
     ])  # fmt: skip
 
 
-def side_by_side(out: Path, parts: list[str], options: list[str]) -> int:
-    """Each part in a process of its own, which sees one GPU."""
+def run_in_parallel(out: Path, parts: list[str], options: list[str]) -> int:
+    """Runs each part in a process of its own that sees one GPU. Returns the highest exit status."""
     started = [
         subprocess.Popen(
             [sys.executable, __file__, str(out), "--parts", part, *options],
@@ -77,6 +84,7 @@ def side_by_side(out: Path, parts: list[str], options: list[str]) -> int:
 
 
 def run_part(out: Path, part: str, gpus: int, trial: bool, options: list[str]) -> int:
+    """Runs a part and returns its exit status."""
     if part in CALIBRATED:
         return calibrate(out, gpus, trial, CALIBRATED[part])
     if part == "traces":
@@ -85,44 +93,54 @@ def run_part(out: Path, part: str, gpus: int, trial: bool, options: list[str]) -
         return subprocess.call([sys.executable, script, str(out / "traces"), *options])
     names = part.split(",")
     if len(names) > 1:
-        return side_by_side(out, names, options)
+        return run_in_parallel(out, names, options)
     return validate(out, part, options)
 
 
 def summarise(out: Path) -> None:
-    """The errors of each part that has run, and of all."""
-    every, told = [], {}
+    """Writes the errors of each part that has run, and prints those of all parts."""
+    all_records, summary = [], {}
     for path in sorted((HERE / "validation").glob("*.toml")):
         if (out / path.stem).is_dir():
             records = RunStore(out / path.stem).read().latest()
-            told[path.stem] = {
+            summary[path.stem] = {
                 "rows": json.loads(error_table(records).to("json")),
                 "groups": [group.rank for group in groups(errors(records))],
             }
-            every += records
-    (out / "summary.json").write_text(json.dumps({**told, "all": sentence(every)}, indent=1))
-    print(sentence(every))
+            all_records += records
+    (out / "summary.json").write_text(
+        json.dumps({**summary, "all": sentence(all_records)}, indent=1)
+    )
+    print(sentence(all_records))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--parts", nargs="+")
-    parser.add_argument("--from", dest="base", type=Path, help="a hardware file to begin with")
+    parser.add_argument("--parts", nargs="+", help="calibrate and the default lists by default")
+    parser.add_argument("--from", dest="base", type=Path, help="start from this hardware file")
     parser.add_argument("--blocks", action="store_true", help="time a few blocks of each network")
-    parser.add_argument("--now", action="store_true", help="time shapes and hosts of the rows")
-    parser.add_argument("--trial", action="store_true", help="on two processes of a CPU")
-    asked = parser.parse_args()
-    lists = ["trial"] if asked.trial else [n for n, least in USUAL.items() if least <= asked.gpus]
-    parts = asked.parts or ["calibrate", *lists]
-    here = asked.out / "hardware.json"
-    if asked.base and not here.exists():
-        asked.out.mkdir(parents=True, exist_ok=True)
-        shutil.copy(asked.base, here)
-    options = [f"--{name}" for name in ("blocks", "now") if getattr(asked, name)]
-    failed = [p for p in parts if run_part(asked.out, p, asked.gpus, asked.trial, options)]
-    summarise(asked.out)
+    parser.add_argument(
+        "--now", action="store_true", help="time the operations and hosts of the rows"
+    )
+    parser.add_argument("--trial", action="store_true", help="small, in two processes of a CPU")
+    arguments = parser.parse_args()
+    lists = (
+        ["trial"]
+        if arguments.trial
+        else [n for n, least in DEFAULT_LISTS.items() if least <= arguments.gpus]
+    )
+    parts = arguments.parts or ["calibrate", *lists]
+    hardware = arguments.out / "hardware.json"
+    if arguments.base and not hardware.exists():
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        shutil.copy(arguments.base, hardware)
+    options = [f"--{name}" for name in ("blocks", "now") if getattr(arguments, name)]
+    failed = [
+        p for p in parts if run_part(arguments.out, p, arguments.gpus, arguments.trial, options)
+    ]
+    summarise(arguments.out)
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 
