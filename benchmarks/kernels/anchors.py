@@ -1,15 +1,18 @@
-"""What is to be decided about the kernels, on one H100 in under six minutes:
+"""Measures the kernels at a few anchor shapes on one H100, in under six minutes.
 
     PYTHONPATH=src python benchmarks/kernels/anchors.py OUT [--parts step adamw ...] [--trial]
 
-step       2.7b 4 × 512, all parts ours, bf16 and bf16-master, compiled and eager: does it gain?
-attention, rms-norm, linear-cross-entropy, adamw
-           rows of the anchors beside the peers that are installed, each checked against its oracle
+| part | what it measures |
+| --- | --- |
+| step | 2.7b, 4 x 512, with our kernels, in bf16 and bf16-master, compiled and eager |
+| attention, rms-norm, linear-cross-entropy, adamw | anchor shapes next to the installed peers |
 
-Each part is `stepgauge bench step` or `bench kernel` in processes of its own; what launches cost the host
-of a small network: host_time.py. Writes OUT/anchors.jsonl (a record a line, with its part), OUT/tables.txt
-and OUT/decisions.json, and prints the decisions. Ends with status 1 where a row is wrong or has no time.
---trial takes tiny shapes on the CPU.
+Each part runs `stepgauge bench step` or `stepgauge bench kernel` in its own processes. Every kernel
+is compared with its oracle. host_time.py measures what launches cost the host of a small network.
+
+Writes OUT/anchors.jsonl (a record per line, with its part), OUT/tables.txt and OUT/decisions.json:
+step times and their ratios, which decide between bf16 and bf16-master. Prints these, too. Exits
+with status 1 if a row is wrong or has no time. --trial uses tiny shapes on a CPU.
 """
 
 import argparse
@@ -27,7 +30,7 @@ STEP = "--batch 4 --context 512 --steps 20"
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One command: its part, a label of its rows, the most seconds it may take."""
+    """A command, its part, a label for its rows, and its limit in seconds."""
 
     part: str
     label: str
@@ -76,7 +79,7 @@ def kernels(trial: bool) -> list[tuple[str, str, int, str]]:
 
 
 def measured(run: Run, out: Path, device: str, limit: float) -> list[dict]:
-    """The records of the command; those on disk by then where it takes too long."""
+    """Runs the command and returns its records. After its limit, returns those measured so far."""
     folder = out / "runs" / f"{run.part}-{run.label or 'main'}-{time.time_ns()}".replace(" ", "")
     command = [sys.executable, "-m", "stepgauge", *run.command.split()]
     command += ["--device", device, "--out", str(folder)]
@@ -92,15 +95,16 @@ def measured(run: Run, out: Path, device: str, limit: float) -> list[dict]:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            print("ran out of time", file=tables)
+            print(f"stopped at its limit of {limit:.0f} s", file=tables)
     store = folder / "records.jsonl"
     lines = store.read_text().splitlines() if store.exists() else []
     return [{"part": run.part, "label": run.label, **json.loads(line)} for line in lines]
 
 
 def step_ms(rows: list[dict], **wanted: str) -> float | None:
+    """Returns the step time of the first measured row with these fields."""
     for row in rows:
-        if row["provenance"] != "measured":  # a prediction stands before what it predicts
+        if row["provenance"] != "measured":  # a prediction precedes the row that it predicts
             continue
         known = {**row["spec"], "part": row["part"], "label": row["label"]}
         found = row.get("metrics", {}).get("step_ms")
@@ -114,7 +118,7 @@ def ratio(a: float | None, b: float | None) -> float | None:
 
 
 def decisions(rows: list[dict]) -> dict:
-    """What the rows say: times in ms, and ratios above 1 where the new or kept way is faster."""
+    """Returns step times in ms, and the ratio of bf16 to bf16-master, by compile mode."""
     found: dict[str, float | None] = {}
     for mode in ("on", "off"):
         bf16, master = (
@@ -129,9 +133,9 @@ def decisions(rows: list[dict]) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--parts", nargs="+", default=[])
-    parser.add_argument("--budget", type=float, default=350.0, help="seconds for all")
-    parser.add_argument("--trial", action="store_true")
+    parser.add_argument("--parts", nargs="+", default=[], help="all by default")
+    parser.add_argument("--budget", type=float, default=350.0, help="seconds for all parts")
+    parser.add_argument("--trial", action="store_true", help="tiny shapes on a CPU")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     start, rows, failed = time.monotonic(), [], []
@@ -142,17 +146,18 @@ def main() -> int:
         limit = left if options.trial else min(run.seconds, left)
         device = "cpu" if options.trial else "cuda"
         found = measured(run, options.out, device, limit) if limit > 5 else []
-        bad = [f"{row['status']}: {row['note']}" for row in found if row["status"] != "ok"]
+        problems = [f"{row['status']}: {row['note']}" for row in found if row["status"] != "ok"]
         failed += [
-            f"{run.part} {run.label}: {what}" for what in bad or ([] if found else ["no row"])
+            f"{run.part} {run.label}: {problem}"
+            for problem in problems or ([] if found else ["no row"])
         ]
         rows += found
         with (options.out / "anchors.jsonl").open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in found)
         print(f"{time.monotonic() - start:4.0f} s  {run.part} {run.label}: {len(found)} rows", flush=True)  # fmt: skip
-    verdict = decisions(rows)
-    (options.out / "decisions.json").write_text(json.dumps({**verdict, "failed": failed}, indent=1))
-    for name, value in verdict.items():
+    figures = decisions(rows)
+    (options.out / "decisions.json").write_text(json.dumps({**figures, "failed": failed}, indent=1))
+    for name, value in figures.items():
         print(f"{name}: {value}")
     print(*failed, sep="\n")
     return 1 if failed else 0

@@ -1,11 +1,13 @@
-"""Attention's forward where it fills little of the chip: in Gluon, portable in one part, and
-portable in several.
+"""Compares three forms of attention's forward at shapes with few tiles, which do not fill the GPU.
 
     PYTHONPATH=src python benchmarks/kernels/forward_by_tiles.py OUT [--budget 60]
 
-From which number of tiles on Gluon's is the fastest decides `hopper_launches.takes_forward`. Rows of
-OUT/forward_by_tiles.jsonl: ms of each, the kernels alone, after each was held against the first; at
-the end one line a shape. The chip is `cuda`'s.
+The forms are Gluon's kernel, the portable kernel, and the portable kernel with keys split into
+several parts. The number of tiles from which Gluon's kernel is the fastest is what
+`hopper_launches.takes_forward` uses. Needs a Hopper GPU.
+
+All forms are compared with the portable kernel first. Then appends ms of each form per shape to
+OUT/forward_by_tiles.jsonl, without host time, and prints one line per shape at the end.
 """
 
 import argparse
@@ -29,17 +31,17 @@ HEADS, LENGTHS, PARTS = (1, 4, 12, 24, 48, 96), (256, 512, 1024, 2048, 4096), (2
 
 
 def forwards(q, k, v, is_causal):
-    """{name: a call that gives (o, lse)}; what the plan would choose is among them."""
+    """Returns {form: function that returns (o, lse)}, and "gluon" or "portable": today's choice."""
     scale = q.shape[-1] ** -0.5
     o, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
     case = launching.launch_key(q, k, v, is_causal, scale, None, o=o)
     launch = hopper_launches.forward_launch(case)
 
-    def in_gluon():
+    def gluon():
         launch(launching.stream_of(q), q, k, v, o, lse)
         return o, lse
 
-    calls = {"gluon": in_gluon}
+    calls = {"gluon": gluon}
     for parts in (1, *PARTS):
         calls[f"portable {parts}"] = lambda n=parts: portable.forward(
             q, k, v, is_causal, scale, num_splits=n
@@ -50,7 +52,7 @@ def forwards(q, k, v, is_causal):
 
 
 def check(calls):
-    """ValueError unless all give the same to bfloat16's rounding."""
+    """Raises ValueError unless all forms agree to bfloat16's rounding."""
     results = {name: call()[0].clone().float() for name, call in calls.items()}
     first = results["portable 1"]
     for name, o in results.items():
@@ -60,6 +62,7 @@ def check(calls):
 
 
 def measure(width, length, heads, is_causal, seconds):
+    """Returns {form: median ms} and today's choice."""
     device = torch.device("cuda")
     q, k, v = (
         torch.randn(1, heads, length, width, device=device, dtype=torch.bfloat16) for _ in range(3)
@@ -76,19 +79,19 @@ def measure(width, length, heads, is_causal, seconds):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds in all (60)")
-    parser.add_argument("--seconds", type=float, default=0.01, help="of timing for each (0.01)")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds for all shapes (60)")
+    parser.add_argument("--seconds", type=float, default=0.01, help="timing of each form (0.01)")
     args = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        parser.error("the kernel in Gluon is written for Hopper, and there is no such GPU here")
+        parser.error("the kernel in Gluon needs a Hopper GPU; there is none here")
     args.out.mkdir(parents=True, exist_ok=True)
-    until = time.monotonic() + args.budget
+    end = time.monotonic() + args.budget
     common = {"environment": environment(torch.device("cuda"))}
     shapes = list(itertools.product((64, 128), LENGTHS, HEADS, (True, False)))
-    random.Random(0).shuffle(shapes)  # what the time allows is spread over all
+    random.Random(0).shuffle(shapes)  # so that a short run covers all sizes
     lines = []
     for width, length, heads, is_causal in shapes:
-        if time.monotonic() > until:
+        if time.monotonic() > end:
             break
         row: dict[str, Any] = {
             "kind": "forward_by_tiles",
@@ -100,7 +103,7 @@ def main():
         row["tiles"] = heads * math.ceil(length / hopper_ops.TILE_ROWS.value)
         try:
             row["ms"], row["chosen"] = measure(width, length, heads, is_causal, args.seconds)
-        except Exception as problem:  # one shape less
+        except Exception as problem:  # continue with the other shapes
             row["failed"] = f"{type(problem).__name__}: {problem!s:.200}"
         with (args.out / "forward_by_tiles.jsonl").open("a") as file:
             print(json.dumps(row | common), file=file)
@@ -108,11 +111,11 @@ def main():
     for row in sorted(
         lines, key=lambda row: (row["width"], row["tiles"], row["sequence"], row["causal"])
     ):
-        told = row.get("failed") or ", ".join(
+        result = row.get("failed") or ", ".join(
             f"{name} {ms * 1e3:.1f}" for name, ms in row["ms"].items()
         )
         mask = "causal" if row["causal"] else "full"
-        print(f"D {row['width']} {row['tiles']} tiles ({row['heads']} x {row['sequence']} {mask}), us: {told}"
+        print(f"D {row['width']} {row['tiles']} tiles ({row['heads']} x {row['sequence']} {mask}), us: {result}"
               f"; chosen {row.get('chosen')}")  # fmt: skip
 
 

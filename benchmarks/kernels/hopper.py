@@ -1,18 +1,20 @@
-"""Attention on one Hopper GPU, a pass at a time: the kernels here beside FlashAttention-4 and cuDNN.
+"""Times attention on one Hopper GPU: our kernels, FlashAttention-4 and cuDNN, forward and backward.
 
     PYTHONPATH=src python benchmarks/kernels/hopper.py OUT [--grid] [--budget 60] [--trial]
     PYTHONPATH=src python benchmarks/kernels/hopper.py OUT --compile I N [--grid]
 
-The table of kernels/attention/libraries.py is written from it. Without --grid nine shapes of training, with
-forward and backward together, as users call them, and FlashAttention-4's deterministic backward. With it
-widths of 64 to 256, 512 to 65,536 tokens, causal and full, groups, windows, packed sequences.
+The table of kernels/attention/libraries.py comes from these times. Without --grid it measures nine
+shapes of training. There it also measures forward and backward together, as users call them, and
+FlashAttention-4's deterministic backward. --grid measures widths from 64 to 256, 512 to 65,536
+tokens, causal and full masks, grouped heads, windows and packed sequences.
 
-Each result is held against float64 on one head, or against our kernels where a query does not see all keys;
-a wrong one has no time. Appends to OUT/attention.jsonl, a line a shape, and prints the table. What the
-budget does not hold is named, with status 1. --trial takes tiny shapes on the CPU.
+Each result is compared with float64 on one head, or with our kernels if a query does not see all
+keys; a wrong result has no time. Appends a line per shape to OUT/attention.jsonl and prints the
+table. If the budget ends first, it prints the remaining shapes and exits with status 1. --trial
+uses tiny shapes on a CPU.
 
---compile calls every N-th shape once, from the I-th on, for N processes that fill Triton's cache and, with
-FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1, FlashAttention-4's.
+--compile only calls every N-th shape once, starting with the I-th. N such processes fill the cache
+of Triton and, with FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1, that of FlashAttention-4.
 """
 
 import argparse
@@ -50,25 +52,29 @@ from stepgauge.measure.environment import environment  # noqa: E402
 from stepgauge.measure.interleaved import time_interleaved  # noqa: E402
 
 DEVICE = torch.device("cpu" if IS_TRIAL else "cuda")
-SECONDS = 0.0 if IS_TRIAL else 0.03  # of each pass by each
+SECONDS = 0.0 if IS_TRIAL else 0.03  # for each pass and library
 PASSES = ("forward", "backward")
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
+    """A shape of attention. window and sequences are 0 if there is no window or no packing."""
+
     batch: int
     heads: int
     length: int
     width: int
     causal: bool = True
-    kv_heads: int = 0  # 0: as many as heads
+    kv_heads: int = 0  # 0: the number of heads
     window: int = 0
-    sequences: int = 0  # packed, of equal lengths
+    sequences: int = 0  # packed sequences of equal length
     dtype: str = "bf16"
 
     @property
     def forward_flops(self) -> float:
-        """As bench counts: half of all pairs if causal; of windows and packed sequences those seen."""
+        """FLOPs as `stepgauge bench` counts them: half of all pairs of query and key if causal; with
+        windows or packed sequences only the visible pairs.
+        """
         length = self.length // self.sequences if self.sequences else self.length
         pairs = length * length * (self.sequences or 1)
         pairs = pairs / 2 if self.causal else pairs
@@ -85,7 +91,7 @@ class Shape:
         return f"{self.batch} x {heads} x {self.length} x {self.width}{rest}"
 
 
-ROWS = [
+TRAINING_SHAPES = [
     Shape(1, 20, 3001, 96),
     Shape(2, 32, 8192, 128, kv_heads=8),
     Shape(2, 16, 8192, 128, dtype="fp16"),
@@ -96,8 +102,8 @@ ROWS = [
     Shape(2, 8, 4096, 256),
     Shape(1, 32, 32768, 128),
 ]
-HEADS = {64: 32, 96: 20, 128: 16, 256: 8}  # 2048 wide, of 16,384 tokens
-GRID = [
+HEADS = {64: 32, 96: 20, 128: 16, 256: 8}  # for width 2048 and 16,384 tokens
+GRID_SHAPES = [
     Shape(1, 16, 32768, 128, window=4096),
     Shape(1, 16, 32768, 128, sequences=16),
     Shape(1, 16, 32768, 64, window=4096),
@@ -119,11 +125,14 @@ GRID = [
     Shape(1, 1, 32768, 64),
     Shape(1, 1, 65536, 128),
 ]  # fmt: skip
-TRIAL = [Shape(1, 2, 32, 16, kv_heads=1, dtype="fp16"), Shape(1, 1, 32, 16, window=8, dtype="fp16")]
+TRIAL_SHAPES = [
+    Shape(1, 2, 32, 16, kv_heads=1, dtype="fp16"),
+    Shape(1, 1, 32, 16, window=8, dtype="fp16"),
+]
 
 
-def everything(library: str) -> tuple[libraries.Row, ...]:
-    """A table in which the library runs whatever it takes."""
+def all_passes_by(library: str) -> tuple[libraries.Row, ...]:
+    """Returns a table in which the library runs everything that it supports."""
     return tuple(
         libraries.Row(library, passes, 1, 256, 1, 1, (), seen)
         for passes in PASSES
@@ -133,11 +142,11 @@ def everything(library: str) -> tuple[libraries.Row, ...]:
 
 @contextlib.contextmanager
 def run_by(*table: libraries.Row, portable: bool = False) -> Iterator[None]:
-    """Attention by that table; by the portable kernels alone, in place of those in Gluon."""
+    """Runs attention by that table. With `portable`, no Gluon kernels run."""
     before, libraries.TABLE = libraries.TABLE, table
     try:
         with contextlib.ExitStack() as stack:
-            if portable:  # a chosen tile, of a kernel that nothing here launches, leaves Gluon out
+            if portable:  # any tile override turns Gluon off; no kernel is called "none"
                 tiles = heuristics.Tiles(32, 32, 4, 1)
                 stack.enter_context(heuristics.override_tiles(none=tiles))
             yield
@@ -145,23 +154,25 @@ def run_by(*table: libraries.Row, portable: bool = False) -> Iterator[None]:
         libraries.TABLE = before
 
 
-WAYS = {
+RUN_BY = {
     "ours": run_by,
     "portable": functools.partial(run_by, portable=True),
-    **{name: functools.partial(run_by, *everything(name)) for name in libraries.LIBRARIES},
+    **{name: functools.partial(run_by, *all_passes_by(name)) for name in libraries.LIBRARIES},
 }
 
 
-def ways_of(shape: Shape) -> list[str]:
-    """The portable kernels only beside those in Gluon, where short sequences or widths decide."""
+def libraries_for(shape: Shape) -> list[str]:
+    """Returns the libraries to measure. The portable kernels are among them only at shapes for which
+    Gluon has a kernel and the choice between the two is open.
+    """
     has_gluon = (
         shape.width <= 128 and shape.length <= 8192 and not (shape.window or shape.sequences)
     )
-    return [name for name in WAYS if name != "portable" or has_gluon]
+    return [name for name in RUN_BY if name != "portable" or has_gluon]
 
 
 class Case:
-    """One shape's tensors and, by each way that takes it, its results and their error."""
+    """The tensors of one shape, and for each library that supports it the results and their error."""
 
     def __init__(self, shape: Shape):
         self.shape, dtype = shape, DTYPES[shape.dtype]
@@ -184,15 +195,15 @@ class Case:
         self.limit = tolerance(dtype, max(shape.length, shape.width))
 
     def check(self) -> None:
-        """Each way's first call, and whether it is right."""
+        """Calls each library once and checks its results."""
         is_seen_whole = not (self.shape.window or self.shape.sequences)
-        judge = self._exact() if is_seen_whole else []
-        for name in ways_of(self.shape):
+        expected = self._exact() if is_seen_whole else []
+        for name in libraries_for(self.shape):
             results = self.first_call(name)
             if not results:
                 continue
-            judge = judge or self._one_head(results[0], *results[2:])
-            self._hold(name, judge, results)
+            expected = expected or self._one_head(results[0], *results[2:])
+            self._compare(name, expected, results)
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         return kernels.forward(self.q, self.k, self.v, self.shape.causal, self.scale, *self.seen)
@@ -203,7 +214,7 @@ class Case:
         )
 
     def _one_head(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """The last key head's, and its queries', of the last sequence."""
+        """Returns the last key head and its query heads, of the last sequence in the batch."""
         group = self.q.shape[1] // self.k.shape[1]
         return [x[-1:, -group:] if x.shape[1] == self.q.shape[1] else x[-1:, -1:] for x in tensors]
 
@@ -215,10 +226,10 @@ class Case:
         return [o, dq, dk.sum(1, keepdim=True), dv.sum(1, keepdim=True)]
 
     def first_call(self, name: str) -> tuple[torch.Tensor, ...]:
-        """(o, lse, dq, dk, dv); nothing where it is not taken."""
+        """Returns (o, lse, dq, dk, dv), or () if the library does not support the shape."""
         libraries.calls.clear()
         try:
-            with WAYS[name]():
+            with RUN_BY[name]():
                 o, lse = self.forward()
                 grads = self.backward(o, lse)
         except Exception as error:
@@ -230,11 +241,11 @@ class Case:
             return ()
         return o, lse, *grads
 
-    def _hold(
-        self, name: str, judge: list[torch.Tensor], results: tuple[torch.Tensor, ...]
+    def _compare(
+        self, name: str, expected: list[torch.Tensor], results: tuple[torch.Tensor, ...]
     ) -> None:
         o, lse, *grads = results
-        errors = [largest_error(judge, self._one_head(o, *grads))]
+        errors = [largest_error(expected, self._one_head(o, *grads))]
         if "ours" in self.kept:
             errors.append(float((lse - self.kept["ours"][1]).abs().max()))
         self.errors[name] = max(errors)
@@ -244,13 +255,14 @@ class Case:
             self.notes[name] = f"wrong by {self.errors[name]:.1e}"
 
     def times(self) -> dict[str, dict[str, list[float]]]:
+        """Returns {pass: {library: ms}} of the libraries with correct results."""
         calls: dict[str, dict[str, Callable]] = {
             "forward": dict.fromkeys(self.kept, self.forward),
             "backward": {name: functools.partial(self.backward, *kept) for name, kept in self.kept.items()},
         }  # fmt: skip
-        if self.shape in ROWS and "fa4" in self.kept:
+        if self.shape in TRAINING_SHAPES and "fa4" in self.kept:
             calls["backward"]["fa4 deterministic"] = self._deterministic()
-        return {passes: _timed(each, WAYS) for passes, each in calls.items()}
+        return {passes: _timed(each, RUN_BY) for passes, each in calls.items()}
 
     def _deterministic(self) -> Callable:
         o, lse = self.kept["fa4"]
@@ -261,7 +273,9 @@ class Case:
         )  # fmt: skip
 
     def both(self) -> dict[str, list[float]]:
-        """Forward and backward as users call them: by the table, by ours alone, and peers."""
+        """Times forward and backward together as users call them: the library chosen by the table, our
+        kernels, and the peers.
+        """
         q, k, v = (x.detach().requires_grad_() for x in (self.q, self.k, self.v))
 
         def fa4(q, k, v):
@@ -277,7 +291,7 @@ class Case:
         functions = {"by the table": ours, "ours": ours, "cudnn itself": sdpa}
         if "fa4" in self.kept:
             functions["fa4 itself"] = fa4
-        around = {
+        contexts = {
             "by the table": contextlib.nullcontext,
             "ours": run_by,
             "cudnn itself": lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
@@ -291,11 +305,11 @@ class Case:
         libraries.calls.clear()
         calls["by the table"]()
         self.notes["by the table"] = ", ".join(map(" ".join, libraries.calls)) or "ours"
-        return _timed(calls, around)
+        return _timed(calls, contexts)
 
 
-def _timed(calls: dict[str, Callable], around: dict[str, Callable]) -> dict[str, list[float]]:
-    present = {name: around[name] for name in calls if name in around}
+def _timed(calls: dict[str, Callable], contexts: dict[str, Callable]) -> dict[str, list[float]]:
+    present = {name: contexts[name] for name in calls if name in contexts}
     times, failures = time_interleaved(calls, DEVICE, seconds=SECONDS, around=present)
     for name, error in failures.items():
         print(f"  {name}: {type(error).__name__} {error}"[:300], flush=True)
@@ -303,10 +317,11 @@ def _timed(calls: dict[str, Callable], around: dict[str, Callable]) -> dict[str,
 
 
 def measured(shape: Shape) -> dict:
+    """Checks and times one shape. Returns its row."""
     case = Case(shape)
     case.check()
     times = case.times()
-    if shape in (*ROWS, TRIAL[0]):
+    if shape in (*TRAINING_SHAPES, TRIAL_SHAPES[0]):
         times["both"] = case.both()
     return {
         "shape": dataclasses.asdict(shape),
@@ -318,7 +333,8 @@ def measured(shape: Shape) -> dict:
     }  # fmt: skip
 
 
-def told(row: dict) -> str:
+def described(row: dict) -> str:
+    """Returns the row as text: ms and TFLOP/s of each library, with * at the fastest."""
     lines = [
         str(Shape(**row["shape"])) + "".join(f"; {n} {note}" for n, note in row["notes"].items())
     ]
@@ -336,17 +352,25 @@ def told(row: dict) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--grid", action="store_true", help="the grid in place of the issue's rows")
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds for all")
-    parser.add_argument("--trial", action="store_true", help="tiny shapes on the CPU")
-    parser.add_argument("--compile", nargs=2, type=int, metavar=("I", "N"))
+    parser.add_argument(
+        "--grid", action="store_true", help="measure the grid instead of nine shapes"
+    )
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds for all shapes")
+    parser.add_argument("--trial", action="store_true", help="tiny shapes on a CPU")
+    parser.add_argument(
+        "--compile",
+        nargs=2,
+        type=int,
+        metavar=("I", "N"),
+        help="only compile every N-th shape, from the I-th on",
+    )
     options = parser.parse_args()
     if options.compile:
         first, step = options.compile
-        shapes = [*ROWS, *(GRID if options.grid else [])]
-        for shape in (TRIAL if IS_TRIAL else shapes)[first::step]:
+        shapes = [*TRAINING_SHAPES, *(GRID_SHAPES if options.grid else [])]
+        for shape in (TRIAL_SHAPES if IS_TRIAL else shapes)[first::step]:
             case = Case(shape)
-            for name in ways_of(shape):
+            for name in libraries_for(shape):
                 case.first_call(name)
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
@@ -355,15 +379,15 @@ def main() -> int:
     rows = options.out / "attention.jsonl"
     with rows.open("a") as file:
         file.write(json.dumps({"environment": environment(DEVICE), "peers": versions}) + "\n")
-    shapes = TRIAL if IS_TRIAL else GRID if options.grid else ROWS
+    shapes = TRIAL_SHAPES if IS_TRIAL else GRID_SHAPES if options.grid else TRAINING_SHAPES
     for number, shape in enumerate(shapes):
         if time.monotonic() > end:
-            print("no time for", "; ".join(map(str, shapes[number:])))
+            print("no time left for", "; ".join(map(str, shapes[number:])))
             return 1
         row = measured(shape)
         with rows.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        print(told(row), flush=True)
+        print(described(row), flush=True)
     return 0
 
 

@@ -1,13 +1,15 @@
-"""Where the host's time goes in an eager step of a small network, by parts that are ours or torch's.
+"""Measures where the host's time goes in an eager step of a small network, with our or torch's parts.
 
     PYTHONPATH=src python benchmarks/kernels/host_time.py OUT [--sizes small] [--of torch attention] [--trial]
 
-One network runs by torch's parts, with one of ours each, by ours alone, and by torch's and ours once more,
-in turns, a step each. A phase's host time is from its call to its return, a step's until the GPU is done
-with it; the next begins after that, so that launches never wait for a full queue. Writes OUT/host-time.jsonl
-(median ms of each phase by each, a line a size) and, of forward by torch's parts and by ours, cProfile's
-tables of functions by their own time and by that of all they call: OUT/forward-SIZE-{torch,ours}.txt.
---trial: nano on a CPU.
+One network runs with torch's parts, with one part of ours, with all of ours, and once more with
+torch's and ours. These take turns, one step each. The host time of a phase is the time from its
+call to its return. A step's time also includes the GPU's work; the next step begins after it, so
+that launches never wait for a full queue.
+
+Appends a line per size to OUT/host-time.jsonl: median ms of each phase. For forward with torch's
+and with our parts it writes cProfile's tables to OUT/forward-SIZE-{torch,ours}.txt, sorted by the
+own time of functions and by the time including their callees. --trial runs nano on a CPU.
 """
 
 import argparse
@@ -49,8 +51,8 @@ WARMUP = 3
 
 
 class Network:
-    """One network, whose parts are changed between steps: two of one kind in a process differ by up to
-    a tenth, which is more than what parts differ by.
+    """A network whose parts are replaced between steps. Two equal networks in one process differ by
+    up to 10 %, which is more than the difference between parts.
     """
 
     def __init__(self, size: str, options: argparse.Namespace):
@@ -68,6 +70,7 @@ class Network:
         }
 
     def use(self, parts: dict[str, str]) -> None:
+        """Replaces the norms, attention, loss and optimizer."""
         kind = TritonRMSNorm if parts["norm"] == "triton" else nn.RMSNorm
         for norm in self.norms:
             norm.__class__ = kind
@@ -79,6 +82,7 @@ class Network:
 
 
 def host_ms(phases: Phases, device: torch.device) -> dict[str, float]:
+    """Runs a step and returns host ms of each phase, and of the step with the GPU's work."""
     synchronize(device)
     found, begin = {}, time.perf_counter()
     for name, phase in phases.items():
@@ -90,7 +94,7 @@ def host_ms(phases: Phases, device: torch.device) -> dict[str, float]:
 
 
 def profiled(phases: Phases, device: torch.device, steps: int) -> str:
-    """cProfile of forward alone; the other phases run as they do in a step."""
+    """Returns cProfile's tables of forward. The other phases run without the profiler."""
     profiler = cProfile.Profile()
     for _ in range(steps):
         synchronize(device)
@@ -107,8 +111,8 @@ def profiled(phases: Phases, device: torch.device, steps: int) -> str:
 
 
 def medians_of(network: Network, ways: dict, device: torch.device, steps: int) -> dict:
-    """Host ms of each phase by each way, which take turns a step at a time, in another order each
-    time.
+    """Returns the median host ms of each phase with each choice of parts. They take turns, one step
+    each, in random order.
     """
     times: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     order = random.Random(0)
@@ -119,8 +123,8 @@ def medians_of(network: Network, ways: dict, device: torch.device, steps: int) -
             if number >= WARMUP:
                 times[name].append(found)
     return {
-        name: {phase: statistics.median(each[phase] for each in of_one) for phase in of_one[0]}
-        for name, of_one in times.items()
+        name: {phase: statistics.median(each[phase] for each in by_step) for phase in by_step[0]}
+        for name, by_step in times.items()
     }
 
 
@@ -128,11 +132,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--sizes", nargs="+", default=["small"])
-    parser.add_argument("--of", nargs="+", choices=[*WAYS], default=[*WAYS], help="these ways")
+    parser.add_argument(
+        "--of", nargs="+", choices=[*WAYS], default=[*WAYS], help="measure these choices of parts"
+    )
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=60, help="of each network")
-    parser.add_argument("--trial", action="store_true")
+    parser.add_argument("--steps", type=int, default=60, help="of each choice of parts")
+    parser.add_argument("--trial", action="store_true", help="nano, on a CPU")
     options = parser.parse_args()
     options.device = "cpu" if options.trial else "cuda"
     if options.trial:
@@ -147,13 +153,13 @@ def main() -> None:
         found = {"size": size, "environment": environment(device), "host_ms": medians}
         with (options.out / "host-time.jsonl").open("a") as file:
             file.write(json.dumps(found) + "\n")
-        for name, of_one in medians.items():
-            print(f"{size} {name:10}", *(f"{phase} {ms:8.3f}" for phase, ms in of_one.items()))
+        for name, by_step in medians.items():
+            print(f"{size} {name:10}", *(f"{phase} {ms:8.3f}" for phase, ms in by_step.items()))
         for name in {"torch", "ours"} & {*ways}:
             network.use(ways[name])
             text = profiled(network.phases, device, min(20, options.steps))
             (options.out / f"forward-{size}-{name}.txt").write_text(text)
-        del network  # before the next size takes memory
+        del network  # frees memory for the next size
         free_unused_memory(device)
 
 

@@ -1,13 +1,13 @@
-"""Which launch shape is fastest: each candidate checked against the operation's oracle, then timed.
+"""Finds the fastest launch shape of a kernel. Each candidate is checked against the oracle and timed.
 
     PYTHONPATH=src python benchmarks/kernels/sweep.py OUT_DIR adamw [--budget SECONDS] [--field
     NAME=VALUE]
 
-The operation is rms-norm, attention, attention-fp32, linear-cross-entropy or adamw. One JSON line a
-candidate in OUT_DIR/sweep.jsonl at once; at the end the best of each shape beside what is chosen
-today. The budget is shared evenly by the shapes, and candidates are shuffled, so that what the time
-allows is spread over the whole list. Small shapes:
---field rows=64.
+The operation is rms-norm, attention, attention-fp32, linear-cross-entropy or adamw. Appends a JSON
+line per candidate to OUT_DIR/sweep.jsonl as soon as it is timed. At the end prints the best
+candidates of each problem shape with their rate relative to today's choice ("as it is"). All
+problem shapes get an equal part of the budget; candidates run in a shuffled order, so that a short
+run covers the whole list. For small shapes add --field rows=64.
 """
 
 import argparse
@@ -45,11 +45,12 @@ Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class Sweep(NamedTuple):
-    """points: the specs' fields. candidates(spec): (what it is, the context in which calls take
-    it).
+    """The candidates of an operation.
 
-    largest_error: the limit where the benchmark's own, made for any sum in that type, would let too
-    much through.
+    points         fields of each spec to measure
+    candidates     for a spec, pairs (name, context in which calls use the candidate)
+    largest_error  limit of the relative error, where the benchmark's own limit is too loose: it allows
+                   for any sum in the dtype
     """
 
     operation: str
@@ -65,7 +66,7 @@ def rms_norm_shapes(spec):
     }[spec.passes]
 
     @contextlib.contextmanager
-    def taking(config):
+    def using(config):
         with (
             mock.patch.object(rms_norm, name, lambda width, itemsize: config),
             mock.patch.dict(ops._PLANS, clear=True),
@@ -73,7 +74,7 @@ def rms_norm_shapes(spec):
             yield
 
     for config in make(spec.width, DTYPES[spec.dtype].itemsize):
-        yield str(config), lambda config=config: taking(config)
+        yield str(config), lambda config=config: using(config)
 
 
 def forward_shapes(width, itemsize):
@@ -91,11 +92,11 @@ def backward_shapes(width, itemsize):
     for rows, warps, stages, per_sm in itertools.product(
         (1, 2, 4), (4, 8, 16, 32), (1, 2, 3, 4), (1, 2, 3)
     ):
-        elements = rows * block // (warps * 32)  # of one tensor a thread
+        elements = rows * block // (warps * 32)  # per thread and tensor
         if not 4 <= elements <= 32 or warps * per_sm > 32 or (rows > 1 and block > 2048):
             continue
         keep = elements < 32
-        # neither copies in flight nor warps to wait for them
+        # nothing hides the latency of loads: no copies in flight and few warps
         idle = stages == 1 and warps * per_sm < 16
         if not idle and (3 - keep) * rows * block * itemsize * (stages - 1) * per_sm <= 220 * 1024:
             yield rms_norm.BackwardConfig(block, rows, warps, stages, per_sm, keep_weight=keep)
@@ -109,7 +110,7 @@ def backward_shapes(width, itemsize):
             yield rms_norm.BackwardConfig(inner, 1, warps, 1, per_sm, blocks=blocks)
 
 
-# (query rows, key rows, warps, stages[, order]) of one kernel, the others as they are.
+# (query rows, key rows, warps, stages[, order]) of one kernel. The other kernels keep their tiles.
 ATTENTION_TILES: dict[str, list[tuple[Any, ...]]] = {
     "forward": [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 3), (64, 32, 4, 4), (64, 128, 4, 3)],
     "dq": [(64, 128, 4, 3), (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 3), (64, 32, 4, 4)],
@@ -128,10 +129,10 @@ def attention_tiles(spec):
             )
 
 
-# float32: (query rows, key rows, warps, stages, products, programs a multiprocessor[, order]), by
-# kernel and width: of 264 that were compiled ahead of time, large tiles that spill nothing or
-# little. At width 128 every dkdv spills, since k and v lie in registers in parts: these spill least
-# (184 to 552 bytes of stack).
+# float32, by kernel and width: (query rows, key rows, warps, stages, products, programs per
+# multiprocessor[, order]). Of 264 tiles that were compiled ahead of time, these are large ones with no or
+# few register spills. At width 128 every dkdv spills, because it keeps the bf16 parts of k and v in
+# registers: these spill least (184 to 552 bytes of stack).
 FP32_TILES: dict[Any, list[tuple[Any, ...]]] = {
     ("forward", 128): [
         (128, 32, 8, 1, "bf16x6", 1), (128, 32, 8, 2, "bf16x6", 1), (128, 64, 8, 1, "bf16x6", 1),
@@ -166,8 +167,8 @@ FP32_TILES: dict[Any, list[tuple[Any, ...]]] = {
 }  # fmt: skip
 
 
-# The same of operands in bf16 parts, from the same compiler's list: (query rows, key rows, warps,
-# stages, programs).
+# The same for kernels whose operands are split into bf16 parts before the launch: (query rows, key rows,
+# warps, stages, programs per multiprocessor).
 BF16X3_TILES = {
     ("dq_bf16x3", 128): [(64, 32, 4, 2, 1), (64, 16, 4, 2, 1), (64, 32, 4, 1, 1)],
     ("dkdv_bf16x3", 128): [(32, 64, 4, 2, 1), (16, 64, 4, 2, 1), (32, 64, 4, 1, 1)],
@@ -219,10 +220,10 @@ def row_launches(spec):
         for block, warps in ((2048, 8), (4096, 16), (8192, 32))
     ]
     for launch in launches:
-        taken = mock.patch.object(
+        context = mock.patch.object(
             linear_cross_entropy, "row_launch", lambda *args, _launch=launch, **options: _launch
         )
-        yield str(launch), lambda taken=taken: taken
+        yield str(launch), lambda context=context: context
 
 
 def adamw_shapes(spec):
@@ -284,7 +285,7 @@ SWEEPS = {
             for causal in (False, True)
         ],
         attention_fp32_tiles,
-        largest_error=5e-6,  # three products of bf16 halves, which are not float32's, leave 8e-6
+        largest_error=5e-6,  # three products of bf16 halves have an error of 8e-6, too large for float32
     ),
     "linear-cross-entropy": Sweep(
         "linear-cross-entropy",
@@ -306,21 +307,21 @@ SWEEPS = {
 }
 
 
-def sweep(spec, asked, *, until, record):
-    """Milliseconds of each candidate that is right, the present choice among them."""
+def sweep(spec, chosen, *, end, record):
+    """Returns {candidate: ms} of all correct candidates and of today's choice, "as it is"."""
     operation = OPERATIONS[spec.kind]
     function = operation.implementations["ours"].make(spec)
     case, device = operation.case(spec), torch.device(spec.device)
-    limit = min(asked.largest_error, tolerance(DTYPES[spec.dtype], operation.reduction(spec)))
+    limit = min(chosen.largest_error, tolerance(DTYPES[spec.dtype], operation.reduction(spec)))
     shuffled = sorted(
-        asked.candidates(spec), key=lambda candidate: zlib.crc32(candidate[0].encode())
+        chosen.candidates(spec), key=lambda candidate: zlib.crc32(candidate[0].encode())
     )
     found = {}
-    for name, taking in [("as it is", contextlib.nullcontext), *shuffled]:
-        if found and time.monotonic() > until:
+    for name, using in [("as it is", contextlib.nullcontext), *shuffled]:
+        if found and time.monotonic() > end:
             break
         try:
-            with taking():
+            with using():
                 error = case.error(function)
                 if not error <= limit:
                     raise ValueError(f"wrong by {error:.2e}, allowed {limit:.2e}")
@@ -333,12 +334,12 @@ def sweep(spec, asked, *, until, record):
             record(spec, candidate=name, ms=found[name], relative_error=error)
         except (
             Exception
-        ) as problem:  # one that does not compile, or not rightly, is one candidate less
+        ) as problem:  # a candidate that does not compile or is wrong is recorded as failed
             record(spec, candidate=name, failed=f"{type(problem).__name__}: {problem!s:.200}")
     return found
 
 
-def named(spec):
+def name_of(spec):
     return describe(Record(kind=spec.kind, spec=dataclasses.asdict(spec), metrics={}))
 
 
@@ -346,26 +347,30 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("operation", choices=SWEEPS)
-    parser.add_argument("--budget", type=float, default=120.0, help="seconds in all (120)")
+    parser.add_argument("--budget", type=float, default=120.0, help="seconds for all shapes (120)")
     parser.add_argument(
-        "--seconds", type=float, default=0.05, help="of timing for each candidate (0.05)"
+        "--seconds", type=float, default=0.05, help="timing of each candidate (0.05)"
     )
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
-        "--field", action="append", default=[], metavar="NAME=VALUE", help="of every shape instead"
+        "--field",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="set this field of every shape",
     )
     args = parser.parse_args()
     fields = {
         name: int(value) if value.isdecimal() else value
         for name, _, value in (each.partition("=") for each in args.field)
     }
-    asked = SWEEPS[args.operation]
-    make = OPERATIONS[asked.operation].spec
+    chosen = SWEEPS[args.operation]
+    make = OPERATIONS[chosen.operation].spec
     specs = [
         make(**{**point, **fields}, seconds=args.seconds, device=args.device)
-        for point in asked.points
+        for point in chosen.points
     ]
-    specs = list(dict.fromkeys(specs))  # fields may have made points the same
+    specs = list(dict.fromkeys(specs))  # --field may have made some specs equal
     args.out_dir.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     common = {"environment": environment(torch.device(args.device))}
@@ -381,11 +386,11 @@ def main():
 
     best = {}
     for number, spec in enumerate(specs, 1):
-        print(f"-- {number}/{len(specs)} {named(spec)}", flush=True)
-        until = start + args.budget * number / len(specs)
-        best[number] = sweep(spec, asked, until=until, record=record)
+        print(f"-- {number}/{len(specs)} {name_of(spec)}", flush=True)
+        end = start + args.budget * number / len(specs)
+        best[number] = sweep(spec, chosen, end=end, record=record)
     for number, found in best.items():
-        print(f"\n{named(specs[number - 1])}: {len(found)} tried")
+        print(f"\n{name_of(specs[number - 1])}: {len(found)} tried")
         for name, ms in sorted(found.items(), key=lambda each: each[1])[:4]:
             print(
                 f"  {ms:.4f} ms, {found.get('as it is', float('nan')) / ms:.3f} of today's rate, {name}"
