@@ -55,8 +55,8 @@ def narrow(full: ModelSpec) -> ModelSpec:
 
 def require_same_plan(full: ModelSpec, wrapped: DataParallel) -> None:
     """Raises AssertionError if the narrow network has other buckets than the full one."""
-    whole = TransformerLM(full, device=torch.device("meta"))
-    order = [describe_parameter(name, p) for name, p in whole.named_parameters()]
+    full_network = TransformerLM(full, device=torch.device("meta"))
+    order = [describe_parameter(name, p) for name, p in full_network.named_parameters()]
     at_full_width = wrapped.policy.plan_buckets(order, bucket_mb=BUCKET_MB)
     assert [b.names for b in wrapped.buckets] == [b.names for b in at_full_width], (
         "the narrow network has other buckets than the full one"

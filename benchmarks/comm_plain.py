@@ -33,14 +33,14 @@ def plain_call(op, size_bytes, device):
     rank, n = dist.get_rank(), dist.get_world_size()
     count = size_bytes // 4 // n * n
     whole, part = torch.ones(count, device=device), torch.ones(count // n, device=device)
-    other = torch.empty_like(whole)
+    received = torch.empty_like(whole)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
     def send_recv():
         sends = [
             dist.P2POp(dist.isend, whole, (rank + 1) % n),
-            dist.P2POp(dist.irecv, other, (rank - 1) % n),
+            dist.P2POp(dist.irecv, received, (rank - 1) % n),
         ]
         for work in dist.batch_isend_irecv(sends):
             work.wait()
@@ -50,7 +50,7 @@ def plain_call(op, size_bytes, device):
         "all_gather": lambda: gather(whole, part),
         "reduce_scatter": lambda: scatter(part, whole),
         "broadcast": lambda: dist.broadcast(whole, 0),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole),
+        "all_to_all": lambda: dist.all_to_all_single(received, whole),
         "send_recv": send_recv,
     }[op]
 

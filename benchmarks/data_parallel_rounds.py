@@ -61,7 +61,7 @@ PARTS: dict[str, tuple[str, str, list[tuple[str, str]], int]] = {
     "wide": ("bf16", "own", [*REFERENCE_ROWS, ("zero3", ""), ("torch-fsdp", "")], 3),
     "cast": ("bf16", "bf16", [("bucketed", ""), ("torch-ddp", ""), ("zero2", "")], 1),
     "small": ("bf16", "own", [*REFERENCE_ROWS, *((wrapper, "") for wrapper in SMALL_WRAPPERS)], 2),
-    "ways": ("bf16", "own", [("bucketed", way) for way in NCCL], 1),
+    "ways": ("bf16", "own", [("bucketed", name) for name in NCCL], 1),
 }
 
 
@@ -69,12 +69,12 @@ def rows(arguments: argparse.Namespace) -> Iterator[tuple[int, str, DataParallel
     """Yields (round, NCCL settings, spec), round by round."""
     for number in range(max(rounds for *_, rounds in PARTS.values())):
         for part in arguments.only or PARTS:
-            precision, reduce_dtype, ways, rounds = PARTS[part]
+            precision, reduce_dtype, part_rows, rounds = PARTS[part]
             size = "small" if part == "small" and arguments.size == "2.7b" else arguments.size
-            for wrapper, way in ways if number < rounds else ():
+            for wrapper, nccl_settings in part_rows if number < rounds else ():
                 yield (
                     number,
-                    way,
+                    nccl_settings,
                     DataParallelSpec(
                         model=ModelSpec.preset(size, context_length=128),
                         size=size,
@@ -91,18 +91,18 @@ def rows(arguments: argparse.Namespace) -> Iterator[tuple[int, str, DataParallel
 
 
 @contextlib.contextmanager
-def settings_of(spec: DataParallelSpec, way: str) -> Iterator[Settings]:
+def settings_of(spec: DataParallelSpec, nccl_settings: str) -> Iterator[Settings]:
     """Yields the wrapper's settings, with a communicator of its own if `way` names NCCL settings."""
     autocast = PRECISIONS[spec.precision].autocast
     fields: dict[str, Any] = {
         "compute_dtype": autocast if WRAPPERS[spec.wrapper].shards("weights") else None,
         "reduce_dtype": REDUCE_DTYPES[spec.reduce_dtype],
     }
-    if way not in NCCL or spec.device == "cpu":
+    if nccl_settings not in NCCL or spec.device == "cpu":
         yield Settings(**fields)
         return
     options = dist.ProcessGroupNCCL.Options()
-    for name, value in NCCL[way].items():
+    for name, value in NCCL[nccl_settings].items():
         setattr(options.config, name, value)
     group = dist.new_group(backend="nccl", pg_options=options)
     yield Settings(**fields, group=group)
@@ -119,13 +119,13 @@ def write_trace(phases: Phases, path: Path, device: torch.device) -> None:
         profile.export_chrome_trace(str(path))
 
 
-def measure(spec: DataParallelSpec, way: str, trace: Path | None) -> DataParallelFigures:
+def measure(spec: DataParallelSpec, nccl_settings: str, trace: Path | None) -> DataParallelFigures:
     """Runs on every rank: builds the wrapped step and measures it."""
     world = joined_world()
     assert world is not None, "ranks run in a world"
     device = world.device(spec.device)
     on_device = dataclasses.replace(spec, device=str(device))
-    with settings_of(spec, way) as settings:
+    with settings_of(spec, nccl_settings) as settings:
         wrap = functools.partial(parallelise, spec.wrapper, settings=settings)
         step = build_step(on_device, parallelise=wrap, lr=LEARNING_RATE)
         batch = batch_for(spec.model, spec.batch, spec.seed + 1 + world.rank)
@@ -151,28 +151,32 @@ def measure(spec: DataParallelSpec, way: str, trace: Path | None) -> DataParalle
 
 def campaign(arguments: argparse.Namespace, started: float) -> None:
     """Runs on every rank. Rank 0 writes the records."""
-    for number, way, spec in rows(arguments):
+    for number, nccl_settings, spec in rows(arguments):
         is_late = [time.time() - started > arguments.seconds]
         dist.broadcast_object_list(is_late)
         if is_late[0]:
-            print("no time left for round", number, spec.wrapper, way, flush=True)
+            print("no time left for round", number, spec.wrapper, nccl_settings, flush=True)
             return
         begin = time.time()
         figures: list[Any] = [None] * dist.get_world_size()
         name = f"{spec.size}_{spec.precision}_{spec.wrapper}.json.gz"
         trace = arguments.out / name if spec.wrapper in arguments.trace and not number else None
         try:
-            own: DataParallelFigures | str = measure(spec, way, trace)
+            own: DataParallelFigures | str = measure(spec, nccl_settings, trace)
         except (RuntimeError, ValueError) as error:  # for example, NCCL rejects a setting
-            own = f"{spec.wrapper} {way}: {error}"
+            own = f"{spec.wrapper} {nccl_settings}: {error}"
         dist.all_gather_object(figures, own)
         devices.free_unused_memory(torch.device(spec.device))
         if any(isinstance(each, str) for each in figures):
             print(*figures, sep="\n", flush=True)
         elif dist.get_rank() == 0:
             found = record(spec, figures)
-            how = {"round": number, "way": way, "seconds": round(time.time() - begin, 1)}
-            found = dataclasses.replace(found, environment={**found.environment, **how})
+            about = {
+                "round": number,
+                "way": nccl_settings,
+                "seconds": round(time.time() - begin, 1),
+            }
+            found = dataclasses.replace(found, environment={**found.environment, **about})
             with open(arguments.out / "records.jsonl", "a") as file:
                 file.write(stamped(found).to_json() + "\n")
 
@@ -182,13 +186,13 @@ def table(out: Path) -> str:
     found: dict[tuple[str, ...], list[float]] = collections.defaultdict(list)
     for line in (out / "records.jsonl").read_text().splitlines():
         row = json.loads(line)
-        spec, way = row["spec"], row["environment"]["way"]
-        key = spec["size"], spec["precision"], spec["reduce_dtype"], spec["wrapper"], way
+        spec, nccl_settings = row["spec"], row["environment"]["way"]
+        key = spec["size"], spec["precision"], spec["reduce_dtype"], spec["wrapper"], nccl_settings
         found[key].append(row["metrics"]["step_ms"]["median"])
-    alone = {key[:2]: statistics.median(ms) for key, ms in found.items() if key[3] == "none"}
+    one_gpu = {key[:2]: statistics.median(ms) for key, ms in found.items() if key[3] == "none"}
     lines = []
     for key, ms in found.items():
-        ratio = statistics.median(ms) / alone[key[:2]] if key[:2] in alone else float("nan")
+        ratio = statistics.median(ms) / one_gpu[key[:2]] if key[:2] in one_gpu else float("nan")
         rounds = ", ".join(f"{value:.1f}" for value in ms)
         lines.append(f"{' '.join(key):45} {statistics.median(ms):8.1f} {ratio:6.3f}   {rounds}")
     return "\n".join(lines)

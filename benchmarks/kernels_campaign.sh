@@ -6,7 +6,7 @@
 #   linear-cross-entropy, attention, rms-norm, adamw   anchor shapes, under 300 s together
 #   step         the step with fused parts
 #   heads        attention with one head
-#   batch        attention over batch sizes
+#   batch        attention with batch 8 and one head in fp32, over lengths and widths
 #   norm-layers  norms as layers of a network
 #   op           a user's own operations from examples/
 # Several GPUs of one machine can run different parts at the same time, each with its own CUDA_VISIBLE_DEVICES and OUT.
