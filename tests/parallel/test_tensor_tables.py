@@ -8,6 +8,7 @@ import functools
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import torch.nn.utils.prune
 from torch import nn
 
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
@@ -158,6 +159,7 @@ def messages_for_partial_gradients():
         "frozen": message_of(lambda: FeedForward(act=copy.deepcopy(frozen)), FEED_FORWARD),
         "summed by a hook": message_of(prelu, FEED_FORWARD, sum_by_hooks),
         "sharded": message_of(prelu, FEED_FORWARD, shard),
+        "replaced": message_of(FeedForward, FEED_FORWARD, replace_cut_weights),
         "compiled": message_of(prelu, FEED_FORWARD, compile_blocks),
         "copied": message_of(prelu, FEED_FORWARD | {"blocks.*.act": HEADS}, copy.deepcopy),
     }
@@ -178,15 +180,24 @@ def shard(module):
     FullyShardedDataParallel(module, group=groups[dist.get_rank()])
 
 
+def replace_cut_weights(module):
+    first, second = module.blocks
+    nn.utils.parametrizations.weight_norm(first.up)
+    nn.utils.prune.identity(second.up, "weight")
+
+
 def compile_blocks(module):
     for block in module.blocks:
         block.compile(backend="aot_eager")
 
 
+RIGHT = ("with a rule", "frozen", "summed by a hook", "compiled", "copied", "replaced")
+
+
 def test_a_gradient_of_which_a_rank_has_a_part_raises_unless_it_is_summed():
     for messages in launch(messages_for_partial_gradients, ranks=2):
-        for case in ("with a rule", "frozen", "summed by a hook", "compiled", "copied"):
-            assert messages.pop(case) == ""
+        for case in RIGHT:
+            assert messages.pop(case) == "", case
         assert "each rank has only its part of the gradient of" in messages["q_norm"]
         for case, name in {
             "q_norm": "blocks.0.q_norm.bias, blocks.0.q_norm.weight, blocks.1.q_norm.bias and 1 more",

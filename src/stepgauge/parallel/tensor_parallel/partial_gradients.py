@@ -7,6 +7,7 @@ sums it over ranks. Behind the gather of a stream that is cut by sequence, a gra
 rank's piece. A parameter that is reached there must have a rule that sums its gradient.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -72,7 +73,8 @@ class PartialGradientCheck:
             elif (name := names.get(variable)) is not None:
                 reaches_parameters = True
                 has_hook = without_wrapper_hooks(tensor_hooks(variable))
-                if part is not None and name not in self._ignored and not has_hook:
+                is_ignored = not {name, _before_replacement(name)}.isdisjoint(self._ignored)
+                if part is not None and not is_ignored and not has_hook:
                     found[part].add(name)
         for part, partial in found.items():
             if partial:
@@ -112,6 +114,12 @@ def _part_behind(function: type, part: str | None) -> str | None:
     if function in PART_BEHIND:
         return PART_BEHIND[function]
     return part if function.__module__.startswith("stepgauge.") else None
+
+
+def _before_replacement(name: str) -> str:
+    """Returns the name of the parameter that weight normalization or pruning replaced by this one."""
+    name = re.sub(r"parametrizations\.(\w+)\.original\d?$", r"\1", name)
+    return re.sub(r"_(orig|g|v)$", "", name)
 
 
 def listed(names: set[str]) -> str:
