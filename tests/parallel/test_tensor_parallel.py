@@ -156,8 +156,10 @@ ONE_KEY_TABLE = {
 def build(name):
     """Returns the network with that name, with random values everywhere, and its table."""
     torch.manual_seed(1)
-    if name == "user":
+    if name.startswith("user"):
         model, table = UserModel(), USER_TABLE
+        if name == "user with a hook":
+            model.embed.register_forward_hook(lambda layer, inputs, output: output * 2)
     elif name == "counting":
         model, table = counting_model(), COUNTING_TABLE
     elif name == "one key head, transposed":
@@ -620,6 +622,7 @@ def all_differences():
     }
     adapted = ("library adapted", "library by sequence, adapted", "gpt2 adapted")
     other = ("library", "library by sequence", "counting", "gpt2", "one key head, transposed")
+    other = (*other, "user with a hook")
     for name in (*other, *adapted):
         differences[name] = difference(name)
     for name in ("user", "library by sequence", "gpt2"):

@@ -64,6 +64,13 @@ def share_hooks(first: Tensor, second: Tensor) -> None:
     second._post_accumulate_grad_hooks = first._post_accumulate_grad_hooks
 
 
+def share_forward_hooks(first: nn.Module, second: nn.Module) -> None:
+    """Gives the forward hooks of the first module to the second. Their handles remove them from both."""
+    second._forward_hooks = first._forward_hooks
+    second._forward_hooks_with_kwargs = first._forward_hooks_with_kwargs
+    second._forward_hooks_always_called = first._forward_hooks_always_called
+
+
 def hooks_of_module(module: nn.Module) -> list[str]:
     """Returns the names of the attributes in which the module has hooks, one for each kind."""
     return [name for name, value in vars(module).items() if name.endswith("_hooks") and value]

@@ -108,7 +108,7 @@ def _require_layer(module: nn.Module, name: str, rule: Rule) -> None:
             f"{name} is in an nn.MultiheadAttention, which reads its weight instead of calling it; "
             f"leave it whole"
         )
-    _require_no_hooks(name, layer)
+    _require_no_hooks(name, layer, allowed=KEPT_HOOKS.get(rule.kind, ()))
 
 
 def _require_counts(module: nn.Module, name: str, rules: Rules) -> None:
@@ -144,9 +144,14 @@ def _names_in(code: CodeType | None) -> Iterator[str]:
             yield from _names_in(constant)
 
 
-def _require_no_hooks(name: str, layer: nn.Module) -> None:
+# Hooks that the layer keeps when it is cut. The output of a cut embedding is that of the whole one;
+# gradient checkpointing of the transformers library has such a hook.
+KEPT_HOOKS = {"embedding": ("_forward_hooks",)}
+
+
+def _require_no_hooks(name: str, layer: nn.Module, allowed: Sequence[str]) -> None:
     """Raises ValueError if the layer or its parameters have hooks, because both are replaced."""
-    if hooks := hooks_of_module(layer):
+    if hooks := [each for each in hooks_of_module(layer) if each not in allowed]:
         raise ValueError(
             f"{name} has {hooks[0].strip('_')}, which would be lost; register hooks after the layers "
             f"are cut: they then see this rank's part"

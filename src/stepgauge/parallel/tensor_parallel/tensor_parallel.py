@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stepgauge.parallel.autograd.parameter_hooks import share_forward_hooks
 from stepgauge.parallel.communication.peer_memory import on_one_machine
 from stepgauge.parallel.replicas import prepare_replicas
 from stepgauge.parallel.tensor_parallel.cuts import Cuts, cut_parameters
@@ -198,8 +199,9 @@ def _row(module: nn.Module, name: str, stream: ResidualStream, cuts: Cuts) -> No
 
 
 def _embedding(module: nn.Module, name: str, stream: ResidualStream, cuts: Cuts) -> None:
-    cut = cuts[f"{name}.weight"]
-    part = VocabularyParallelEmbedding(_get(module, name), stream, cut.slices[0].start, cut.size)
+    cut, layer = cuts[f"{name}.weight"], _get(module, name)
+    part = VocabularyParallelEmbedding(layer, stream, cut.slices[0].start, cut.size)
+    share_forward_hooks(layer, part)
     _replace(module, name, part)
 
 
