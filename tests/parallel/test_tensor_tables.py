@@ -4,6 +4,7 @@ summed correctly. Networks on two ranks are compared with one process, in float6
 
 import copy
 import functools
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,13 @@ import torch.nn.utils.prune
 from torch import nn
 
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
-from stepgauge.parallel.tensor_parallel import check_tensor_parallel, parallelize_tensor
+from stepgauge.parallel.tensor_parallel import (
+    check_tensor_parallel,
+    parallelize_tensor,
+    partial_gradients,
+)
+from stepgauge.parallel.tensor_parallel.partial_gradients import PartialGradientCheck
+from stepgauge.parallel.tensor_parallel.residual_stream import ResidualStream
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.plan.tensor import Rule, Section
 
@@ -222,6 +229,27 @@ def message_for_whole_on_pieces():
     network = nn.Sequential(nn.Identity(), nn.LayerNorm(WIDTH), FeedForward()).double()
     table = {"0": Rule("split"), "1": WHOLE, "2.up": COLUMN, "2.down": ROW}
     return message_of_network(network, table)
+
+
+class Unregistered(nn.Module):
+    """Its parameter is not in `named_parameters`, as under torch's FSDP while forward runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = [nn.Parameter(torch.ones(WIDTH))]
+
+    def forward(self, x):
+        return x * self.weights[0]
+
+
+def test_the_check_runs_once_even_if_no_registered_parameter_is_reached():
+    group = mock.create_autospec(dist.ProcessGroup, instance=True)
+    network = Unregistered()
+    network.register_forward_hook(PartialGradientCheck(set(), ResidualStream(group)))
+    with mock.patch.object(partial_gradients, "_reached", wraps=partial_gradients._reached) as walk:
+        for _ in range(3):
+            network(torch.ones(WIDTH))
+    assert walk.call_count == 1
 
 
 class CoarseHeads(nn.Module):

@@ -48,8 +48,8 @@ ADVICE = {
 class PartialGradientCheck:
     """A forward hook that raises RuntimeError if a parameter would get only a part of its gradient.
 
-    It checks the first forward with gradients that reaches the module's parameters, on the host and
-    without communication. It does not see into compiled modules and reentrant checkpoints. Behind
+    It checks the first forward with gradients that reaches parameters, on the host and without
+    communication. It does not see into compiled modules and reentrant checkpoints. Behind
     autograd functions of other packages, and for parameters with a hook of the user, it assumes that
     they sum the gradient.
 
@@ -70,8 +70,9 @@ class PartialGradientCheck:
         for part, variable in _reached(output):
             if variable is None:
                 found[FEATURES].add(STREAM)
-            elif (name := names.get(variable)) is not None:
-                reaches_parameters = True
+                continue
+            reaches_parameters |= isinstance(variable, nn.Parameter)  # torch's FSDP has its own
+            if (name := names.get(variable)) is not None:
                 has_hook = without_wrapper_hooks(tensor_hooks(variable))
                 is_ignored = not {name, _before_replacement(name)}.isdisjoint(self._ignored)
                 if part is not None and not is_ignored and not has_hook:
