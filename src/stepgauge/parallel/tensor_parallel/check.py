@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from stepgauge.parallel.replicas import device_of, prepare_replicas
 from stepgauge.parallel.tensor_parallel.partial_gradients import listed
@@ -70,7 +69,7 @@ class _CoarsestType(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         results = function(*args, **(kwargs or {}))
-        for each in tree_leaves(results):
+        for each in results if isinstance(results, tuple | list) else (results,):
             if isinstance(each, Tensor) and each.requires_grad:
                 self.eps = max(self.eps, torch.finfo(each.dtype).eps)
         return results
