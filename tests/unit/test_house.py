@@ -146,9 +146,13 @@ PRIVATE_NAMES = {
 
 # Private members of torch's objects, by name: which files ask for them, and the way out.
 HOOKS = "a public question whether a tensor has hooks"
+FORWARD_HOOKS = "a public way to give a module's forward hooks to the one that replaces it"
 PRIVATE_MEMBERS = {
     "_backward_hooks": ({"parallel/autograd/parameter_hooks.py"}, HOOKS),
     "_post_accumulate_grad_hooks": ({"parallel/autograd/parameter_hooks.py"}, HOOKS),
+    "_forward_hooks": ({"parallel/autograd/parameter_hooks.py"}, FORWARD_HOOKS),
+    "_forward_hooks_with_kwargs": ({"parallel/autograd/parameter_hooks.py"}, FORWARD_HOOKS),
+    "_forward_hooks_always_called": ({"parallel/autograd/parameter_hooks.py"}, FORWARD_HOOKS),
     "_cdata": (
         {
             "measure/memory/autograd_engine.py",
