@@ -78,6 +78,16 @@ def test_products_take_longer_the_larger_their_share_of_the_step():
     )  # slower by the same factor as the nearest timed shape
 
 
+@pytest.mark.parametrize(
+    "rows", [((1e6, 5.0),), ((1e6, 5.0), (4e6, 5.0)), ((1e6, 9.0), (4e6, 5.0))]
+)
+def test_a_calibration_without_a_rate_of_traffic_is_refused(rows):
+    table = OperationTable(axes=("bytes",), rows=rows)
+    machine = CalibratedMachine(HardwareFile(name="mine", operations={"traffic": table}))
+    with pytest.raises(ValueError, match="'traffic' of the hardware file mine gives no rate"):
+        machine.traffic(1e6)
+
+
 @given(st.floats(0.1, 10), st.floats(0.1, 10), st.integers(1, 10**9))
 def test_more_bandwidth_is_never_slower(slow_us, ratio, nbytes):
     fast = machine(product_us=1, traffic_us=slow_us * min(ratio, 1 / ratio))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import tomllib
 from pathlib import Path
 
@@ -100,10 +101,15 @@ def test_a_damaged_file_is_refused_with_the_reason(tmp_path, changed, message):
         ({"gpus_per_node": 0}, "gpus_per_node is 0"),
         ({"within": {"bytes_per_s": -1e9}}, "bytes_per_s is -1000000000"),
         ({"between": {"efficiency": 2.0}}, r"efficiency 2\.0"),
+        ({"within": {"bytes_per_s": True}}, "within: bytes_per_s is True; it must be a number"),
+        ({"within": {"bytes_per_s": "9e9"}}, "within: bytes_per_s is '9e9'; it must be a number"),
+        ({"between": {"bytes_per_s": math.inf}}, "between: bytes_per_s is inf"),
+        ({"gpus_per_node": math.inf}, "gpus_per_node is inf; it must be a whole number"),
+        ({"within": {"bandwidth": 1}}, "within: it needs bytes_per_s, .* it has .*, bandwidth"),
     ],
 )
 def test_impossible_numbers_of_a_fabric_are_refused(changed, message):
-    with pytest.raises(ValueError, match="not a fabric"):
+    with pytest.raises(ValueError, match="not a fabric: it needs between, gpus_per_node, within"):
         Fabric.from_dict([])
     wire = {"bytes_per_s": 1e9, "latency_us": 1.0, "efficiency": 0.8, "source": "made up"}
     value = {"gpus_per_node": 8, "within": wire, "between": wire}

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self
 
+from stepgauge.spec.fields import check
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wire:
@@ -24,6 +26,7 @@ class Wire:
     source: str
 
     def __post_init__(self) -> None:
+        check(self)
         if not (self.bytes_per_s > 0 and self.latency_us >= 0 and 0 < self.efficiency <= 1):
             raise ValueError(
                 f"bytes_per_s is {self.bytes_per_s}, latency_us {self.latency_us}, efficiency "
@@ -44,6 +47,7 @@ class Fabric:
     between: Wire
 
     def __post_init__(self) -> None:
+        check(self)
         if self.gpus_per_node < 1:
             raise ValueError(f"gpus_per_node is {self.gpus_per_node}; it must be at least 1")
 
@@ -51,10 +55,24 @@ class Fabric:
     def from_dict(cls, value: Mapping[str, Any]) -> Self:
         """Reads the fields from JSON. Raises ValueError if they are not a fabric."""
         try:
-            return cls(
-                gpus_per_node=int(value["gpus_per_node"]),
-                within=Wire(**value["within"]),
-                between=Wire(**value["between"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
+            fields = _fields(cls, value)
+            wires = {name: _wire(name, fields[name]) for name in ("within", "between")}
+            return cls(gpus_per_node=fields["gpus_per_node"], **wires)
+        except ValueError as error:
             raise ValueError(f"not a fabric: {error}") from None
+
+
+def _wire(name: str, value: Any) -> Wire:
+    try:
+        return Wire(**_fields(Wire, value))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _fields(kind: type, value: Any) -> dict[str, Any]:
+    """Returns a JSON object's values. Raises ValueError unless it has the fields of the dataclass."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    if not isinstance(value, Mapping) or value.keys() != names:
+        found = ", ".join(value) if isinstance(value, Mapping) else repr(value)
+        raise ValueError(f"it needs {', '.join(sorted(names))}; it has {found or 'none of them'}")
+    return dict(value)

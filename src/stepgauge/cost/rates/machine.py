@@ -134,9 +134,15 @@ class CalibratedMachine:
     def _traffic(self) -> tuple[float, float]:
         """Microseconds of a launch, and bytes per microsecond, from the two largest sizes.
 
-        Smaller ones measure the host, or stay in a cache.
+        Smaller ones measure the host, or stay in a cache. Raises ValueError if they give no rate.
         """
-        *_, (size, us), (larger, longer) = sorted(self._required_table("traffic").rows)
+        largest = sorted(self._required_table("traffic").rows)[-2:]
+        (size, us), (larger, longer) = largest[0], largest[-1]
+        if larger == size or longer <= us:
+            raise ValueError(
+                f"'traffic' of the hardware file {self._calibrated.name} gives no rate: it needs two "
+                f"sizes, of which the larger takes longer; run stepgauge calibrate again"
+            )
         bytes_per_us = (larger - size) / (longer - us)
         return max(1.0, us - size / bytes_per_us), bytes_per_us
 
