@@ -134,6 +134,22 @@ def test_memory_predictions_of_a_module_and_of_a_function_agree():
     assert "predicted peak" in repr(measured)
 
 
+def test_a_gpu_is_predicted_after_a_backward_for_functions_that_cannot_be_pickled():
+    torch.ones(2, requires_grad=True).sum().backward()
+    accelerator = torch.accelerator.current_accelerator()
+    predicted = sg.predict_memory(
+        net(),
+        batch(),
+        loss=lambda scores, targets: nn.functional.cross_entropy(scores, targets),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        on="sm90",
+    )
+    named = sg.predict_memory(net(), batch(), loss=nn.CrossEntropyLoss(), optimizer="sgd")
+    assert predicted["peak_bytes"] == named["peak_bytes"] > 0
+    assert torch.accelerator.current_accelerator() == accelerator, "the simulated GPU is gone"
+    torch.ones(2, requires_grad=True).sum().backward()
+
+
 def test_an_unknown_device_is_refused():
     with pytest.raises(ValueError, match="on is 'h100'; choose one of cpu, sm80, sm90"):
         sg.predict_memory(net(), batch(), on="h100")

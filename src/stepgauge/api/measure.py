@@ -8,7 +8,6 @@ device, or with fake tensors to predict memory.
 
 import contextlib
 import copy
-import pickle
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from stepgauge.api.runs import without_main
 from stepgauge.api.show import Result
 from stepgauge.bench import memory, profile
 from stepgauge.bench import step as bench_step
@@ -28,10 +26,8 @@ from stepgauge.report.memory import memory_tables
 from stepgauge.report.profile import tables as profile_tables
 from stepgauge.report.profile_page import folder_of
 from stepgauge.report.profile_page import read as read_profile
-from stepgauge.runtime.workers import run_isolated
 from stepgauge.spec.memory import PREDICTIONS, MemorySpec
 from stepgauge.spec.profile import ProfileSpec
-from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.store import RunStore
 from stepgauge.train.user_model import empty_like, in_memory, without_values
@@ -136,45 +132,15 @@ def predict_memory(
 
     on  sm80 (A100), sm90 (H100, H200) or cpu (this machine). Other arguments are those of time_step
 
-    A GPU is simulated in a separate process, because autograd fixes the list of devices at a
-    process's first backward. A model that cannot be sent to another process, such as a class of a
-    notebook, is predicted in this process. That raises RuntimeError if a backward has run before.
+    Raises ValueError for an unknown device, and for a GPU if this machine has neither a GPU nor a C++
+    compiler.
     """
     if on not in PREDICTED_ON:
         raise ValueError(f"on is {on!r}; choose one of {', '.join(PREDICTED_ON)}")
-    arguments = (module, batch, loss, optimizer, precision, on)
-    if on != "cpu" and _can_be_sent(arguments):
-        with without_main():
-            record = run_isolated(_predicted, *arguments)
-    else:
-        try:
-            record = _predicted(*arguments)
-        except RuntimeError as error:
-            if "device_ready_queues_" not in str(error):
-                raise
-            raise RuntimeError(
-                "a backward has already run in this process: call predict_memory first, or define "
-                "the model in a file that can be imported"
-            ) from None
-    return Result(record, details=memory_tables(record))
-
-
-def _predicted(
-    module: Model, batch: Any, loss: Any, optimizer: Optimizer, precision: str, on: str
-) -> Record:
     fields = {"precision": precision, "predict": on}
     with _spec(MemorySpec, module, batch, loss, optimizer, "cpu", fields) as spec:
-        return stamped(memory.predicted(spec))
-
-
-def _can_be_sent(values: Any) -> bool:
-    """Returns True if another process can unpickle the values, so they refer to nothing that
-    __main__ defines.
-    """
-    try:
-        return b"__main__" not in pickle.dumps(values)
-    except (pickle.PicklingError, AttributeError, TypeError):
-        return False
+        record = stamped(memory.predicted(spec))
+    return Result(record, details=memory_tables(record))
 
 
 @contextlib.contextmanager

@@ -36,14 +36,22 @@ struct FakeGuard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
 
 }  // namespace
 
-extern "C" void register_fake_cuda() {
+extern "C" {
+
+// Replaces torch's guard and hooks for CUDA by ours, or puts torch's back.
+void use_fake_cuda(bool fake) {
   static FakeHooks hooks;
   static FakeGuard guard;
-  c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::DeviceType::CUDA)].store(&guard);
+  auto& registered = c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::DeviceType::CUDA)];
   // torch looked up its hooks object when it was imported and keeps it. Neither class has fields, so copying our vtable
   // pointer turns that object into ours.
   static_assert(sizeof(FakeHooks) == sizeof(at::CUDAHooksInterface));
   auto* known = const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks());
-  const void* ours = &hooks;
-  std::memcpy(static_cast<void*>(known), ours, sizeof(void*));
+  static const auto* torchs_guard = registered.load();
+  static const void* const torchs_hooks = *reinterpret_cast<void* const*>(known);
+  registered.store(fake ? &guard : torchs_guard);
+  const void* vtable = fake ? *reinterpret_cast<void* const*>(&hooks) : torchs_hooks;
+  std::memcpy(static_cast<void*>(known), &vtable, sizeof(void*));
 }
+
+}  // extern "C"

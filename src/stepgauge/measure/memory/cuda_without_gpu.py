@@ -1,10 +1,13 @@
 """Makes fake CUDA tensors work on a machine without a GPU. Only this file patches torch for it.
 
-It is used only for predictions for CUDA on a machine without CUDA. It works around these problems:
+It is used only for predictions for CUDA on a machine without CUDA, and taken back afterwards. It works
+around these problems:
 
 - Autograd queries the device's streams, which fails without a GPU: cuda_without_gpu.cpp. It can go
   when torch fixes this (pytorch issue 92627; pull request 163187, a guard that does nothing, was
   merged and reverted).
+- Autograd starts a thread for each device at a process's first backward, and knows no other device
+  later. Here backward runs in the calling thread.
 - Autocast, is_bf16_supported and get_device_capability query the driver.
 - A torch built without CUDA lacks CUDA kernels. From their presence autograd decides whether an
   operator is decomposed.
@@ -40,10 +43,11 @@ def cuda_without_gpu(architecture: str) -> Iterator[None]:
     """Makes autograd and autocast accept fake CUDA tensors inside the context. Raises ValueError
     without a C++ compiler.
     """
-    _register_device()
     _register_kernels()
     capability = int(architecture[2]), int(architecture[3])
     with (
+        _fake_device(),
+        torch.autograd.set_multithreading_enabled(False),
         mock.patch("torch.cuda.get_device_capability", lambda *_: capability),
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
         mock.patch("torch.cuda.is_bf16_supported", lambda *_: True),
@@ -53,16 +57,24 @@ def cuda_without_gpu(architecture: str) -> Iterator[None]:
         yield
 
 
-@functools.cache
-def _register_device() -> None:
-    """Registers the fake CUDA device, for the rest of the process."""
+@contextlib.contextmanager
+def _fake_device() -> Iterator[None]:
+    """Registers the fake CUDA device inside the context."""
     try:
-        library = shared_library(SOURCE, name="cuda_without_gpu")
+        library = ctypes.CDLL(str(shared_library(SOURCE, name="cuda_without_gpu")))
     except BuildError as error:
         raise ValueError(
             f"predicting for CUDA needs a CUDA device or a C++ compiler: {error}"
         ) from None
-    ctypes.CDLL(str(library)).register_fake_cuda()
+    # Autograd must not start a thread for the fake device: processes forked later could not run
+    # backward.
+    with torch.enable_grad():
+        torch.ones((), device="cpu", requires_grad=True).backward()
+    library.use_fake_cuda(True)
+    try:
+        yield
+    finally:
+        library.use_fake_cuda(False)
 
 
 @functools.cache
