@@ -49,6 +49,15 @@ def test_a_batch_that_data_ranks_do_not_divide_is_refused():
         under(layout, kind_for(layout), {"batch": (4, 5)})
 
 
+@pytest.mark.parametrize("text", ["zero3", "torch-ddp", "pp1 zero1"])
+def test_a_wrapper_without_a_data_axis_is_refused(text):
+    """Its step was predicted and validated as that of one process."""
+    layout = Layout.parse(text)
+    wrapper = text.split()[-1]
+    with pytest.raises(ValueError, match=f"{wrapper} needs a data axis; .*: add dp2"):
+        under(layout, kind_for(layout), OPTIONS)
+
+
 def test_options_that_only_bench_layout_has_select_a_layout_spec():
     assert {kind_for(Layout.parse(text), ["batch"]) for text in ("none", "dp2")} == {
         StepSpec, DataParallelSpec,

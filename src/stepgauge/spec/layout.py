@@ -310,6 +310,12 @@ class Layout:
         return cls(**given)
 
 
+def require_data_axis(layout: Layout) -> None:
+    """Raises ValueError for a wrapper without ranks among which it could reduce gradients."""
+    if layout.num_replicas == 1 and layout.wrapper != "none":
+        raise ValueError(f"{layout.wrapper} needs a data axis; layout is {str(layout)!r}: add dp2")
+
+
 AXES: Mapping[str, str] = {
     "dp": "data",
     "cp": "context",

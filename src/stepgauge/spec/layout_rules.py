@@ -1,7 +1,7 @@
 """Checks that a layout fits its network and step. Every command that takes a layout uses them."""
 
 from stepgauge.spec.bert import BertSpec
-from stepgauge.spec.layout import ULYSSES, WRAPPERS, Layout, check_wrapper
+from stepgauge.spec.layout import ULYSSES, WRAPPERS, Layout, check_wrapper, require_data_axis
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.context import contiguous_positions, ring_positions
 from stepgauge.spec.plan.pipeline import Schedule, build
@@ -30,8 +30,7 @@ def check_layout(
     batch  sequences per forward and backward, over all ranks; ignored for a user's model, which
            brings one batch per data rank
     """
-    if layout.num_replicas == 1 and layout.wrapper != "none":
-        raise ValueError(f"{layout.wrapper} needs a data axis; layout is {str(layout)!r}: add dp2")
+    require_data_axis(layout)
     check_wrapper(
         layout.wrapper,
         device=device,

@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.fields import as_kind
-from stepgauge.spec.layout import Layout
+from stepgauge.spec.layout import Layout, require_data_axis
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.options import Values
 from stepgauge.spec.pipeline import PipelineSpec
@@ -42,11 +42,13 @@ def kind_for(layout: Layout, options: Collection[str] = ()) -> type[AnyStep]:
 def under(layout: Layout, kind: type[AnyStep], values: Values) -> Values:
     """Converts the option values of a layout step to those of `kind`, for this layout.
 
-    The values' `batch` is that of all ranks. Raises ValueError if the data ranks do not divide it.
+    The values' `batch` is that of all ranks. Raises ValueError if the data ranks do not divide it,
+    and for a wrapper without a data axis.
     """
     if kind is LayoutSpec:
         return {**values, "layout": (str(layout),)}
     if kind is StepSpec:
+        require_data_axis(layout)
         return values
     batches = tuple(_rank_batch(batch, layout) for batch in values.get("batch", ()))
     shared = {"batch": batches} if batches else {}
