@@ -282,7 +282,13 @@ def test_the_trial_changes_neither_parameters_nor_groups_nor_random_numbers():
 
 
 @pytest.mark.parametrize(
-    "steps", ["steps_after_loading_with_hooks", "steps_with_a_new_state", "steps_in_another_group"]
+    "steps",
+    [
+        "steps_after_loading_with_hooks",
+        "steps_with_a_new_state",
+        "steps_in_another_group",
+        "steps_after_reading_state",
+    ],
 )
 def test_state_and_groups_that_a_user_changes_count_as_in_one_process(two_ranks, steps):
     expected = globals()[steps]()
@@ -315,7 +321,10 @@ def all_checks():
     found["plain step"] = step_of_a_plain_optimizer()
     found["norm after untying"] = norm_after_untying()
     found["momentum"] = step_by_momentum()
-    for steps in (steps_after_loading_with_hooks, steps_with_a_new_state, steps_in_another_group):
+    for steps in (
+        *(steps_after_loading_with_hooks, steps_with_a_new_state),
+        *(steps_in_another_group, steps_after_reading_state),
+    ):
         found[steps.__name__] = steps()
     groups = [{"params": mlp().parameters(), "lr": 0.1}]
     found["groups"] = ShardedOptimizer(groups, sgd_of_matrices).state_dict()["param_groups"]
@@ -387,6 +396,23 @@ def steps_in_another_group():
     step_with_ones(optimizer, module)
     moved = optimizer.param_groups[0]["params"].pop(0)
     optimizer.add_param_group({"params": [moved], "lr": 0.01})
+    step_with_ones(optimizer, module)
+    return module.state_dict()
+
+
+def steps_after_reading_state():
+    """Reading the state of a parameter that another rank owns leaves an empty entry."""
+    module = mlp()
+    optimizer = with_momentum(module)
+    step_with_ones(optimizer, module)
+    for parameter in module.parameters():
+        optimizer.state[parameter].get("momentum_buffer")
+    if dist.is_initialized():
+        states = [optimizer.gathered_state_dict()]
+        dist.broadcast_object_list(states)
+    else:
+        states = [optimizer.state_dict()]
+    optimizer.load_state_dict(states[0])
     step_with_ones(optimizer, module)
     return module.state_dict()
 

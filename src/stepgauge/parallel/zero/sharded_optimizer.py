@@ -276,6 +276,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if isinstance(t, Tensor)
         )
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns a state dict with the state of the parameters that this rank owns."""
+        for parameter, owner in self.owners.items():
+            if owner != self._reducer.rank:
+                self.state.pop(parameter, None)  # reading state[parameter] has made an empty one
+        return super().state_dict()
+
     def gathered_state_dict(self, *, to: int = 0) -> dict[str, Any] | None:
         """Returns the whole state dict on rank `to`, on the CPU, and None on the others. All ranks
         must call it.
@@ -283,7 +290,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         `load_state_dict` accepts it on any number of ranks, and so does the wrapped optimizer class
         in one process.
         """
-        own = _on_host(super().state_dict())
+        own = _on_host(self.state_dict())
         states: list[Any] | None = (
             [None] * self._reducer.ranks if self._reducer.rank == to else None
         )
@@ -328,6 +335,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
         index_of = dict(zip(parameters, indices, strict=True))
         inner.param_groups = [self._own_part(group) for group in self.param_groups]
+        inner.state.clear()
         own = [index_of[p] for group in inner.param_groups for p in group["params"]]
         state = state_dict["state"]
         # The inner optimizer loads it: it knows which of its state is wider than the weights.
