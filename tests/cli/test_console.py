@@ -44,6 +44,26 @@ def test_columns_that_fit_are_shown_whole(terminal, width, shown):
     assert rows[0][0] == "row0" and rows[1] == list(table().rows[1][: 1 + shown])
 
 
+def test_columns_that_tell_rows_apart_are_shown_before_figures(terminal):
+    """Two rows of a plan looked alike in 80 columns: they differed in a column that was left out."""
+    columns = ["name", "first figure ms", "second figure ms", "batch", "accumulation", "mode"]
+    rows = [
+        ["dp2", 1.5, 2.5, 4, 1, "none"],
+        ["dp2", 3.5, 4.5, 4, 1, "full"],
+        ["tp2", 5, 6, 2, 2, "full"],
+    ]
+    named = Table(columns, rows, names=1, keys=("name", "batch", "accumulation", "mode"))
+    printed = terminal(30)
+    console.print_table(named)
+    lines = printed()
+    assert [line.split() for line in lines[2:5]] == [
+        ["dp2", "1.500", "none"], ["dp2", "3.500", "full"], ["tp2", "5", "full"],
+    ]  # fmt: skip
+    assert "has more: second figure ms, batch, accumulation" in " ".join(lines)
+    console.print_table(named, complete="json")
+    assert "--format json has more:" in " ".join(printed())
+
+
 def remarked(*remarks):
     whole = table(rows=len(remarks))
     rows = [[*row, remark] for row, remark in zip(whole.rows, remarks, strict=True)]

@@ -68,6 +68,8 @@ def test_a_plan_in_80_columns_keeps_its_results(capfd, monkeypatch):
     assert all(word in headings for word in ("step", "±", "peak", "days", "MFU"))
     assert "bubbles" not in text.split("exposed in the simulated step")[1].partition("\n")[0]
     assert "1.37 times as long" in text
+    memory = text.partition("Memory of the fullest rank")[2]
+    assert "--format json has more: " in memory  # CSV has only the table of layouts
 
 
 def test_the_line_of_a_profile_has_only_its_step_and_idle_time():

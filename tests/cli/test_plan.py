@@ -10,9 +10,13 @@ from tests.cpu_machine import wired
 
 from stepgauge.bench import operators
 from stepgauge.cli.fitting import GAP, column_widths, columns_that_fit
+from stepgauge.report.plan import plan_table
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.planning import PlanSpec
+from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.store import RunStore
+from stepgauge.spec.units import GIB
 from stepgauge.validate import runnable
 from stepgauge.validate.predicted import predicted
 
@@ -34,7 +38,9 @@ def test_rows_are_modelled_records_of_bench_layout(stepgauge):
 
 def test_tables_fit_80_columns_and_captions_state_common_values(monkeypatch, stepgauge):
     tables = []
-    monkeypatch.setattr("stepgauge.cli.plan.print_table", lambda table, *_: tables.append(table))
+    monkeypatch.setattr(
+        "stepgauge.cli.plan.print_table", lambda table, *_, **__: tables.append(table)
+    )
     asked = ("--top", "3", "--tokens", "1T", "--hardware", HARDWARE / "dgx-h100.json")
     assert stepgauge("plan", *SMALL, *asked)[0] == 0
     assert "tokens a step in fp32 on 8 x NVIDIA H100" in tables[0].caption
@@ -53,7 +59,7 @@ def test_tables_fit_80_columns_and_captions_state_common_values(monkeypatch, ste
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--tokens", "many"), "--tokens is 'many'; it must be a number such as 300B"),
+        (("--tokens", "many"), "--tokens is 'many'; it must be a number such as 300B or 1e11"),
         (("--tokens", "300"), "--tokens is '300'; a single step has 32,768"),
         (("--top", "0"), "--top is 0; it must be at least 1"),
         (("--d-model", "17"), "--num-heads is 16, which does not divide --d-model 17"),
@@ -62,6 +68,56 @@ def test_tables_fit_80_columns_and_captions_state_common_values(monkeypatch, ste
 def test_wrong_options_are_refused(stepgauge, arguments, message):
     status, _, err = stepgauge("plan", *SMALL, *arguments, "--hardware", HARDWARE / "dgx-h100.json")
     assert status == 2 and message in err
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("300B", 3e11), ("1e11", 1e11), ("1.5E+12", 1.5e12)])
+def test_tokens_are_a_number_with_or_without_a_unit(text, tokens):
+    assert PlanSpec(model=ModelSpec.preset("nano"), tokens=text).num_tokens == tokens
+
+
+@pytest.mark.parametrize("text", ["1e", "e11", "1e999", "9" * 400])
+def test_other_numbers_of_tokens_are_refused(text):
+    with pytest.raises(ValueError, match="it must be a number such as 300B or 1e11"):
+        PlanSpec(model=ModelSpec.preset("nano"), tokens=text)
+
+
+def test_the_help_gives_one_default_of_the_device(stepgauge):
+    help = " ".join(stepgauge("plan", "--help")[1].split())
+    assert "[default: that of the hardware file]" in help and "[default: cuda]" not in help
+
+
+def test_a_missing_option_is_named_with_the_command_to_type(stepgauge):
+    assert stepgauge("plan")[2] == (
+        "stepgauge: plan needs a value for --hardware: see stepgauge plan --help\n"
+    )
+
+
+def planned_row(step_ms, *, batch, checkpointing):
+    spec = {"model": {}, "layout": "dp8 zero3", "batch": batch, "accumulation": 64 // batch}
+    metrics = {"step_ms": step_ms, "spread": 0.1, "peak_bytes": 80 * GIB, "days": 15.0, "mfu": 0.5}
+    samples = {name: Sample.exact(value, "") for name, value in metrics.items()}
+    return Record(kind="layout", spec={**spec, "checkpointing": checkpointing}, metrics=samples)
+
+
+def test_rows_that_differ_in_one_setting_show_it_in_a_narrow_terminal():
+    rows = [
+        planned_row(12_963.0, batch=16, checkpointing="selective"),
+        planned_row(13_528.0, batch=16, checkpointing="none"),
+        planned_row(13_600.0, batch=32, checkpointing="none"),
+    ]
+    shown = columns_that_fit(plan_table(rows, "").for_display(), 44)
+    assert shown.columns == ["#", "layout", "step ms", "micro batch", "checkpointing"]
+
+
+def test_memory_of_a_tiny_network_is_not_in_gib(stepgauge):
+    status, out, err = stepgauge(
+        "plan", "--size", "nano", "--num-layers", 1, "--d-model", 16, "--num-heads", 1, "--d-ff", 16,
+        "--vocab-size", 11, "--context", 8, "--gpus", 2, "--global-batch", 2, "--hardware",
+        "dgx-h100", "--top", 2,
+    )  # fmt: skip
+    assert status == 0, err
+    ranked = out.partition("Communication")[0]
+    assert "Memory of the fullest rank in MiB" in ranked and "GiB   " not in ranked
 
 
 def test_bert_is_refused(stepgauge, tmp_path):

@@ -194,7 +194,7 @@ def _usage_message(error: CycloptsError) -> str:
     if isinstance(error, MissingArgumentError) and error.argument and not error.tokens_so_far:
         is_positional = error.argument.index is not None
         name = error.argument.name.lstrip("-").upper() if is_positional else error.argument.name
-        return f"{command} needs a value for {name}: see {command} --help"
+        return f"{command} needs a value for {name}: see stepgauge {command} --help"
     if isinstance(error, UnknownOptionError):
         keyword = error.token.keyword or ""
         known = [name for option in error.argument_collection for name in option.names]
@@ -207,6 +207,6 @@ def _usage_message(error: CycloptsError) -> str:
             return f"{command} has no --seconds, because all ranks time the same number of --steps"
     if isinstance(error, UnusedCliTokensError):
         first, *_ = error.unused_tokens or [""]
-        return f"unexpected argument {first!r}: see {command} --help"
+        return f"unexpected argument {first!r}: see stepgauge {command} --help"
     cause = error.__cause__ or error.__context__
     return str(cause) if isinstance(cause, ValueError) else " ".join(str(error).split())

@@ -98,11 +98,12 @@ def print_points(head: str, points: Iterable[str]) -> None:
     print(f"\n{head}", *lines, sep="\n")
 
 
-def print_table(table: Table, format: Format = "table") -> None:
+def print_table(table: Table, format: Format = "table", *, complete: str = "csv or json") -> None:
     """Prints a table on standard output in a format.
 
     As a "table" it has the columns that fit the terminal, or a page if there is none. Below it stand
-    its notes, remarks for which there is no column, and the names of the columns left out.
+    its notes, remarks for which there is no column, and the names of the columns left out, which
+    the formats `complete` print.
     """
     if format != "table":
         print(table.to(format), end="")
@@ -125,7 +126,7 @@ def print_table(table: Table, format: Format = "table") -> None:
     for sentence in below:
         console.print(sentence, markup=False, soft_wrap=one_line)
     if more := [name for name in rest if name != REMARK]:
-        left_out = f"--format csv or json has more: {', '.join(more)}"
+        left_out = f"--format {complete} has more: {', '.join(more)}"
         console.print(left_out, style="dim", markup=False, soft_wrap=one_line)
 
 

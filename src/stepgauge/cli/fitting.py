@@ -12,8 +12,9 @@ WRAPPED_WIDTH = 12  # the least width of a naming column that wraps
 
 
 def columns_that_fit(table: Table, width: int) -> Table | None:
-    """Returns the table with the columns that fit: those that name the rows, then figures from the
-    left, and the remark if there is still room. None if no column fits next to the names.
+    """Returns the table with the columns that fit: those that name the rows or tell them apart, then
+    figures from the left, and the remark if there is still room. None if no column fits next to the
+    names.
 
     Names that take more than half of the width wrap; if even that is too wide, the last naming
     columns are left out.
@@ -22,13 +23,32 @@ def columns_that_fit(table: Table, width: int) -> Table | None:
     first = table.name_columns().stop
     names = _count_names(widths[:first], width)
     others = sorted(range(first, len(widths)), key=lambda place: table.columns[place] == REMARK)
-    chosen, used = list(range(names)), min(sum(widths[:names]), width // 2) - GAP
-    for place in others:
+    needed = _telling_apart(table, range(names))
+    used = min(sum(widths[:names]), width // 2) - GAP + sum(widths[place] for place in needed)
+    chosen = [*range(names), *needed]
+    for place in (place for place in others if place not in needed):
         used += widths[place]
         if used > width:
             break
         chosen.append(place)
     return None if others and len(chosen) == names else table.select(sorted(chosen))
+
+
+def _telling_apart(table: Table, names: range) -> list[int]:
+    """Returns the positions of the keys that tell rows apart and are not among the names, as few as
+    possible.
+    """
+    keys = [place for place, column in enumerate(table.columns) if column in table.keys]
+
+    def num_different(places: Sequence[int]) -> int:
+        return len({tuple(row[place] for place in places) for row in table.rows})
+
+    needed = keys
+    for place in reversed([place for place in keys if place not in names]):
+        rest = [other for other in needed if other != place]
+        if num_different(rest) == num_different(keys):
+            needed = rest
+    return [place for place in needed if place not in names]
 
 
 def _count_names(widths: Sequence[int], width: int) -> int:

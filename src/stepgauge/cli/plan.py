@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from stepgauge.cli.console import Format, info, print_points, print_table
 from stepgauge.cli.option_names import with_option_names
 from stepgauge.cli.options import Values, expand, spec_options
-from stepgauge.cli.rows import Fresh, Out, hardware_argument
+from stepgauge.cli.rows import DEVICE_OF_FILE, Fresh, Out, hardware_argument, with_device_of
 from stepgauge.cli.validate import compare
 from stepgauge.cost.planning.hiding import overlaps, scales
 from stepgauge.cost.planning.planner import (
@@ -40,7 +40,7 @@ from stepgauge.validate.planned import planned
 from stepgauge.validate.rows import ValidationRow
 
 
-@spec_options(PlanSpec, ModelSpec, defaults={"size": "small"})
+@spec_options(PlanSpec, ModelSpec, defaults={"size": "small", "device": DEVICE_OF_FILE})
 def command(
     *,
     values: Values,
@@ -73,7 +73,7 @@ def command(
         if value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
     file = HardwareFile.read(hardware)
-    (spec,) = expand(PlanSpec, {"device": (file.device_kind,), **values})
+    (spec,) = expand(PlanSpec, with_device_of(file, values))
     plan = planned(spec, file, top=max(top, verify), tracing=_note_trace)
     machine = CalibratedMachine(file.on_ranks(spec.gpus))
     if not (verify and format == "json"):  # JSON output is one document, that of `compare`
@@ -109,7 +109,7 @@ def _print_plan(
         return
     if spec.device != "cpu":
         print()
-        print_table(parts_table(rows))
+        print_table(parts_table(rows), complete="json")
     for heading, sentences in _explanations(spec, plan, machine, rows):
         print_points(heading, sentences)
     # On one line, so that it can be copied.

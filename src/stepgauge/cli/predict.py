@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from stepgauge.cli.console import Format, print_points, print_records, print_table
 from stepgauge.cli.options import Networks, Values, expand, spec_options
-from stepgauge.cli.rows import hardware_argument
+from stepgauge.cli.rows import DEVICE_OF_FILE, hardware_argument, with_device_of
 from stepgauge.cost.rates.estimate import with_spread
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
@@ -22,8 +22,6 @@ from stepgauge.spec.step import StepSpec
 from stepgauge.spec.steps import AnyStep, as_layout_step, kind_for, under
 from stepgauge.spec.user_model import UserModel
 from stepgauge.validate.predicted import predicted
-
-DEVICE_OF_FILE = "that of the hardware file"  # the default of --device
 
 
 @spec_options(
@@ -68,9 +66,7 @@ def predict(
     """
     file = HardwareFile.read(hardware)
     texts = values.get("layout", ("none",))
-    rest = {name: value for name, value in values.items() if name != "layout"}
-    if rest["device"] == (DEVICE_OF_FILE,):
-        rest["device"] = (file.device_kind,)
+    rest = with_device_of(file, {n: value for n, value in values.items() if n != "layout"})
     specs = [spec for text in texts for spec in specs_of(Layout.parse(text), rest)]
     records = [with_spread(predicted(spec, file)) for spec in specs]
     print_records(records, format)

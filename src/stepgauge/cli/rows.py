@@ -26,6 +26,7 @@ from stepgauge.cli.options import Values
 from stepgauge.runtime.host import has_only_cpu
 from stepgauge.runtime.torchrun import torchrun_numbers
 from stepgauge.spec.fallbacks import what_ran
+from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.hardware_files import file_named
 from stepgauge.spec.options import device_name
 from stepgauge.spec.store import FAILURES, RunStore
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
     from stepgauge.bench.sweep import Job, JobResult
     from stepgauge.spec.record import Record
+
+DEVICE_OF_FILE = "that of the hardware file"  # the default of --device of predictions
 
 
 def folder_argument(type_: Any, tokens: Sequence[Token]) -> Path:
@@ -52,6 +55,12 @@ def folder_argument(type_: Any, tokens: Sequence[Token]) -> Path:
 def device_argument(type_: Any, tokens: Sequence[Token]) -> str:
     """Reads --device. Raises ValueError for a text that cannot name a device."""
     return device_name(tokens[0].value)
+
+
+def with_device_of(file: HardwareFile, values: Values) -> Values:
+    """Returns the values with the hardware file's device as the default of --device."""
+    given = {name: value for name, value in values.items() if value != (DEVICE_OF_FILE,)}
+    return {"device": (file.device_kind,), **given}
 
 
 def hardware_argument(type_: Any, tokens: Sequence[Token]) -> Path:

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from stepgauge.report.numbers import SizeUnit, size_unit
 from stepgauge.report.table import Table
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.record import Record
-from stepgauge.spec.units import GIB
 
 OUTSIDE = "(outside)"
 SETTINGS = ("micro batch", "accumulation", "checkpointing")
@@ -14,7 +14,8 @@ SETTINGS = ("micro batch", "accumulation", "checkpointing")
 
 def plan_table(rows: Sequence[Record], caption: str) -> Table:
     """Returns one row per layout. Settings that all rows share move to the caption."""
-    shown = [_cells(place, row) for place, row in enumerate(rows, start=1)]
+    unit = size_unit(row.median("peak_bytes") for row in rows)
+    shown = [_cells(place, row, unit) for place, row in enumerate(rows, start=1)]
     columns = {name: [cells[name] for cells in shown] for name in shown[0]}
     shared = {
         name: columns[name][0]
@@ -24,22 +25,22 @@ def plan_table(rows: Sequence[Record], caption: str) -> Table:
     return Table.from_rows(
         shown,
         names=2,
+        keys=("layout", *SETTINGS),
         caption=", ".join([caption, *(f"{name} {value}" for name, value in shared.items())]),
         hidden=frozenset(shared),
         formats={"± %": ".0f"},
     )
 
 
-def _cells(place: int, row: Record) -> dict[str, Any]:
+def _cells(place: int, row: Record, unit: SizeUnit) -> dict[str, Any]:
     is_user = row.spec["model"].get("network") == "user"  # the user's file decides the batch
     layout = Layout.parse(row.spec["layout"])
-    peak = row.median("peak_bytes")
     return {
         "#": place,
         "layout": row.spec["layout"],
         "step ms": row.median("step_ms"),
         "± %": _percent(row.median("spread")),
-        "peak GiB": None if peak is None else peak / GIB,
+        f"peak {unit.text}": unit.value(row.median("peak_bytes")),
         **({"days": row.median("days")} if "days" in row.metrics else {}),
         "MFU %": _percent(row.median("mfu")),
         "micro batch": None if is_user else row.spec["batch"] // layout.data // layout.microbatches,
@@ -69,7 +70,7 @@ def joined_notes(rows: Iterable[Record]) -> list[str]:
 
 
 def parts_table(rows: Sequence[Record]) -> Table:
-    """Returns the memory of each layout by part, in GiB."""
+    """Returns the memory of each layout by part, in one unit."""
     parts = [
         {str(name): float(nbytes) for name, nbytes, _ in row.tables.get("memory", [])[1:]}
         for row in rows
@@ -79,17 +80,18 @@ def parts_table(rows: Sequence[Record]) -> Table:
         for name, nbytes in each.items():
             totals[name] = totals.get(name, 0.0) + nbytes
     names = sorted(totals, key=lambda name: (name.endswith(OUTSIDE), -totals[name]))
+    unit = size_unit(sum(each.values()) for each in parts)
     shown = []
     for place, (row, each) in enumerate(zip(rows, parts, strict=True), start=1):
         outside = sum(nbytes for name, nbytes in each.items() if name.endswith(OUTSIDE))
         total = sum(each.values())
-        cells = [each[name] / GIB if name in each else None for name in names]
-        sums = [nbytes / GIB for nbytes in (total - outside, outside, total)]
+        cells = [unit.value(each.get(name)) for name in names]
+        sums = [unit.value(nbytes) for nbytes in (total - outside, outside, total)]
         shown.append([place, row.spec["layout"], *sums, *cells])
     columns = ["#", "layout", "peak", "outside", "total", *names]
     caption = (
-        "Memory of the fullest rank in GiB: torch's peak, memory that torch does not count (outside), "
-        "and both (total)"
+        f"Memory of the fullest rank in {unit.text}: torch's peak, memory that torch does not count "
+        "(outside), and both (total)"
     )
     return Table(columns, shown, names=2, caption=caption)
 

@@ -11,7 +11,7 @@ def terms_table(record: Record, label: str) -> Table:
     source of the time. `label` names the prediction.
     """
     head, *rows = record.tables["terms"]
-    columns = ["phase", "term", "ms", "operation", "source", "count", "sizes"]
+    columns = ["phase", "term", "ms", "source", "operation", "count", "sizes"]
     terms = [dict(zip(head, row, strict=True)) for row in rows]
     shown = [[{**term, "ms": term["us"] / 1e3}[name] for name in columns] for term in terms]
     caption = (

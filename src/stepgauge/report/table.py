@@ -35,6 +35,8 @@ class Table:
              CSV and JSON have them
     names    the number of columns, from the left, that name the rows; None: all before the first
              figure
+    keys     columns that say together what a row is; as many as tell rows apart are displayed before
+             figures
     folded   True if the report shows the table only when it is opened
     absent   the text displayed for a missing figure
     notes    sentences below the table; for_display adds remarks that all rows share
@@ -47,6 +49,7 @@ class Table:
     folded: bool = False
     hidden: frozenset[str] = frozenset()
     names: int | None = None
+    keys: Sequence[str] = ()
     formats: Mapping[str, str] = dataclasses.field(default_factory=dict)
     absent: str = ""
     notes: Sequence[str] = ()

@@ -1,6 +1,7 @@
 """The spec of `plan`: a network, GPUs, a batch, and the settings of the step."""
 
 import dataclasses
+import math
 import re
 from typing import ClassVar
 
@@ -12,6 +13,7 @@ from stepgauge.spec.user_model import UserModel
 
 DEFAULT_BATCH = 1024
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:E\+?\d+)?)([KMGBT]?)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,7 @@ class PlanSpec:
     precision: str = as_in(WorkSpec, "precision", PRECISION_HELP, choices=PRECISIONS)
     compile: str = as_in(WorkSpec, "compile")
     optimizer: str = as_in(WorkSpec, "optimizer")
-    device: str = option("cuda", "cpu or cuda; default: the device of the hardware file")
+    device: str = option("cuda", "cpu or cuda")
 
     def __post_init__(self) -> None:
         check(self)
@@ -72,7 +74,8 @@ class PlanSpec:
 
     @property
     def num_tokens(self) -> float:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGBT]?)", self.tokens.strip().upper())
-        if match is None:
-            raise ValueError(f"tokens is {self.tokens!r}; it must be a number such as 300B or 1.5T")
-        return float(match[1]) * UNITS[match[2]]
+        match = NUMBER.fullmatch(self.tokens.strip().upper())
+        number = float(match[1]) * UNITS[match[2]] if match else math.inf
+        if number == math.inf:
+            raise ValueError(f"tokens is {self.tokens!r}; it must be a number such as 300B or 1e11")
+        return number
