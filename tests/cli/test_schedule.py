@@ -71,8 +71,10 @@ def test_simulate_draws_each_ranks_timeline_and_prints_bubbles(stepgauge, tmp_pa
     assert max(map(len, lines)) == 80, "a line is as wide as the page, and does not wrap"
     svg = (tmp_path / "drawn.svg").read_text()
     assert all(
-        word in svg for word in ("rank 1", "var(--series-2)", "held, micro-batches of a stage")
+        word in svg
+        for word in ("rank 1", "var(--series-2)", "held, pairs of micro-batch and stage")
     )
+    assert "peak of each rank in pairs of micro-batch and stage: 2, 1." in svg
     _, out, _ = stepgauge(*asked, "--stage-weights", "1,2", "--format", "json")
     found = json.loads(out)
     assert found["step"] == 1 + 2 * 6 + 2
@@ -126,7 +128,21 @@ def test_check_prints_what_each_rank_holds(stepgauge):
     assert [row["most held"] for row in json.loads(out)] == [4.0] * 4
     _, out, _ = stepgauge("schedule", "check", "1f1b", "--bound", "4")
     assert "The schedule can run: each stage runs each micro-batch forward and backward once" in out
-    assert "A rank holds at most 4 micro-batches of a stage, within the bound of 4." in out
+    held = "A rank holds the activations of at most 4 pairs of micro-batch and stage"
+    assert f"{held}, within the bound of 4." in out
+
+
+def test_schedules_with_two_stages_per_rank_are_simulated_with_the_same_work(stepgauge):
+    """p - 1 stages of (F, I, W) = 1 each are idle time of 1f1b; of zbv only F of half stages."""
+    found = {}
+    for name in ("1f1b", "zbv"):
+        asked = ("schedule", "simulate", name, "--ranks", 4, "--microbatches", 8)
+        found[name] = json.loads(stepgauge(*asked, "--format", "json")[1])["step"]
+        rows = json.loads(stepgauge("schedule", "check", *asked[2:], "--format", "json")[1])
+        assert [row["busy"] for row in rows] == [24.0] * 4
+    assert found == {"1f1b": 24 + 9, "zbv": 24 + 1.5}
+    explicit = ("--forward", 1, "--input", 1, "--weight", 1, "--format", "json")
+    assert json.loads(stepgauge("schedule", "simulate", "zbv", *explicit)[1])["step"] == 51
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 from rich.text import Text
@@ -12,7 +12,7 @@ from rich.text import Text
 from stepgauge.cli.console import Output, info, print_table, write_file
 from stepgauge.cost.pipeline.fill import fill_bubbles
 from stepgauge.cost.pipeline.timeline import Durations, Timeline, simulate
-from stepgauge.report.pipeline_steps import Step, tracks
+from stepgauge.report.pipeline_steps import COUNTED, Step, tracks
 from stepgauge.report.schedule import drawing, legend, rank_table
 from stepgauge.spec.plan.pipeline import (
     SCHEDULES,
@@ -39,6 +39,7 @@ Which = Annotated[
         "torch's format."
     ),
 ]
+PER_RANK = "[default: 1 / stages per rank]"
 # Background of an action: forward, whole backward, gradient of the input, gradient of the weights.
 COLOURS = {
     "F": "black on blue",
@@ -102,7 +103,7 @@ def check_(
     shape: Shape = DEFAULT_SHAPE,
     bound: Annotated[
         float | None,
-        Parameter(help="Fail if a rank holds activations of more micro-batches of a stage."),
+        Parameter(help="Fail if a rank holds activations of more pairs of micro-batch and stage."),
     ] = None,
     format: Form = "text",
 ) -> None:
@@ -111,13 +112,13 @@ def check_(
     If it cannot run, the error names the actions that block each other.
     """
     checked = check(load(which, shape), bound=bound)
-    durations = Durations.of_stages(checked.schedule.num_stages)
+    durations = _durations(checked.schedule)
     table = rank_table(simulate(checked.schedule, durations), checked)
     if format == "text":
         print_table(table)
         within = "" if bound is None else f", within the bound of {bound:g}"
         print(
-            f"{PROVEN} A rank holds at most {max(checked.peak):g} micro-batches of a stage{within}."
+            f"{PROVEN} A rank holds the activations of at most {max(checked.peak):g} {COUNTED}{within}."
         )
     else:
         print_table(table, format)
@@ -134,9 +135,15 @@ def simulate_(
     which: Which,
     *,
     shape: Shape = DEFAULT_SHAPE,
-    forward: Annotated[float, Parameter(help="ms of a stage's forward pass.")] = 1.0,
-    input: Annotated[float, Parameter(help="ms of the gradient of its input.")] = 1.0,
-    weight: Annotated[float, Parameter(help="ms of the gradient of its weights.")] = 1.0,
+    forward: Annotated[
+        float | None, Parameter(help=f"ms of a stage's forward pass. {PER_RANK}")
+    ] = None,
+    input: Annotated[
+        float | None, Parameter(help=f"ms of the gradient of its input. {PER_RANK}")
+    ] = None,
+    weight: Annotated[
+        float | None, Parameter(help=f"ms of the gradient of its weights. {PER_RANK}")
+    ] = None,
     transfer: Annotated[float, Parameter(help="ms of a transfer between ranks.")] = 0.0,
     host: Annotated[float, Parameter(help="ms that the host needs to launch an action.")] = 0.0,
     stage_weights: Annotated[
@@ -150,12 +157,22 @@ def simulate_(
     report: Annotated[Path | None, Parameter(help="Also write an SVG of the timeline.")] = None,
     format: Form = "text",
 ) -> None:
-    """Simulate a schedule: draw its timeline and print each rank's bubble."""
+    """Simulate a schedule: draw its timeline and print each rank's bubble.
+
+    By default all schedules do the same work: 1 ms of forward, input and weight per rank and
+    micro-batch, divided among the stages of the rank.
+    """
     schedule = load(which, shape)
     check(schedule)
-    times = {"forward": forward, "input": input, "weight": weight, "transfer": transfer}
-    weights = _stage_weights(stage_weights, schedule.num_stages)
-    durations = Durations.of_stages(schedule.num_stages, **times, host_ms=host, weights=weights)
+    durations = _durations(
+        schedule,
+        forward=forward,
+        input=input,
+        weight=weight,
+        transfer=transfer,
+        host_ms=host,
+        weights=_stage_weights(stage_weights, schedule.num_stages),
+    )
     schedule = fill_bubbles(schedule, durations) if fill else schedule
     checked = check(schedule)
     timeline = simulate(checked.schedule, durations)
@@ -202,6 +219,27 @@ def load(which: str, shape: Shape) -> Schedule:
         if getattr(shape, name) not in (None, count):
             raise ValueError(f"{name} is {getattr(shape, name)}; {which} is for {count}")
     return schedule
+
+
+def _durations(
+    schedule: Schedule,
+    *,
+    forward: float | None = None,
+    input: float | None = None,
+    weight: float | None = None,
+    **settings: Any,
+) -> Durations:
+    """Returns the durations of a schedule's stages. A time that is not given is 1 ms divided by the
+    stages per rank, so that all schedules do the same work and can be compared.
+    """
+    share = schedule.num_ranks / schedule.num_stages
+    return Durations.of_stages(
+        schedule.num_stages,
+        forward=share if forward is None else forward,
+        input=share if input is None else input,
+        weight=share if weight is None else weight,
+        **settings,
+    )
 
 
 def _stage_weights(text: str, stages: int) -> list[float]:

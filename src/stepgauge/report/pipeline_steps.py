@@ -27,7 +27,7 @@ KINDS: Mapping[str, str] = {
 }
 COLOURS = dict(zip(KINDS, SERIES, strict=False))
 HELD_COLOUR = SERIES[len(KINDS)]
-COUNTED = "micro-batches of a stage"
+COUNTED = "pairs of micro-batch and stage"
 # Fraction of the plot's width that a letter of a name needs.
 LETTER = 0.0095
 # Opacity of bars: names in them stay readable on light and dark pages.
@@ -56,7 +56,7 @@ class Step:
 
     @classmethod
     def counted(cls, timeline: Timeline) -> "Step":
-        """Returns a step whose memory is counted in micro-batches of a stage."""
+        """Returns a step whose memory is counted in pairs of micro-batch and stage."""
         levels = timeline.held({})
         return cls(timeline, levels, [_highest(points) for points in levels])
 
@@ -155,8 +155,8 @@ def tracks(steps: Mapping[str, Step]) -> str:
         axes.grid(axis="y", visible=False)
         unit = next(iter(steps.values())).unit
         _legend(axes, steps, unit)
-    texts = [f"{name}: {step.timeline.step_ms:.4g} ms, peak of each rank "
-             f"{', '.join(short(_highest(points)) for points in step.levels)} {unit}"
+    texts = [f"{name}: {step.timeline.step_ms:.4g} ms, peak of each rank in {unit}: "
+             f"{', '.join(short(_highest(points)) for points in step.levels)}"
              for name, step in steps.items()]  # fmt: skip
     return described(output[0], f"{'; '.join(texts)}.")
 

@@ -22,7 +22,7 @@ SHORTEST_NAMED = 1 / 8
 
 
 def rank_table(timeline: Timeline, checked: Checked) -> Table:
-    """Returns each rank's busy and waiting time, and its memory in micro-batches of a stage."""
+    """Returns each rank's busy and waiting time, and its memory in pairs of micro-batch and stage."""
     rows = []
     for rank, busy in enumerate(timeline.busy_ms):
         waits, bubble = timeline.step_ms - busy, 100 * timeline.bubbles[rank]
@@ -35,7 +35,7 @@ def rank_table(timeline: Timeline, checked: Checked) -> Table:
         f"{timeline.over_ideal:.3f} × ideal"
     )
     head = ["rank", "busy", "waits", "bubble %", "most held", "in flight", "W pending"]
-    notes = ["busy, waits: ms. most held, in flight, W pending: micro-batches of a stage"]
+    notes = ["busy, waits: ms. most held, in flight, W pending: pairs of micro-batch and stage"]
     return Table(head, rows, names=1, caption=caption, formats={"most held": "g"}, notes=notes)
 
 
@@ -137,8 +137,8 @@ def _cut(rows: Sequence[_Row], begin: int, width: int) -> int:
 
 
 def held_drawing(timeline: Timeline, width: int) -> list[str]:
-    """Returns one line per rank of what it holds, in micro-batches of a stage. A column is as high as
-    the most that is held during its time, relative to the highest peak of all ranks.
+    """Returns one line per rank of what it holds, in pairs of micro-batch and stage. A column is as
+    high as the most that is held during its time, relative to the highest peak of all ranks.
     """
     ranks = timeline.held({})
     most = max(held for points in ranks for _, held in points)
