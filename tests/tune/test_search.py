@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from stepgauge.report.numbers import Doubtful
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec
@@ -184,3 +185,30 @@ def test_with_nothing_to_choose_the_sentence_says_so():
     )
     assert sentence(tuned).endswith("There was nothing to choose: every option has one value.")
     assert "times" not in sentence(tuned)
+
+
+@pytest.mark.parametrize(
+    ("default_ms", "winner_ms", "who"),
+    [
+        ([2.0, 2.0, 9.0], [1.0, 1.0, 6.0], "the default step and this step were disturbed"),
+        ([2.0, 2.0, 9.0], [1.0] * 3, "the default step was disturbed"),
+        ([2.0] * 3, [1.0, 1.0, 6.0], "this step was disturbed"),
+        ([2.0] * 3, [1.0] * 3, ""),
+    ],
+)
+def test_a_gain_over_disturbed_rows_is_not_confirmed(default_ms, winner_ms, who):
+    candidates = Space(StepSpec, {**NANO, "precision": ("fp32",), "batch": (4,)})
+
+    def in_turns(specs):
+        samples = [Sample.of(ms, "ms") for ms in (default_ms, winner_ms)]
+        return [
+            dataclasses.replace(made(spec), metrics={"step_ms": sample})
+            for spec, sample in zip(specs, samples, strict=True)
+        ]
+
+    tuned = tune(candidates, Machine().measure, lambda spec: None, in_turns=in_turns)
+    text, ((*_, ratio),) = sentence(tuned), gain_table(tuned).rows
+    assert isinstance(ratio, Doubtful) == bool(who)
+    assert ("times the default step's (step size" in text) == (not who)
+    assert (f"No gain is confirmed (measured: {tuned.speedup:.2f} times the" in text) == bool(who)
+    assert who in text

@@ -7,20 +7,21 @@ from typing import Any
 
 from stepgauge.report.findings import COMMANDS
 from stepgauge.report.names import describe
-from stepgauge.report.numbers import number
+from stepgauge.report.numbers import Doubtful, number
 from stepgauge.report.table import Table
 from stepgauge.spec import options
+from stepgauge.spec.disturbance import is_disturbed
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.options import SHAPE, Field, flag_of, options_of, written
 from stepgauge.spec.turns import turns_together
 from stepgauge.tune.choices import Space
-from stepgauge.tune.search import Tuned, rate
+from stepgauge.tune.search import Gain, Tuned, rate
 
 
 def gain_table(tuned: Tuned) -> Table:
     """Returns each choice that differs from the default, and its speedup."""
     apart = ", measured one after the other" if len(tuned.gains) > 1 else ""
-    rows = [[gain.choice, gain.value, gain.default, gain.ratio] for gain in tuned.gains]
+    rows = [[gain.choice, gain.value, gain.default, _ratio(gain)] for gain in tuned.gains]
     return Table(
         ["choice", "value", "instead of", "times as fast"],
         rows,
@@ -30,15 +31,19 @@ def gain_table(tuned: Tuned) -> Table:
     )
 
 
+def _ratio(gain: Gain) -> float | None:
+    return Doubtful(gain.ratio) if gain.ratio is not None and gain.disturbed else gain.ratio
+
+
 def sentence(tuned: Tuned) -> str:
-    """Returns the winner's speed, its speedup over the default step, and how it was found."""
+    """Returns the winner's speed, its speedup over the default step, and how it was found.
+
+    The speedup is called unconfirmed if one of the two rows was disturbed.
+    """
     unit = "tokens/s" if "tokens_per_s" in tuned.winner.metrics else "steps/s"
     speed, name = f"{number(rate(tuned.winner))} {unit}", describe(tuned.winner)
     if tuned.candidates == 1:
         return f"{speed} ({name}). There was nothing to choose: every option has one value."
-    turns = turns_together([tuned.default, tuned.winner])
-    in_turns = f", in {turns} turns" if turns > 1 else ""
-    times = f", {tuned.speedup:.2f} times the default step's{in_turns}" if tuned.speedup else ""
     if tuned.predicted:
         how = (
             f"{tuned.predicted} of {tuned.candidates} candidates were predicted, and the best of them "
@@ -52,7 +57,30 @@ def sentence(tuned: Tuned) -> str:
             f"None of {tuned.candidates} candidates could be predicted, so that one choice after the "
             "other was measured"
         )
-    return f"{speed}{times} ({name}). {how}."
+    if doubt := _doubt(tuned):
+        return f"{speed} ({name}). {doubt}. {how}."
+    return f"{speed}{_times(tuned)} ({name}). {how}."
+
+
+def _times(tuned: Tuned) -> str:
+    """Returns ", 2.85 times the default step's, in 3 turns"; "" if the default step did not run."""
+    turns = turns_together([tuned.default, tuned.winner])
+    in_turns = f", in {turns} turns" if turns > 1 else ""
+    return f", {tuned.speedup:.2f} times the default step's{in_turns}" if tuned.speedup else ""
+
+
+def _doubt(tuned: Tuned) -> str:
+    """Returns why no gain is confirmed; "" if neither of the two rows was disturbed."""
+    rows = {"the default step": tuned.default, "this step": tuned.winner}
+    disturbed = [name for name, row in rows.items() if is_disturbed(row)]
+    if not disturbed:
+        return ""
+    were = "was" if len(disturbed) == 1 else "were"
+    measured = f" (measured: {_times(tuned).removeprefix(', ')})" if tuned.speedup else ""
+    return (
+        f"No gain is confirmed{measured}: {' and '.join(disturbed)} {were} disturbed; run it again with "
+        f"--fresh on a quiet machine"
+    )
 
 
 def command_line(tuned: Tuned, space: Space) -> str:

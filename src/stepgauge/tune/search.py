@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from stepgauge.spec.disturbance import is_disturbed
 from stepgauge.spec.record import Record
 from stepgauge.tune.choices import Chosen, Space
 
@@ -29,13 +30,16 @@ ROUNDS = 2  # through all choices, when they are searched one at a time
 class Gain:
     """A choice of the winner that differs from the default.
 
-    ratio  the winner's speed over that of the same step with the default value; None if that did not run
+    ratio      the winner's speed over that of the same step with the default value; None if that did
+               not run
+    disturbed  other work disturbed one of these two rows
     """
 
     choice: str
     value: Any
     default: Any
     ratio: float | None
+    disturbed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +101,9 @@ def tune(
         if rate(default) >= rate(fastest):
             fastest, gains = default, []
         elif len(gains) == 1:  # without it, the winner is the default step
-            gains = [dataclasses.replace(gains[0], ratio=rate(fastest) / rate(default))]
+            disturbed = is_disturbed(default) or is_disturbed(fastest)
+            ratio = rate(fastest) / rate(default)
+            gains = [dataclasses.replace(gains[0], ratio=ratio, disturbed=disturbed)]
     return Tuned(default, fastest, gains, len(predicted), space.size, unpredicted)
 
 
@@ -167,5 +173,7 @@ def _gains(space: Space, winner: Chosen, measure: Measure) -> list[Gain]:
         specs = [space.spec(winner), space.spec({**winner, name: default})]
         with_choice, *without = measure([spec for spec in specs if spec is not None])
         slower = rate(without[0]) if without else 0.0
-        gains.append(Gain(name, value, default, rate(with_choice) / slower if slower else None))
+        ratio = rate(with_choice) / slower if slower else None
+        disturbed = any(map(is_disturbed, (with_choice, *without)))
+        gains.append(Gain(name, value, default, ratio, disturbed))
     return sorted(gains, key=lambda gain: -(gain.ratio or math.inf))
