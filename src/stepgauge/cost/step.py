@@ -4,27 +4,23 @@ The host launches the operations and the device runs them in order; a phase ends
 Times of operations come from a hardware file, and no factor is fitted to measured steps.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from stepgauge.cost.memory.peak import Memory
 from stepgauge.cost.operations.rank_sizes import NetworkPart
-from stepgauge.cost.operations.terms import TRAFFIC, Term
 from stepgauge.cost.rank import peak_of, phases_of, rank_step_of
-from stepgauge.cost.rates.estimate import ASSUMED, INTERVAL, SLOWER_HOST, TIMED_WHOLE, UNTIMED
+from stepgauge.cost.rates.estimate import INTERVAL, SLOWER_HOST
 from stepgauge.cost.rates.machine import CalibratedMachine
-from stepgauge.cost.rates.prices import Prices
-from stepgauge.cost.streams.outcome import Outcome, run_program
+from stepgauge.cost.streams.outcome import run_program
 from stepgauge.cost.streams.program import DataParallelCost
+from stepgauge.cost.term_table import HEADINGS, host_rows, notes_on, term_rows
 from stepgauge.cost.traced.network import TracedNetwork
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.throughput import StepWork, throughput
 from stepgauge.spec.units import GIB
-
-HEADINGS = ["phase", "term", "operation", "sizes", "count", "us", "source"]
-LEAST_NOTED_SHARE = 0.02  # of a step; less untimed work is not mentioned
 
 
 def predict(
@@ -75,7 +71,7 @@ def modelled(
     if late_us:
         cause = f"a host that takes {SLOWER_HOST:g} times as long"
         tables[INTERVAL] = [["possible delay", "us"], [cause, late_us]]
-    notes = [note]
+    notes = [note, *notes_on(rows, machine), machine.disturbance]
     if memory is not None and not spec.device.startswith("cpu"):
         metrics = {**metrics, "peak_bytes": Sample.exact(round(memory.peak_bytes), "bytes")}
         tables["memory"] = memory.rows()
@@ -86,23 +82,7 @@ def modelled(
         tables=tables,
         environment={"device": machine.hardware.device, "hardware": machine.hardware.name},
         provenance="modelled",
-        note="; ".join(filter(None, [*notes, _untimed(rows), machine.disturbance])),
-    )
-
-
-def _untimed(rows: Sequence[Sequence[Any]]) -> str:
-    """Returns a note on how much of the step was estimated from bytes or FLOPs; "" if it is little."""
-    us_by_term: dict[str, float] = {}
-    for _, name, *_, us, source in rows:
-        if source == UNTIMED:
-            us_by_term[name] = us_by_term.get(name, 0.0) + us
-    untimed_us = sum(us_by_term.values())
-    if untimed_us <= LEAST_NOTED_SHARE * sum(row[-2] for row in rows):
-        return ""
-    longest = ", ".join(sorted(us_by_term, key=lambda name: -us_by_term[name])[:3])
-    return (
-        f"untimed: {untimed_us / 1e3:.2g} ms of the step are estimated from the bytes or FLOPs of "
-        f"{longest}; stepgauge validate --now times these calls"
+        note="; ".join(filter(None, notes)),
     )
 
 
@@ -127,34 +107,3 @@ def rates(
     peaks = machine.hardware.peaks
     peak = peaks.of(spec.precision) if peaks else None
     return throughput([step_ms], tokens=work.tokens, flops=work.flops / ranks, peak=peak)
-
-
-def term_rows(
-    phases: Mapping[str, Iterable[Term]], prices: Prices, *, times: int = 1
-) -> list[list[object]]:
-    """Returns a row per term. Each phase runs `times` times."""
-    rows: list[list[object]] = []
-    for phase, terms in phases.items():
-        for term in terms:
-            operation, sizes = term.operation, " × ".join(f"{size:g}" for size in term.sizes)
-            if prices.is_plain_pass(term):
-                operation, sizes = TRAFFIC, f"{term.nbytes:g}"
-            count, us = term.count * times, prices.us(term) * times
-            source = prices.estimate(term).source if term.pace == 1.0 else TIMED_WHOLE
-            rows.append([phase, term.name, operation, sizes, count, us, source])
-    return rows
-
-
-def host_rows(
-    phases: Mapping[str, Iterable[Term]], prices: Prices, simulated: Outcome
-) -> list[list[object]]:
-    """Returns rows for the time of each phase in which the device waits for the host."""
-    waits_us = {
-        phase: simulated.phases[phase] * 1e3 - prices.total_us(terms)
-        for phase, terms in phases.items()
-    }
-    return [
-        [phase, "host", "launches", "", 1, us, ASSUMED]
-        for phase, us in waits_us.items()
-        if us > 1.0
-    ]

@@ -35,12 +35,26 @@ class OperationTable:
     rows       sizes, then microseconds
     captured   short calls ran in CUDA graphs, so that the times contain no launch overhead
     disturbed  other work took cores that the measurement needed
+    left_out   number of shapes without a time: they did not fit in memory, or the time limit was over
     """
+
+    OPTIONAL: ClassVar = ("captured", "disturbed", "left_out")
 
     axes: tuple[str, ...]
     rows: tuple[tuple[float, ...], ...]
     captured: bool = False
     disturbed: bool = False
+    left_out: int = 0
+
+    @property
+    def has_few(self) -> bool:
+        """True if most shapes have no time, so that most sizes are extrapolated."""
+        return self.left_out > len(self.rows)
+
+    @property
+    def timed(self) -> str:
+        """How many of the shapes have a time: "4 of 58"."""
+        return f"{len(self.rows)} of {len(self.rows) + self.left_out}"
 
     def at(self, other: "OperationTable") -> "OperationTable":
         """Returns the table reduced to the sizes that the other table has, too."""
@@ -48,8 +62,8 @@ class OperationTable:
         return dataclasses.replace(self, rows=tuple(r for r in self.rows if r[:-1] in sizes))
 
     def to_dict(self) -> dict[str, Any]:
-        flags = {name: True for name in ("captured", "disturbed") if getattr(self, name)}
-        return {"axes": list(self.axes), "rows": [list(row) for row in self.rows], **flags}
+        kept = {name: value for name in self.OPTIONAL if (value := getattr(self, name))}
+        return {"axes": list(self.axes), "rows": [list(row) for row in self.rows], **kept}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self:
@@ -60,7 +74,8 @@ class OperationTable:
             raise ValueError(f"not an operation table: {error}") from None
         if not rows or any(len(row) != len(axes) + 1 for row in rows):
             raise ValueError(f"not an operation table: each row needs {len(axes)} sizes and a time")
-        return cls(axes, rows, bool(value.get("captured")), bool(value.get("disturbed")))
+        captured, disturbed, left_out = (value.get(name) for name in cls.OPTIONAL)
+        return cls(axes, rows, bool(captured), bool(disturbed), int(left_out or 0))
 
 
 @dataclasses.dataclass(frozen=True)

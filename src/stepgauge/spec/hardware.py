@@ -255,14 +255,7 @@ class HardwareFile:
     @property
     def disturbance(self) -> str:
         """A warning if other work ran during the calibration; else ""."""
-        one_rank = [name for name, table in self.operations.items() if table.disturbed]
-        several_ranks = [
-            f"{name} on {ranks} ranks"
-            for ranks, tables in self.by_ranks.items()
-            for name, table in tables.items()
-            if table.disturbed
-        ]
-        disturbed = [*one_rank, *several_ranks]
+        disturbed = [name for name, table in self._named_tables().items() if table.disturbed]
         if not disturbed:
             return ""
         more = f" and {len(disturbed) - 1} more" if disturbed[1:] else ""
@@ -270,6 +263,15 @@ class HardwareFile:
             f"the hardware file {self.name} was calibrated beside other work ({disturbed[0]}{more}): "
             f"calibrate it with --fresh on a quiet machine"
         )
+
+    def _named_tables(self) -> dict[str, OperationTable]:
+        """Returns all tables, with the number of ranks in the names of those of several."""
+        of_ranks = {
+            f"{name} on {ranks} ranks": table
+            for ranks, tables in self.by_ranks.items()
+            for name, table in tables.items()
+        }
+        return {**self.operations, **of_ranks}
 
     def on_ranks(self, ranks: int) -> Self:
         """Returns the machine with the operation times of one of so many ranks.

@@ -75,7 +75,7 @@ def compare_parts(prediction: Record, trace: Analysis) -> list[Part]:
         part = part if has_parts and phase != "optimizer" and kind != WAITS else ""
         return parts.setdefault((phase, part, kind), Part(phase, part, kind))
 
-    for phase, term, operation, *_, us, _source in rows:
+    for phase, term, operation, _sizes, _count, us, *_ in rows:
         kind = WAITS if term == "host" else kernel_class(operation)
         of(phase, part_of(term), kind).predicted_ms += us / 1e3
     for cell in _on_device(trace.cells):

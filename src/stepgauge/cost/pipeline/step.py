@@ -11,10 +11,11 @@ from stepgauge.cost.pipeline.fill import fill_bubbles
 from stepgauge.cost.pipeline.stages import Halves, durations
 from stepgauge.cost.pipeline.timeline import Durations, Timeline, simulate
 from stepgauge.cost.rank import launch_costs_of, operations_of, peak_of_stages
-from stepgauge.cost.rates.estimate import ASSUMED
+from stepgauge.cost.rates.estimate import ASSUMED, Estimate
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import ForwardBackward, Prices, StageChain
-from stepgauge.cost.step import modelled, term_rows
+from stepgauge.cost.step import modelled
+from stepgauge.cost.term_table import row_of, term_rows
 from stepgauge.cost.traced.network import TracedNetwork
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.pipeline import PipelineSpec
@@ -44,10 +45,10 @@ def predict_pipeline(
     phases = {"forward": stages.network.forward(), "backward": stages.network.backward()}
     rows = term_rows(phases, stages.prices)
     rows.append(bubble_row(timeline))
-    record = modelled(spec, machine, metrics, rows, stages.memory)
-    tables = {**record.tables, "spans": span_rows(timeline)}
     note = spec.describe_stages(stages.parts, "predicted")
-    return dataclasses.replace(record, tables=tables, note=note)
+    record = modelled(spec, machine, metrics, rows, stages.memory, note=note)
+    tables = {**record.tables, "spans": span_rows(timeline)}
+    return dataclasses.replace(record, tables=tables)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +111,7 @@ def simulated_metrics(timeline: Timeline, taken: Durations, *, batch: int) -> di
 def bubble_row(timeline: Timeline) -> list[object]:
     """Returns the row of the longest time that a rank waits."""
     waits = max(timeline.bubbles) * timeline.step_ms * 1e3
-    return ["pipeline", "bubble", "waits for other stages", "", 1, waits, ASSUMED]
+    return row_of("pipeline", "bubble", "waits for other stages", Estimate(waits, ASSUMED))
 
 
 def span_rows(timeline: Timeline) -> list[list[object]]:

@@ -63,6 +63,7 @@ class Grid:
     def __init__(self, table: OperationTable, work: Callable[..., float], *, may_be_launches: bool):
         self._work = work
         self._times = {tuple(sizes): us for *sizes, us in table.rows}
+        self._disturbed = table.disturbed
         self._launch_bound = self._launch_bound_shapes()
         self._may_be_launches = may_be_launches
         self._axes = [
@@ -73,7 +74,7 @@ class Grid:
         """Returns the measured time, or one from the rates of the shapes around it."""
         shape = tuple(sizes)
         if shape in self._times and self._is_usable(shape, inside=True):
-            return Estimate(self._times[shape], CALIBRATED)
+            return Estimate(self._times[shape], CALIBRATED, disturbed=self._disturbed)
         inside = all(a[0] <= s <= a[-1] for a, s in zip(self._axes, sizes, strict=True))
         weights = self._weights_around(sizes, inside=inside)
         if not weights:
@@ -82,7 +83,10 @@ class Grid:
         for corner, weight in weights.items():
             log_rate += weight * math.log(self._times[corner] / self._work(*corner))
         us = self._work(*sizes) * math.exp(log_rate / sum(weights.values()))
-        return Estimate(us, INTERPOLATED if inside else EXTRAPOLATED)
+        if inside:
+            return Estimate(us, INTERPOLATED, disturbed=self._disturbed)
+        times_away = min(_times_away(corner, sizes) for corner in weights)
+        return Estimate(us, EXTRAPOLATED, times_away, self._disturbed)
 
     def _weights_around(
         self, sizes: Sequence[float], *, inside: bool
@@ -124,6 +128,11 @@ class Grid:
             return sum(math.log(p / s) ** 2 for p, s in zip(shape, sizes, strict=True))
 
         return min(set(self._times) - self._launch_bound or self._times, key=distance)
+
+
+def _times_away(shape: Sequence[float], sizes: Sequence[float]) -> float:
+    """Returns how many times as large or as small the sizes are, multiplied over all of them."""
+    return math.prod(max(s / p, p / s) for p, s in zip(shape, sizes, strict=True))
 
 
 def _neighbours(axis: Sequence[float], size: float) -> list[tuple[float, float]]:

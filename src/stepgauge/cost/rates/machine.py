@@ -1,5 +1,6 @@
 """The time of single operations on a calibrated machine, looked up or interpolated (grid.py)."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Collection, Sequence
@@ -93,11 +94,9 @@ class CalibratedMachine:
         if variant and not self.knows(operation, sizes):
             return self._without_variant(operation.replace(variant, ""), variant, sizes)
         self.requested.add((operation, sizes))
-        exact_us = self._exact_us(operation, sizes)
-        if exact_us is None:
+        calibrated = self._exact(operation, sizes)
+        if calibrated is None:
             calibrated = self._grid(operation, self._required_table(operation)).time(sizes)
-        else:
-            calibrated = Estimate(exact_us, CALIBRATED)
         estimate = self._on_this_device(operation, calibrated)
         if operation.startswith("attention"):
             return self._at_least_traffic(estimate, _attention_bytes(operation, sizes))
@@ -112,23 +111,24 @@ class CalibratedMachine:
     def knows(self, operation: str, sizes: tuple[float, ...]) -> bool:
         """True if the file has times of the operation, or one at these sizes."""
         self.requested.add((operation, sizes))
-        return self.table(operation) is not None or self._exact_us(operation, sizes) is not None
+        return self.table(operation) is not None or self._exact(operation, sizes) is not None
 
     def operator(self, call: str) -> Estimate | None:
         """Returns the time of a traced call; None if the call was not timed separately."""
         self.requested.add((OPERATORS, (call,)))
-        exact_us = self._exact_us(OPERATORS, (call,))
-        if exact_us is None:
+        calibrated = self._exact(OPERATORS, (call,))
+        if calibrated is None:
             return None
         dtype = "bf16" if "float16" in call else "tf32"
         like = f"matmul {dtype}" if call.startswith("convolution") else "traffic"
-        return self._on_this_device(like, Estimate(exact_us, CALIBRATED))
+        return self._on_this_device(like, calibrated)
 
     def traffic(self, nbytes: float) -> Estimate:
         """Returns the time of an elementwise operation that reads and writes `nbytes` in total."""
         launch_us, bytes_per_us = self._traffic
         us = launch_us + nbytes / bytes_per_us
-        return self._on_this_device("traffic", Estimate(us, INTERPOLATED))
+        disturbed = self._required_table("traffic").disturbed
+        return self._on_this_device("traffic", Estimate(us, INTERPOLATED, disturbed=disturbed))
 
     @functools.cached_property
     def _traffic(self) -> tuple[float, float]:
@@ -146,11 +146,13 @@ class CalibratedMachine:
         bytes_per_us = (larger - size) / (longer - us)
         return max(1.0, us - size / bytes_per_us), bytes_per_us
 
-    def _exact_us(self, operation: str, sizes: tuple[Any, ...]) -> float | None:
+    def _exact(self, operation: str, sizes: tuple[Any, ...]) -> Estimate | None:
         """Returns a time that was measured for a step with exactly these sizes; None if there is none."""
         exact = self.table(f"{operation} {EXACT}")
-        rows = exact.rows if exact else ()
-        return next((us for *shape, us in rows if tuple(shape) == sizes), None)
+        if exact is None:
+            return None
+        us = next((us for *shape, us in exact.rows if tuple(shape) == sizes), None)
+        return None if us is None else Estimate(us, CALIBRATED, disturbed=exact.disturbed)
 
     def _grid(self, name: str, table: OperationTable) -> Grid:
         if name not in self._grids:
@@ -176,18 +178,19 @@ class CalibratedMachine:
         alone_us = self._grid(f"{operation} {ALONE}", back_to_back).time(sizes).us
         longer = alone_us / alternating_us - 1
         position = (self._product_share - CALIBRATED_PRODUCT_SHARE) / (1 - CALIBRATED_PRODUCT_SHARE)
-        return Estimate(estimate.us * (1 + longer * position), estimate.source)
+        return estimate.scaled(1 + longer * position)
 
     def _without_variant(self, operation: str, variant: str, sizes: tuple[float, ...]) -> Estimate:
         """Returns the time of a variant that the file does not have, from the usual operation."""
         if variant == FULL_MASK:
-            causal = self.time(operation, *sizes)
-            return Estimate(2 * causal.us, causal.source)  # causal attention has half of the pairs
+            return self.time(operation, *sizes).scaled(2)  # causal attention has half of the pairs
         if variant == GROUPED:  # the first size is the number of experts, which share the rows
-            return Estimate(self.time(operation, *sizes[1:]).us, EXTRAPOLATED)
+            whole = self.time(operation, *sizes[1:])
+            return dataclasses.replace(whole, source=EXTRAPOLATED)
         # Batched: one product with the rows of all, but at least the bytes of all factors.
         batch, m, n, k = sizes
-        estimate = Estimate(self.time(operation, batch * m, n, k).us, EXTRAPOLATED)
+        whole = self.time(operation, batch * m, n, k)
+        estimate = dataclasses.replace(whole, source=EXTRAPOLATED)
         return self._at_least_traffic(estimate, batch * _product_bytes(operation, (m, n, k)))
 
     def _at_least_traffic(self, estimate: Estimate, nbytes: float) -> Estimate:
@@ -199,7 +202,8 @@ class CalibratedMachine:
     def _on_this_device(self, operation: str, estimate: Estimate) -> Estimate:
         if self._ratios is None:
             return estimate
-        return Estimate(estimate.us * self._ratios.of(operation), TRANSFERRED)
+        here = estimate.scaled(self._ratios.of(operation))
+        return dataclasses.replace(here, source=TRANSFERRED)
 
 
 class _PeakRatios:

@@ -94,7 +94,7 @@ class Prices:
 
     def _estimate(self, term: Term) -> Estimate:
         if term.operator and (timed := self.machine.operator(term.operator)):
-            return Estimate(term.share * timed.us, timed.source)
+            return timed.scaled(term.share)
         if term.operation in (*COLLECTIVES, TRANSFER):
             estimate = self._message(term)
         elif term.operation == TRAFFIC:

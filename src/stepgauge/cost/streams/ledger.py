@@ -4,14 +4,15 @@ They are the rank's terms, each axis's exposed communication, and the remaining 
 waits for the host or for other stages.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 from stepgauge.cost.operations.terms import TRAFFIC
-from stepgauge.cost.rates.estimate import ASSUMED
+from stepgauge.cost.rates.estimate import ASSUMED, Estimate
 from stepgauge.cost.rates.prices import Prices
-from stepgauge.cost.step import term_rows
 from stepgauge.cost.streams.outcome import Outcome
 from stepgauge.cost.streams.program import DATA, Operations
+from stepgauge.cost.term_table import US, row_of, term_rows
 
 Rows = list[list[object]]
 LEAST_US = 1.0  # a smaller rest is rounding
@@ -63,15 +64,17 @@ def pipeline_rows(
 
 def total_us(rows: Sequence[Sequence[object]]) -> float:
     """Returns the sum of the rows' microseconds."""
-    return sum(float(str(row[5])) for row in rows)
+    return sum(float(str(row[US])) for row in rows)
 
 
 def _update_row(operations: Operations, prices: Prices, ms: float) -> list[object]:
     term = operations.optimizer(operations.num_parameters)
-    source = prices.estimate(term).source
-    return ["optimizer", "update", term.operation, "", 1, ms * 1e3, source]
+    estimate = dataclasses.replace(prices.estimate(term), us=ms * 1e3)
+    return row_of("optimizer", "update", term.operation, estimate)
 
 
 def _row(phase: str, term: str, operation: str, us: float, *, sizes: str = "") -> Rows:
     """Returns one row of an assumed time, or none if the time is next to nothing."""
-    return [[phase, term, operation, sizes, 1, us, ASSUMED]] if abs(us) > LEAST_US else []
+    if abs(us) <= LEAST_US:
+        return []
+    return [row_of(phase, term, operation, Estimate(us, ASSUMED), sizes=sizes)]
