@@ -1,6 +1,7 @@
 """Calibration records, and the hardware file that they become."""
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from stepgauge.bench.sweep import MOST_TRIES, Retries, sweep
 from stepgauge.calibrate import contention
 from stepgauge.calibrate.grids import CPU, GPU
-from stepgauge.calibrate.machine import hardware_file, jobs, require_same_machine
+from stepgauge.calibrate.machine import hardware_file, jobs, missing_shapes, require_same_machine
 from stepgauge.calibrate.operations import operations
 from stepgauge.calibrate.run import job, names, run, table_of
 from stepgauge.cli import predictions
@@ -22,6 +23,7 @@ from stepgauge.spec.disturbance import TRIES, is_disturbed
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.hardware_files import default_path, file_of
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.record import Sample
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.store import RunStore
 
@@ -192,6 +194,29 @@ def test_the_row_the_file_and_each_prediction_say_that_a_measurement_was_disturb
     cores(0.0)
     quiet = hardware_file([run(spec("traffic"))], read)
     assert not quiet.disturbance
+
+
+def test_shapes_without_a_time_are_counted_with_the_reason_and_kept_in_the_file(
+    monkeypatch, tmp_path
+):
+    assert missing_shapes([run(spec("traffic"))]) == ""
+    clock = itertools.count()  # the second of two shapes is late
+    monkeypatch.setattr("stepgauge.calibrate.run.time.perf_counter", lambda: 0.7 * next(clock))
+    late = run(dataclasses.replace(spec("optimizer adamw fp32"), seconds=1.0))
+    assert missing_shapes([late]) == (
+        "1 of 2 shapes were left out: 1 because the time limit of their operation was over"
+    )
+    few = dataclasses.replace(
+        late, metrics={**late.metrics, "shapes_left_out": Sample.exact(54.0, "")}
+    )
+    assert missing_shapes([late, few]) == (
+        "55 of 57 shapes were left out: 2 because the time limit of their operation was over and 53 "
+        "because they did not fit in memory. Few were timed of optimizer adamw fp32 (1 of 55): "
+        "calibrate with --fresh on a quiet machine"
+    )
+    hardware_file([few], HardwareFile(name="box")).write(tmp_path / "box.json")
+    table = HardwareFile.read(tmp_path / "box.json").operations["optimizer adamw fp32"]
+    assert table.left_out == 54 and table.has_few
 
 
 @pytest.mark.parametrize("name", sorted({*GPU.attentions} - {"sdpa-cudnn"}))  # it needs a GPU

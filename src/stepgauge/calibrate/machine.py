@@ -20,6 +20,7 @@ LINKS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv")
 # For contention: a message with the gradient of a large matrix, and how long both overlap.
 CONTENTION_BYTES = {"cuda": 2**27, "cpu": 2**25}
 CONTENTION_MS = 20.0
+MOST_NAMED = 3  # operations of which few shapes were timed; the others are counted
 TIMED_MS = 3.0  # per shape; all shapes take three minutes on an H200
 MESSAGE_BYTES = {"cuda": sizes(2**10, 2**30, 4), "cpu": sizes(2**12, 2**26, 4)}
 
@@ -113,6 +114,35 @@ def hardware_file(records: Sequence[Record], before: HardwareFile) -> HardwareFi
         run.with_operations(_named(before, records), of_kind[CalibrationSpec.kind])
         .with_links(links(of_kind[CommSpec.kind]))
         .with_contention([contention.row_of(r) for r in of_kind[ContentionSpec.kind]])
+    )
+
+
+def missing_shapes(records: Sequence[Record]) -> str:
+    """Returns a sentence on the shapes without a time, and why they have none; "" if all were timed."""
+    timed = [r for r in records if r.kind == CalibrationSpec.kind and r.status == "ok"]
+    shapes, left_out, late = (
+        sum(int(record.median(f"shapes{which}") or 0) for record in timed)
+        for which in ("", "_left_out", "_out_of_time")
+    )
+    if not left_out:
+        return ""
+    limit = f"{late:,} because the time limit of their operation was over" if late else ""
+    other = f"{left_out - late:,} because they did not fit in memory" if left_out > late else ""
+    sentence = (
+        f"{left_out:,} of {shapes + left_out:,} shapes were left out: "
+        f"{' and '.join(filter(None, [limit, other]))}"
+    )
+    few = []
+    for record in timed:
+        table, ranks = run.table_of(record), record.spec["ranks"]
+        on = f" on {ranks} ranks" if ranks > 1 else ""
+        few += [f"{record.spec['operation']}{on} ({table.timed})"] if table.has_few else []
+    if not few:
+        return sentence
+    more = f" and {len(few) - MOST_NAMED} more" if len(few) > MOST_NAMED else ""
+    return (
+        f"{sentence}. Few were timed of {', '.join(few[:MOST_NAMED])}{more}: calibrate with --fresh on "
+        f"a quiet machine"
     )
 
 

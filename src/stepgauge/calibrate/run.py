@@ -58,6 +58,7 @@ class Timed:
     rows          sizes and microseconds
     readings      clock and power after each shape
     left_out      number of shapes that did not fit in memory or in the time limit
+    out_of_time   those of them that the time limit left out
     at_host_pace  number of short shapes whose time may be that of their launches
     span          readings of the CPU's load before and after
     """
@@ -66,6 +67,7 @@ class Timed:
     rows: list[Row]
     readings: list[dict[str, float]]
     left_out: int
+    out_of_time: int = 0
     at_host_pace: int = 0
     span: Span | None = None
 
@@ -125,6 +127,7 @@ def _record(spec: CalibrationSpec, ranks: Sequence[Timed], device: torch.device)
         metrics={
             "shapes": Sample.exact(len(rows), ""),
             "shapes_left_out": Sample.exact(slowest.left_out, ""),
+            "shapes_out_of_time": Sample.exact(slowest.out_of_time, ""),
             "shapes_at_host_pace": Sample.exact(slowest.at_host_pace, ""),
             **{METRICS[unit]: Sample.of(values, unit) for unit, values in clocks.items()},
             **_missed(ranks, device),
@@ -155,11 +158,11 @@ def _times(spec: CalibrationSpec, device: torch.device) -> Timed:
     shapes = list(spec.shapes or operation.grid)
     warm_up_ms = warm_up_ms_for(len(shapes), device)
     for sizes in shapes:
-        timing = None
-        if _all_agree(time.perf_counter() < deadline):
-            timing = _time_of(operation, sizes, device, spec, warm_up_ms)
+        in_time = _all_agree(time.perf_counter() < deadline)
+        timing = _time_of(operation, sizes, device, spec, warm_up_ms) if in_time else None
         if not _all_agree(timing is not None) or timing is None:
             timed.left_out += 1
+            timed.out_of_time += not in_time
             continue
         timed.at_host_pace += timing.at_host_pace
         timed.rows.append((*sizes, timing.us))
@@ -225,4 +228,5 @@ def table_of(record: Record) -> OperationTable:
         rows=tuple(tuple(row[: end + 1]) for row in rows),
         captured=is_on_gpu and record.median("shapes_at_host_pace") == 0,
         disturbed=is_disturbed(record),
+        left_out=int(record.median("shapes_left_out") or 0),
     )

@@ -65,6 +65,9 @@ def calibrate(
     if not any(record.status == "ok" for record in records):
         require_success(records)
     _write(machine.hardware_file(records, before), path, records)
+    if missing := machine.missing_shapes(records):
+        info(missing)
+    info(f"to predict a step on this machine: stepgauge predict --size small --hardware {path}")
 
 
 def _write(hardware: HardwareFile, path: Path, records: Sequence[Record]) -> None:
@@ -74,4 +77,3 @@ def _write(hardware: HardwareFile, path: Path, records: Sequence[Record]) -> Non
     info(f"{ok} of {len(records)} rows are in {path}")
     if hardware.disturbance:
         info(hardware.disturbance)
-    info(f"to predict a step on this machine: stepgauge predict --size small --hardware {path}")
