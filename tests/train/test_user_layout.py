@@ -13,7 +13,7 @@ from stepgauge.spec.plan.tensor import Rule
 from stepgauge.spec.train import TrainSpec
 from stepgauge.spec.user_model import UserModel
 from stepgauge.train.rank_share import RankShare
-from stepgauge.train.user_layout import UserCut, build_user_layout_step
+from stepgauge.train.user_layout import UserCut, build_user_layout_step, uncut_axes
 from stepgauge.train.user_model import UserParts
 from stepgauge.train.user_task import user_task
 
@@ -221,6 +221,7 @@ def test_stages_have_about_equal_flops():
     ("parts", "layout", "message"),
     [
         ((nn.Linear(4, 4), torch.ones(4, 4)), "pp2 1f1b", "module is a Linear; a pipeline cuts an"),
+        ((nn.Linear(4, 4), torch.ones(4, 4)), "pp2 1f1b m3", "module is a Linear; a pipeline cuts an"),
         ((nn.Sequential(*[nn.Linear(4, 4)] * 3), torch.ones(4, 4)), "pp2 1f1b", "a module twice"),
         (
             (nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.ones(4, 4)), "pp2 zbv m2",
@@ -242,6 +243,17 @@ def test_networks_that_cannot_be_cut_are_refused(parts, layout, message):
     with pytest.raises(ValueError) as error:
         UserCut.of(UserParts.of(parts, "here"), Layout.parse(layout), CPU)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_axes_along_which_a_network_can_never_be_cut_are_known_from_its_structure():
+    pair = (torch.ones(4, 4), torch.ones(4, 4))
+    uncut = uncut_axes(UserParts.of((nn.Bilinear(4, 4, 4), pair), "here"))
+    assert "a pipeline cuts an nn.Sequential" in uncut["pipeline"] and "table" in uncut["tensor"]
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    both = {"module": layers, "table": {"0": Rule("column"), "1": Rule("row")}}
+    assert uncut_axes(UserParts.of({**both, "batch": torch.ones(4, 4)}, "here")) == {}
+    uncut = uncut_axes(UserParts.of({**both, "batch": pair}, "here"))
+    assert uncut == {"pipeline": "the batch has 2 inputs; an nn.Sequential takes one"}
 
 
 class Doubles(nn.Sequential):

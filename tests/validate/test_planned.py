@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 
 from stepgauge.bench.operators import traced  # noqa: E402
 from stepgauge.cost.rates.machine import CalibratedMachine  # noqa: E402
-from stepgauge.cost.traced.plan import _degrees, _layouts, plan_traced  # noqa: E402
+from stepgauge.cost.traced.plan import _degrees, _layouts, _rows_of_degrees, plan_traced  # noqa: E402
 from stepgauge.cost.traced.traceable import cut_of  # noqa: E402
 from stepgauge.runtime.launch import RankError  # noqa: E402
 from stepgauge.runtime.workers import run_isolated  # noqa: E402
@@ -39,7 +39,7 @@ class Net(nn.Module):
         return self.layer(x)
 
 def whole():
-    return Net(), torch.randn(8, 64)
+    return Net(), torch.randn(3, 64)
 """
 
 
@@ -53,7 +53,7 @@ def plan_in_this_process(spec):
             traces[key] = traced(step, "sm90")
         return traces[key]
 
-    return plan_traced(spec, trace, machine)
+    return plan_traced(spec, trace, machine, uncut={})
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_an_axis_that_cannot_be_cut_is_left_out_with_the_reason(plan):
     assert {row.spec["layout"] for row in found.rows} == {
         "dp2 bucketed", "dp2 zero1", "dp2 zero2", "dp2 zero3",
     }  # fmt: skip
-    assert "a pipeline cuts an nn.Sequential" in found.refused["pipeline"]
+    assert "a pipeline cuts an nn.Sequential" in found.refused["pipeline"]  # not its odd batch
     assert "table of names and rules" in found.refused["tensor"]
 
 
@@ -117,8 +117,35 @@ def test_other_layouts_are_not_traced_if_the_whole_network_cannot_be():
     model = UserModel(file="net.py", factory="net", content="")
     machine = CalibratedMachine(HardwareFile.read(file_named("dgx-h100")).on_ranks(4))
     with pytest.raises(ValueError, match=r"^the step cannot be traced: RuntimeError$"):
-        plan_traced(PlanSpec(model=model, gpus=4), trace, machine)
+        plan_traced(PlanSpec(model=model, gpus=4), trace, machine, uncut={})
     assert traced_layouts == ["dp4 bucketed"]
+
+
+def test_axes_that_can_never_work_are_not_traced():
+    traced_layouts = []
+
+    def trace(step):
+        traced_layouts.append(step.layout)
+        raise ValueError("no layer can be cut")
+
+    model = UserModel(file="net.py", factory="net", content="")
+    machine = CalibratedMachine(HardwareFile.read(file_named("dgx-h100")).on_ranks(2))
+    with pytest.raises(ValueError, match="global_batch is 1; 2 data ranks"):
+        plan_traced(PlanSpec(model=model, gpus=2, global_batch=1), trace, machine,
+                    uncut={"pipeline": "the module is no nn.Sequential"})  # fmt: skip
+    assert traced_layouts == ["tp2"]
+
+
+def test_the_smallest_number_of_micro_batches_is_in_the_reason():
+    def trace(step):
+        count = step.parsed_layout.microbatches
+        raise ValueError(f"3 samples cannot be divided into {count} micro-batches")
+
+    model = UserModel(file="net.py", factory="net", content="")
+    spec = PlanSpec(model=model, gpus=2, global_batch=2)
+    machine = CalibratedMachine(HardwareFile.read(file_named("dgx-h100")).on_ranks(2))
+    with pytest.raises(ValueError, match="3 samples cannot be divided into 2 micro-batches"):
+        _rows_of_degrees(spec, 1, 2, trace, machine)
 
 
 def test_a_network_that_cannot_be_traced_is_refused(plan):

@@ -36,7 +36,10 @@ from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.plan.stages import parts_of
 from stepgauge.spec.step import WorkSpec
 from stepgauge.spec.steps import work_of
+from stepgauge.spec.user_model import UserModel
 from stepgauge.train.step import TrainingStep
+from stepgauge.train.user_layout import uncut_axes
+from stepgauge.train.user_model import build_parts as build_user_parts
 
 Built = tuple[TrainingStep, Sequence[Any]]
 STEPS = 2  # the optimizer creates its state in the first step
@@ -87,6 +90,22 @@ def traced(spec: TracedSpec, architecture: str) -> list[TracedNetwork]:
     Raises ValueError if the step cannot be predicted or traced.
     """
     return _trace_layout(spec, functools.partial(_trace, architecture))
+
+
+def uncut_isolated(model: UserModel, architecture: str) -> dict[str, str]:
+    """Returns, by axis, why a user's network cannot be cut along it on any number of ranks. Calls its
+    factory in another process, on fake tensors.
+    """
+    reasons: dict[str, str] = run_isolated(_uncut, model, architecture)
+    return reasons
+
+
+def _uncut(model: UserModel, architecture: str) -> dict[str, str]:
+    try:
+        with fake_device(architecture) as device:
+            return uncut_axes(build_user_parts(WorkSpec(model=model), device))
+    except Exception:  # from the user's code; the trace gives the reason
+        return {}
 
 
 def _trace_layout(

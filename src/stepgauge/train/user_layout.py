@@ -125,6 +125,7 @@ class UserCut:
         table = table_of_user(parts) if layout.tensor > 1 else {}
         if layout.pipeline == 1:
             return cls(table, (), (), parts.loss, None)
+        check_is_plain_sequential(parts.module)  # before the batch, which a user can change
         batch, has_loss = parts.batches(0), parts.loss is not None
         inputs, targets = tensors_of(batch, has_loss=has_loss)
         for tensor in (*inputs, *targets):
@@ -179,6 +180,24 @@ def table_of_user(parts: UserParts) -> Table:
         ) from None
     collections.deque(matched(table, [name for name, _ in parts.module.named_modules()]), 0)
     return table
+
+
+def uncut_axes(parts: UserParts) -> dict[str, str]:
+    """Returns, by axis, why the network cannot be cut along it, however many ranks there are."""
+    reasons = {}
+    for axis, check in (("tensor", table_of_user), ("pipeline", _check_is_stack)):
+        try:
+            check(parts)
+        except ValueError as error:
+            reasons[axis] = str(error)
+    return reasons
+
+
+def _check_is_stack(parts: UserParts) -> None:
+    """Raises ValueError for a network that no pipeline can cut, and for a batch of several inputs."""
+    check_is_plain_sequential(parts.module)
+    batch = parts.batches(0)
+    only_argument(inputs_and_targets(batch)[0] if parts.loss is not None else batch)
 
 
 class Stage(nn.Sequential):
@@ -251,12 +270,7 @@ def cut_sequential(
     for this argument, and the structure of each stage's input. Raises ValueError for a network that
     cannot be cut into these stages.
     """
-    check_is_plain_sequential(module)
     children = dict(module.named_children())
-    if len(children) < len(module):  # type: ignore[arg-type]
-        raise ValueError(
-            "the nn.Sequential contains a module twice; a pipeline can run each module only once"
-        )
     if schedule.num_stages > len(children):
         raise ValueError(
             f"{schedule.name} on {schedule.num_ranks} ranks has {schedule.num_stages} stages; the "
@@ -299,6 +313,10 @@ def check_is_plain_sequential(module: nn.Module) -> None:
         raise ValueError(
             f"the factory's nn.Sequential has {held[0][0]!r} itself, which no stage would have; give it to "
             f"the module that uses it"
+        )
+    if len({*module.children()}) < len(module):  # type: ignore[arg-type]
+        raise ValueError(
+            "the nn.Sequential contains a module twice; a pipeline can run each module only once"
         )
 
 

@@ -11,7 +11,7 @@ from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.planning import PlanSpec
 from stepgauge.spec.user_model import UserModel
-from stepgauge.validate.predicted import traced_on
+from stepgauge.validate.predicted import traced_on, uncut_on
 
 
 def planned(
@@ -34,5 +34,5 @@ def planned(
     file.require_kind(spec.device)
     machine = CalibratedMachine(file.on_ranks(spec.gpus))
     if isinstance(spec.model, UserModel):
-        return plan_traced(spec, trace, machine)
+        return plan_traced(spec, trace, machine, uncut=uncut_on(spec.model, file, spec.device))
     return plan(spec, machine, top=top, trace=None if has_formulas(spec) else trace)

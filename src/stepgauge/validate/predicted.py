@@ -16,6 +16,7 @@ from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
+from stepgauge.spec.user_model import UserModel
 
 Shapes = Mapping[tuple[int, str], set[tuple[float, ...]]]  # by ranks and operation
 
@@ -76,11 +77,28 @@ def traced_on(spec: TracedSpec, hardware: HardwareFile) -> list[TracedNetwork]:
 
     Raises ValueError for a step that cannot be traced, and without torch.
     """
+    return list(_operators().traced_isolated(spec, _architecture(hardware, spec.device)))
+
+
+def uncut_on(model: UserModel, hardware: HardwareFile, device: str) -> dict[str, str]:
+    """Returns, by axis, why a user's network cannot be cut along it. Imports torch.
+
+    Raises ValueError without torch.
+    """
+    return dict(_operators().uncut_isolated(model, _architecture(hardware, device)))
+
+
+def _operators() -> Any:
+    """Returns the module that traces steps. Raises ValueError without torch."""
     try:
-        from stepgauge.bench.operators import traced_isolated
+        from stepgauge.bench import operators
     except ModuleNotFoundError as error:
         raise ValueError(f"steps of {TRACED} are traced, which needs torch: {error}") from None
+    return operators
 
-    peaks = hardware.peaks
-    architecture = "cpu" if spec.device.startswith("cpu") else (peaks and peaks.architecture)
-    return traced_isolated(spec, architecture or "sm90")
+
+def _architecture(hardware: HardwareFile, device: str) -> str:
+    """Returns the architecture for which steps are traced."""
+    if device.startswith("cpu"):
+        return "cpu"
+    return (hardware.peaks and hardware.peaks.architecture) or "sm90"

@@ -1,7 +1,7 @@
 """Plans for a user's own network: each layout is traced as one rank runs it, simulated and ranked."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.planning.planner import Plan, device_bytes, limit_of
@@ -26,8 +26,12 @@ class UntraceableError(Exception):
     """The whole network cannot be traced, so that no layout can be predicted."""
 
 
-def plan_traced(spec: PlanSpec, trace: Trace, machine: CalibratedMachine) -> Plan:
+def plan_traced(
+    spec: PlanSpec, trace: Trace, machine: CalibratedMachine, *, uncut: Mapping[str, str]
+) -> Plan:
     """Ranks every layout that can be traced, with data, tensor and pipeline axes.
+
+    uncut  by axis: why the network cannot be cut along it, so that no such layout is traced
 
     Raises ValueError if no layout can be predicted or none fits.
     """
@@ -36,7 +40,8 @@ def plan_traced(spec: PlanSpec, trace: Trace, machine: CalibratedMachine) -> Pla
     rows: list[Record] = []
     for tensor, pipeline in _degrees(spec.gpus, machine.network.gpus_per_node):
         axes = [name for name, ranks in (("tensor", tensor), ("pipeline", pipeline)) if ranks > 1]
-        if any(axis in refused for axis in axes):  # refused at a smaller degree
+        refused |= {axis: uncut[axis] for axis in axes if axis in uncut}
+        if any(axis in refused for axis in axes):  # also refused at a smaller degree
             continue
         try:
             rows += _rows_of_degrees(spec, tensor, pipeline, trace, machine)
@@ -73,7 +78,8 @@ def _rows_of_degrees(
 ) -> list[Record]:
     """The predictions of every wrapper and schedule with these axes.
 
-    Raises ValueError with the first reason if none can be predicted, and UntraceableError.
+    Raises ValueError with the first reason if none can be predicted, which is that of the smallest
+    number of micro-batches, and UntraceableError.
     """
     data = spec.gpus // tensor // pipeline
     if spec.global_batch % data:
@@ -81,18 +87,22 @@ def _rows_of_degrees(
             f"global_batch is {spec.global_batch}; {data} data ranks cannot share so many batches of "
             f"the model: choose a multiple"
         )
-    rows, reasons = [], []
+    rows: list[Record] = []
+    reasons: set[str] = set()
+    first = reason = ""
     for alternatives in _layouts(data, tensor, pipeline):
         for layout in alternatives:
             try:
                 rows.append(_predicted(layout, spec, trace, machine))
                 break
             except ValueError as error:
-                if str(error) in reasons:  # the number of micro-batches is not the cause
+                reason = str(error)
+                if reason in reasons:  # the number of micro-batches is not the cause
                     break
-                reasons.append(str(error))
+                reasons.add(reason)
+        first = first or reason
     if not rows:
-        raise ValueError(reasons[0])
+        raise ValueError(first)
     return rows
 
 
