@@ -288,6 +288,7 @@ def test_the_trial_changes_neither_parameters_nor_groups_nor_random_numbers():
         "steps_with_a_new_state",
         "steps_in_another_group",
         "steps_after_reading_state",
+        "steps_of_a_copy_with_a_schedule",
     ],
 )
 def test_state_and_groups_that_a_user_changes_count_as_in_one_process(two_ranks, steps):
@@ -323,7 +324,7 @@ def all_checks():
     found["momentum"] = step_by_momentum()
     for steps in (
         *(steps_after_loading_with_hooks, steps_with_a_new_state),
-        *(steps_in_another_group, steps_after_reading_state),
+        *(steps_in_another_group, steps_after_reading_state, steps_of_a_copy_with_a_schedule),
     ):
         found[steps.__name__] = steps()
     groups = [{"params": mlp().parameters(), "lr": 0.1}]
@@ -415,6 +416,17 @@ def steps_after_reading_state():
     optimizer.load_state_dict(states[0])
     step_with_ones(optimizer, module)
     return module.state_dict()
+
+
+def steps_of_a_copy_with_a_schedule():
+    module = mlp()
+    optimizer = with_momentum(module)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    step_with_ones(optimizer, module)
+    copied, optimizer_of_copy = copy.deepcopy((module, optimizer))
+    step_with_ones(optimizer_of_copy, copied)
+    originals = {f"original {name}": weight for name, weight in module.state_dict().items()}
+    return originals | copied.state_dict()
 
 
 def norm_after_untying():

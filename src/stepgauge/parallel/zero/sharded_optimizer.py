@@ -32,6 +32,9 @@ from stepgauge.parallel.whole_norm import clip_whole_norm
 from stepgauge.parallel.zero.separate_updates import require_separate_updates, step_part
 from stepgauge.spec.plan.shards import num_update_parts, plan_owners
 
+# Attributes that a deep copy has, besides those of every optimizer.
+OWN = ("stage", "_sizes", "_reducer", "communicates", "_owned", "elements", "_num_parts", "_inner")
+
 
 @dataclasses.dataclass(eq=False, slots=True)
 class OwnedParameter:
@@ -112,7 +115,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self.stage == 2
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **self.__dict__}
+        # Not `step`: that of a scheduled optimizer always steps the original.
+        return {**super().__getstate__(), **{name: vars(self)[name] for name in OWN}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters, at any time. Their owners become the ranks that own least so far."""
