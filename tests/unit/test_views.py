@@ -106,6 +106,7 @@ def test_networks_of_two_kinds_differ_in_what_both_have(record):
     table = record_table([*presets, own[0]])
     sizes = [row[table.columns.index("size")] for row in table.rows]
     assert sizes == ["nano", "small", "my.py:make"]
+    assert [row[table.columns.index("batch")] for row in table.rows] == [4, 4, None]
     assert "rope base" not in table.columns
     assert "file" in identifying_fields(own)
     assert describe(own[0]).startswith("step model=my.py:make")
@@ -115,6 +116,17 @@ def test_networks_of_two_kinds_differ_in_what_both_have(record):
         "precision",
         "compile",
     ]  # the size has both names
+
+
+def test_a_users_file_and_its_digest_are_columns_only_if_names_are_not_enough(record):
+    first = _of_user(record, "a/gpt.py", content="1" * 16)
+    named = [first, _of_user(record, "a/mlp.py", content="2" * 16)]
+    moved = [first, _of_user(record, "b/gpt.py", content="2" * 16)]
+    changed = [first, _of_user(record, "a/gpt.py", content="2" * 16)]
+    fields = ["size", "precision", "compile"]
+    assert identifying_fields(named) == fields
+    assert identifying_fields(moved) == [*fields, "file"]
+    assert identifying_fields(changed) == [*fields, "content"]
 
 
 def test_a_long_text_names_no_row_that_others_tell_apart(record):
@@ -129,9 +141,9 @@ def _with(row, **fields):
     return dataclasses.replace(row, spec={**row.spec, **fields})
 
 
-def _of_user(record, file, factory="make"):
+def _of_user(record, file, factory="make", content="0" * 16):
     row = record("nano", batch=1)
-    model = {"file": file, "factory": factory, "content": "0" * 16, "network": "user"}
+    model = {"file": file, "factory": factory, "content": content, "network": "user"}
     return dataclasses.replace(row, spec={**row.spec, "model": model, "size": "make"})
 
 

@@ -18,7 +18,7 @@ MAX_VALUE_CHARACTERS = 60  # a field with a longer value names rows only if no o
 
 def flatten(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Returns nested specs as one flat dict. If names clash, the outer spec's value wins. The size of
-    a user's network becomes `file:factory`.
+    a user's network becomes `file:factory`; it has no `batch`, because its file chooses one.
     """
     inner: dict[str, Any] = {}
     outer: dict[str, Any] = {}
@@ -30,15 +30,16 @@ def flatten(spec: Mapping[str, Any]) -> dict[str, Any]:
     flat = inner | outer
     if flat.get("network") == UserModel.network and flat["file"] and "size" in flat:
         flat["size"] = f"{Path(flat['file']).name}:{flat.pop('factory')}"
+        flat.pop("batch", None)
     return flat
 
 
 def differing_fields(records: Sequence[Record]) -> list[str]:
     """Returns the spec fields whose values differ between the records.
 
-    Leaves out the model's shape if the size implies it, and fields with long values if the others
-    are enough to tell the rows apart. A field of a nested spec is compared only between the records
-    that have it.
+    Leaves out the model's shape if the size implies it. Leaves out fields with long values, and the
+    digest and path of users' files, if the others are enough to tell the rows apart. A field of a
+    nested spec is compared only between the records that have it.
     """
     specs = [flatten(record.spec) for record in records]
     fields = dict.fromkeys(name for spec in specs for name in spec)
@@ -50,13 +51,16 @@ def differing_fields(records: Sequence[Record]) -> list[str]:
             differs.append(name)
     if _sizes_imply_shapes(specs):
         differs = [name for name in differs if name not in SHAPE]
-    short = [
+    long = [
         name
         for name in differs
-        if max(len(str(spec.get(name, ""))) for spec in specs) <= MAX_VALUE_CHARACTERS
+        if max(len(str(spec.get(name, ""))) for spec in specs) > MAX_VALUE_CHARACTERS
     ]
-    is_enough = _num_combinations(specs, short) == _num_combinations(specs, differs)
-    return short if is_enough else differs
+    for unwanted in (long, ["content"], ["file"]):
+        rest = [name for name in differs if name not in unwanted]
+        if _num_combinations(specs, rest) == _num_combinations(specs, differs):
+            differs = rest
+    return differs
 
 
 def _num_combinations(specs: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> int:

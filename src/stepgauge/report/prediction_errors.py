@@ -143,7 +143,7 @@ def _work(record: Record) -> str:
     """
     spec, ranks = flatten(record.spec), ranks_of(record)
     is_global_batch = "layout" in spec or record.kind == "step"
-    batch = spec["batch"] * spec.get("accumulation", 1) * (1 if is_global_batch else ranks)
+    batch = spec.get("batch", 1) * spec.get("accumulation", 1) * (1 if is_global_batch else ranks)
     network = {**record.spec["model"], "attention": "", "norm": ""}
     phases = spec.get("phases", "step")
     return json.dumps([network, spec["precision"], batch, phases, ranks], sort_keys=True)
