@@ -129,7 +129,7 @@ def test_a_file_that_ends_the_process_is_one_sentence(stepgauge, tmp_path, file)
     (tmp_path / "ends.py").write_text("import os\nos.kill(os.getpid(), 15)")
     for model, message in (
         (f"{tmp_path / 'ends.py'}:net", "was ended by SIGTERM"),
-        (f"{file}:nets", "has no function 'nets'; it has Net, net, breaks, leaves, dies"),
+        (f"{file}:nets", "has no function 'nets'; it has net, breaks, leaves, dies"),
     ):
         status, _, err = stepgauge("bench", "step", "--device", "cpu", "--model", model)
         assert status == 2 and message in err and "Traceback" not in err

@@ -153,7 +153,7 @@ def test_a_shape_that_does_not_fit_names_the_module():
 @pytest.mark.parametrize(
     ("where", "said"),
     [
-        ("{file}:nothing", "has no function 'nothing'; it has Named, pair, tensor"),
+        ("{file}:nothing", "has no function 'nothing'; it has pair, tensor"),
         ("{file}:wrong", "returned Linear; it must return (module, batch)"),
         ("{file}:odd", "returned a dict with 'bach'"),
         ("{file}:frozen", "Identity has no trainable parameters"),

@@ -200,7 +200,7 @@ LLAMA = {"model_type": "llama", **shape(100, 64, 128, 2, 4)}
         ({"model_type": "t5"}, "model_type is 't5'; choose one of gpt2, "),
         ({}, "model_type is 'None'; choose one of"),
         (LLAMA | {"num_experts": 4}, "num_experts is not supported in a config of"),
-        ({"model_type": "llama"}, "vocab_size is missing from the config of llama"),
+        ({"model_type": "llama"}, "'vocab_size' is missing from the config of llama"),
         (LLAMA | {"hidden_size": "64"}, "hidden_size is '64'; it must be a whole number"),
         (LLAMA | {"hidden_act": "mish"}, "hidden_act is 'mish'; choose one of silu"),
         (

@@ -38,12 +38,12 @@ def load_file(path: Path) -> types.ModuleType:
 
 
 def own_names(module: types.ModuleType) -> list[str]:
-    """Returns the public functions and classes that the file defines itself."""
+    """Returns the public functions that the file defines itself."""
     return [
         name
         for name, value in vars(module).items()
         if getattr(value, "__module__", "") == module.__name__ and not name.startswith("_")
-        if callable(value)
+        if callable(value) and not isinstance(value, type)
     ]
 
 

@@ -71,7 +71,7 @@ def network_of(given: Config) -> ModelSpec | BertSpec:
     config = {**family.defaults, **given}
     missing = [name for name, value in config.items() if value is REQUIRED]
     if missing:
-        raise ValueError(f"{missing[0]} is missing from the config of {kind}")
+        raise ValueError(f"{missing[0]!r} is missing from the config of {kind}")
     check_values(config, family.defaults)
     return family.build(config)
 
