@@ -1,5 +1,6 @@
 """All commands in the README and the guides are valid, and all links lead to files."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -36,6 +37,21 @@ def test_commands_take_the_options_that_are_shown(path, monkeypatch):
 def test_commands_are_found():
     found = [each for path in DOCUMENTS for each in commands(path.read_text("utf-8"))]
     assert len(found) > 40 and ["study"] in found
+
+
+def test_the_hardware_file_of_the_guide_to_plan_is_read_and_predicts(stepgauge, tmp_path):
+    (text,) = re.findall(
+        r"```json\n(.*?)```", (ROOT / "docs" / "plan.md").read_text("utf-8"), re.DOTALL
+    )
+    path = tmp_path / "described.json"
+    path.write_text(text)
+    assert "peaks" in json.loads(text) and "fabric" in json.loads(text)
+    asked = ("--size", "nano", "--context", "128", "--precision", "bf16", "--hardware", path)
+    status, out, err = stepgauge("predict", *asked, "--batch", "16", "--layout", "dp16 zero1")
+    assert status == 0, err
+    assert "MFU" in out
+    status, out, err = stepgauge("plan", *asked, "--gpus", "2", "--global-batch", "2", "--top", "1")
+    assert status == 0 and "scaled by the ratio of published peaks (NVIDIA" in out, err
 
 
 def test_links_within_the_repository_lead_to_files():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ from stepgauge.cost.planning.planner import (
 )
 from stepgauge.cost.planning.screen import Screen, candidates
 from stepgauge.cost.rates.machine import CalibratedMachine
-from stepgauge.spec.hardware import CUDA_CONTEXT, NOT_FOR_TENSORS, HardwareFile
+from stepgauge.spec.hardware import ACCELERATORS, CUDA_CONTEXT, NOT_FOR_TENSORS, HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.planning import PlanSpec
@@ -175,6 +176,24 @@ def test_the_error_that_nothing_fits_names_the_needed_memory():
     unknown = dataclasses.replace(DGX_H100, device="", base=DGX_H100.base)
     with pytest.raises(ValueError, match="published peaks"):
         plan(plan_spec(), CalibratedMachine(unknown))
+
+
+def test_the_device_without_peaks_is_named_with_what_to_write():
+    unknown = HardwareFile(name="mine", device="NVIDIA B200", base=DGX_H100.base)
+    for text in ("file mine has no peaks", "'NVIDIA B200' is not one of NVIDIA H200, ",
+                 '"peaks": {"flops": {"fp32": '):  # fmt: skip
+        with pytest.raises(ValueError, match=re.escape(text)):
+            CalibratedMachine(unknown)
+    peaks = dataclasses.asdict(ACCELERATORS["NVIDIA H200"])
+    some = dataclasses.replace(unknown, other={"peaks": peaks | {"flops": {"bf16": 1e15}}})
+    assert CalibratedMachine(some).time("matmul nt bf16", 512, 512, 512).us > 0
+    with pytest.raises(ValueError, match=r"file mine: peaks\.flops has no fp32; it has bf16"):
+        CalibratedMachine(some).time("matmul nt fp32", 512, 512, 512)
+    no_memory = dataclasses.replace(unknown, other={"peaks": peaks | {"memory_gb": 0}})
+    with pytest.raises(
+        ValueError, match=r"file mine: peaks\.memory_gb is 0; .*in GB, of 'NVIDIA B200'"
+    ):
+        plan(plan_spec(), CalibratedMachine(no_memory))
 
 
 def test_1024_gpus_are_planned_without_torch():

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from stepgauge.cost.rates.network import Links
 from stepgauge.spec.calibration import Contention, OperationTable
 from stepgauge.spec.fabric import Fabric
 from stepgauge.spec.hardware import ACCELERATORS, NOT_FOR_TENSORS, SHIPPED, HardwareFile, fits
 from stepgauge.spec.hardware_files import file_named
 
 GIB = 2**30
+H200 = dataclasses.asdict(ACCELERATORS["NVIDIA H200"])
 
 
 @pytest.mark.parametrize(
@@ -71,12 +73,30 @@ def test_older_names_in_a_file_are_read(tmp_path):
     [
         ({"links": None}, "is damaged"),
         ({"operations": [1]}, "is damaged"),
-        ({"peaks": {"flops": {}}}, "peaks in the hardware file .* are invalid: .*missing"),
-        ({"peaks": "x"}, "peaks in the hardware file .* are invalid"),
         (
-            {"peaks": dataclasses.asdict(ACCELERATORS["NVIDIA H200"]) | {"flops": {"bf16": -1}}},
-            "above 0",
+            {"peaks": {"flops": {}}},
+            "file box: peaks has no memory_bytes_per_s, no memory_gb, no so",
         ),
+        (
+            {"peaks": {"bf16": 1e15}},
+            "peaks has no flops, .*, an unknown 'bf16'; its keys are flops, ",
+        ),
+        ({"peaks": "x"}, "file box: peaks is 'x'; its keys are flops, memory_bytes_per_s, "),
+        (
+            {"peaks": H200 | {"flops": {"bf16": -1}}},
+            r"peaks\.flops\.bf16 is -1; .* 2.25e15 for 2250 TF",
+        ),
+        (
+            {"peaks": H200 | {"flops": {"bf16": 989.4}}},
+            r"peaks\.flops\.bf16 is 989.4; it must be at ",
+        ),
+        (
+            {"peaks": H200 | {"flops": {"fp8": 1e15}}},
+            r"peaks\.flops has an unknown 'fp8'; its keys are .*float8",
+        ),
+        ({"peaks": H200 | {"flops": "1e15"}}, r"peaks\.flops is '1e15'; its keys are fp32, "),
+        ({"peaks": H200 | {"memory_bytes_per_s": 4800}}, r"peaks\.memory_bytes_per_s is 4800; "),
+        ({"peaks": H200 | {"memory_gb": "141"}}, r"peaks\.memory_gb is '141'; it must be a number"),
         ({"device": ["a"]}, "device is"),
         (
             {"operations": {"traffic": {"axes": ["bytes"], "rows": [[1, 0.0]]}}},
@@ -100,16 +120,23 @@ def test_a_damaged_file_is_refused_with_the_reason(tmp_path, changed, message):
     [
         ({"gpus_per_node": 0}, "gpus_per_node is 0"),
         ({"within": {"bytes_per_s": -1e9}}, "bytes_per_s is -1000000000"),
-        ({"between": {"efficiency": 2.0}}, r"efficiency 2\.0"),
-        ({"within": {"bytes_per_s": True}}, "within: bytes_per_s is True; it must be a number"),
-        ({"within": {"bytes_per_s": "9e9"}}, "within: bytes_per_s is '9e9'; it must be a number"),
-        ({"between": {"bytes_per_s": math.inf}}, "between: bytes_per_s is inf"),
+        (
+            {"between": {"efficiency": 2.0}},
+            r"^fabric\.between\.efficiency is 2\.0; .*: 0.8 is 80 %",
+        ),
+        ({"between": {"efficiency": 80}}, "efficiency is 80; it must be above 0 and at most 1"),
+        ({"between": {"latency_us": -1}}, "latency_us is -1; it must be at least 0"),
+        ({"within": {"bytes_per_s": True}}, r"within\.bytes_per_s is True; it must be a number"),
+        ({"within": {"bytes_per_s": "9e9"}}, r"within\.bytes_per_s is '9e9'; it must be a number"),
+        ({"between": {"bytes_per_s": math.inf}}, r"between\.bytes_per_s is inf"),
         ({"gpus_per_node": math.inf}, "gpus_per_node is inf; it must be a whole number"),
-        ({"within": {"bandwidth": 1}}, "within: it needs bytes_per_s, .* it has .*, bandwidth"),
+        ({"within": {"bandwidth": 1}}, r"fabric\.within has an unknown 'bandwidth'; its keys"),
     ],
 )
 def test_impossible_numbers_of_a_fabric_are_refused(changed, message):
-    with pytest.raises(ValueError, match="not a fabric: it needs between, gpus_per_node, within"):
+    with pytest.raises(
+        ValueError, match=r"^fabric is .*; its keys are gpus_per_node, within, between"
+    ):
         Fabric.from_dict([])
     wire = {"bytes_per_s": 1e9, "latency_us": 1.0, "efficiency": 0.8, "source": "made up"}
     value = {"gpus_per_node": 8, "within": wire, "between": wire}
@@ -117,6 +144,18 @@ def test_impossible_numbers_of_a_fabric_are_refused(changed, message):
         value[name] = {**wire, **part} if isinstance(part, dict) else part
     with pytest.raises(ValueError, match=message):
         Fabric.from_dict(value)
+
+
+def test_a_missing_key_of_a_wire_is_named_with_the_file_and_its_path():
+    wire = {"bytes_per_s": 1e9, "latency_us": 1.0, "efficiency": 0.8}
+    fabric = {"gpus_per_node": 8, "within": wire, "between": {**wire, "source": "made up"}}
+    with pytest.raises(ValueError, match=r"file box: fabric\.within has no source; its keys are"):
+        Links(HardwareFile(name="box", other={"fabric": fabric}))
+
+
+def test_peaks_of_an_unknown_device_may_leave_out_its_architecture():
+    fields = {name: value for name, value in H200.items() if name != "architecture"}
+    assert HardwareFile(name="box", other={"peaks": fields}).peaks.architecture == ""
 
 
 def test_files_of_the_package_are_found_by_name_from_anywhere(tmp_path, monkeypatch):

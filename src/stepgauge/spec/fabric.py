@@ -1,10 +1,10 @@
 """Published interconnects of a machine: the basis for the cost of collectives without measurements."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, Self
 
 from stepgauge.spec.fields import check
+from stepgauge.spec.json_objects import read_object, require_keys
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,10 +27,13 @@ class Wire:
 
     def __post_init__(self) -> None:
         check(self)
-        if not (self.bytes_per_s > 0 and self.latency_us >= 0 and 0 < self.efficiency <= 1):
+        if self.bytes_per_s <= 0:
+            raise ValueError(f"bytes_per_s is {self.bytes_per_s}; it must be above 0")
+        if self.latency_us < 0:
+            raise ValueError(f"latency_us is {self.latency_us}; it must be at least 0")
+        if not 0 < self.efficiency <= 1:
             raise ValueError(
-                f"bytes_per_s is {self.bytes_per_s}, latency_us {self.latency_us}, efficiency "
-                f"{self.efficiency}; they must be above 0, at least 0, and above 0 up to 1"
+                f"efficiency is {self.efficiency}; it must be above 0 and at most 1: 0.8 is 80 %"
             )
 
     @property
@@ -52,27 +55,11 @@ class Fabric:
             raise ValueError(f"gpus_per_node is {self.gpus_per_node}; it must be at least 1")
 
     @classmethod
-    def from_dict(cls, value: Mapping[str, Any]) -> Self:
-        """Reads the fields from JSON. Raises ValueError if they are not a fabric."""
-        try:
-            fields = _fields(cls, value)
-            wires = {name: _wire(name, fields[name]) for name in ("within", "between")}
-            return cls(gpus_per_node=fields["gpus_per_node"], **wires)
-        except ValueError as error:
-            raise ValueError(f"not a fabric: {error}") from None
-
-
-def _wire(name: str, value: Any) -> Wire:
-    try:
-        return Wire(**_fields(Wire, value))
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-def _fields(kind: type, value: Any) -> dict[str, Any]:
-    """Returns a JSON object's values. Raises ValueError unless it has the fields of the dataclass."""
-    names = {field.name for field in dataclasses.fields(kind)}
-    if not isinstance(value, Mapping) or value.keys() != names:
-        found = ", ".join(value) if isinstance(value, Mapping) else repr(value)
-        raise ValueError(f"it needs {', '.join(sorted(names))}; it has {found or 'none of them'}")
-    return dict(value)
+    def from_dict(cls, value: Any) -> Self:
+        """Reads the fields from JSON. Raises ValueError, with the path of the key, for any other value."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        require_keys(value, "fabric", names, known=names)
+        wires = {
+            name: read_object(Wire, value[name], f"fabric.{name}") for name in ("within", "between")
+        }
+        return read_object(cls, value, "fabric", objects=wires)

@@ -15,6 +15,8 @@ from stepgauge.spec.calibration import (
     kernel_class,
     wrapper_operation,
 )
+from stepgauge.spec.fields import check, check_type
+from stepgauge.spec.json_objects import read_object, require_keys
 from stepgauge.spec.links import Link
 from stepgauge.spec.units import GIB
 
@@ -30,20 +32,35 @@ MATMUL_TYPE = {
 }
 
 
+LEAST_RATE = 1e9  # of an accelerator; a lower one is in TFLOP/s or GB/s by mistake
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """Peak rates of an accelerator, from `source`.
+    """Peak rates of an accelerator, from `source`. Raises ValueError for impossible values.
 
     flops         dense FLOP/s by arithmetic type, with fp32 accumulation
-    architecture  compiler name such as sm90, if memory can be predicted for it; else ""
+    architecture  compiler name such as sm90, if steps can be traced for it; else ""
     memory_gb     memory as sold; 0 if unknown
     """
 
     flops: dict[str, float]
     memory_bytes_per_s: float
-    architecture: str
-    memory_gb: int
+    architecture: str = ""
+    memory_gb: float
     source: str
+
+    def __post_init__(self) -> None:
+        check(self)
+        require_keys(self.flops, "flops", (), known=list(dict.fromkeys(MATMUL_TYPE.values())))
+        rates = {f"flops.{name}": rate for name, rate in self.flops.items()}
+        for name, rate in {**rates, "memory_bytes_per_s": self.memory_bytes_per_s}.items():
+            check_type(name, float, rate)
+            if not LEAST_RATE <= rate < math.inf:
+                raise ValueError(
+                    f"{name} is {rate}; it must be at least {LEAST_RATE:g}, in units of one FLOP or "
+                    f"byte per second: 2.25e15 for 2250 TFLOP/s"
+                )
 
     def of(self, precision: str) -> float | None:
         """Returns the peak FLOP/s of matrix products in this precision, or None if unknown."""
@@ -52,7 +69,7 @@ class Peaks:
     @property
     def program_bytes(self) -> int:
         """Memory for one process including its CUDA context; 0 if unknown."""
-        return self.memory_gb * GIB - NOT_FOR_PROGRAMS if self.memory_gb else 0
+        return int(self.memory_gb * GIB) - NOT_FOR_PROGRAMS if self.memory_gb else 0
 
 
 def _nvidia(
@@ -227,14 +244,9 @@ class HardwareFile:
         if not fields:
             return peaks(self.device)
         try:
-            result = Peaks(**fields)
-            if not all(rate > 0 for rate in (*result.flops.values(), result.memory_bytes_per_s)):
-                raise ValueError("a rate is not above 0")
-        except (AttributeError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"the peaks in the hardware file {self.name} are invalid: {error}"
-            ) from None
-        return result
+            return read_object(Peaks, fields, "peaks")
+        except ValueError as error:
+            raise ValueError(f"the hardware file {self.name}: {error}") from None
 
     @property
     def device_kind(self) -> str:

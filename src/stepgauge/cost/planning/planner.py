@@ -115,7 +115,8 @@ def memory_limit(machine: CalibratedMachine) -> int:
     peaks = machine.hardware.peaks
     if peaks is None or not peaks.memory_gb:
         raise ValueError(
-            f"the memory of {machine.hardware.device!r} is not known; give the hardware file peaks"
+            f"the hardware file {machine.hardware.name}: peaks.memory_gb is {peaks and peaks.memory_gb}; "
+            f"write the memory, in GB, of {machine.hardware.device!r}"
         )
     return peaks.program_bytes
 

@@ -15,6 +15,7 @@ from stepgauge.cost.rates.estimate import (
 )
 from stepgauge.cost.rates.grid import WORK, Grid, grouped_flops
 from stepgauge.cost.rates.network import Links
+from stepgauge.cost.rates.peak_ratios import PeakRatios
 from stepgauge.spec.calibration import (
     ALONE,
     BATCHED,
@@ -24,7 +25,7 @@ from stepgauge.spec.calibration import (
     OPERATORS,
     OperationTable,
 )
-from stepgauge.spec.hardware import HardwareFile, Peaks
+from stepgauge.spec.hardware import HardwareFile
 
 # Products were calibrated alternating with passes over memory, each for half of the time.
 CALIBRATED_PRODUCT_SHARE = 0.5
@@ -54,7 +55,7 @@ class CalibratedMachine:
         self._grids: dict[str, Grid] = {}
         self.requested: set[tuple[str, tuple[Any, ...]]] = set()
         is_other_device = calibrated is hardware.base and calibrated.device != hardware.device
-        self._ratios = _PeakRatios(calibrated.peaks, hardware.peaks) if is_other_device else None
+        self._ratios = PeakRatios(calibrated, hardware) if is_other_device else None
 
     def at_product_share(self, share: float) -> "CalibratedMachine":
         """Returns the same machine, for a step in which products take this share of the time."""
@@ -204,22 +205,6 @@ class CalibratedMachine:
             return estimate
         here = estimate.scaled(self._ratios.of(operation))
         return dataclasses.replace(here, source=TRANSFERRED)
-
-
-class _PeakRatios:
-    """How many times as long operations take here as on the base, by published peaks."""
-
-    def __init__(self, base: Peaks | None, here: Peaks | None):
-        if base is None or here is None:
-            raise ValueError("a base needs published peaks of both devices, and one has none")
-        self._flops = {dtype: base.flops[dtype] / here.flops[dtype] for dtype in here.flops}
-        self._memory = base.memory_bytes_per_s / here.memory_bytes_per_s
-
-    def of(self, operation: str) -> float:
-        """Returns the ratio of FLOP/s for products and attention, of memory for everything else."""
-        words = operation.split()
-        is_product = words[0] in ("matmul", "attention")
-        return self._flops[words[-1]] if is_product else self._memory
 
 
 def _itemsize(operation: str) -> int:

@@ -50,12 +50,18 @@ def axes_of(layout: Layout, gpus_per_node: int) -> dict[str, Axis]:
 
 
 class Links:
-    """The measured links and the published fabric of a hardware file."""
+    """The measured links and the published fabric of a hardware file.
+
+    Raises ValueError for an invalid fabric.
+    """
 
     def __init__(self, hardware: HardwareFile):
         self._hardware = hardware
         fabric = hardware.other.get("fabric")
-        self.fabric = Fabric.from_dict(fabric) if fabric else None
+        try:
+            self.fabric = Fabric.from_dict(fabric) if fabric else None
+        except ValueError as error:
+            raise ValueError(f"the hardware file {hardware.name}: {error}") from None
 
     @property
     def gpus_per_node(self) -> int:
