@@ -107,6 +107,15 @@ def test_timing_a_module_leaves_it_unchanged():
             sg.time_step(given, batch(), **QUICK)
 
 
+def test_a_missing_loss_a_missing_batch_and_swapped_arguments_are_explained():
+    with pytest.raises(TypeError, match=r"positional.*the batch is a pair.*give a loss"):
+        sg.time_step(net(), batch(), warmup=0, steps=1, seconds=0, **QUICK)
+    with pytest.raises(ValueError, match="give a batch for Sequential"):
+        sg.time_step(net(), **QUICK)
+    with pytest.raises(ValueError, match=r"^module is a tuple; give"):
+        sg.time_step(batch(), net(), **QUICK)
+
+
 def test_an_unknown_metric_suggests_the_nearest(record):
     timed = Result(record("nano"))
     with pytest.raises(KeyError, match="no metric 'stepms': did you mean 'step_ms'"):

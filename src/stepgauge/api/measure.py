@@ -158,13 +158,15 @@ def _spec(
     """
     own_optimizer = None if isinstance(optimizer, str) else optimizer
     if isinstance(module, nn.Module):
+        if batch is None:
+            raise ValueError(f"batch is None; give a batch for {type(module).__name__}")
         factory = _factory_of(module, batch, loss, own_optimizer)
         name = type(module).__name__
     else:
         if isinstance(module, type) or not callable(module):
             raise ValueError(
-                f"module is {module!r}; give an nn.Module, or a function that returns one with a "
-                "batch"
+                f"module is a {type(module).__name__}; give an nn.Module, or a function that "
+                "returns one with a batch"
             )
         if batch is not None or loss is not None or own_optimizer is not None:
             raise ValueError(

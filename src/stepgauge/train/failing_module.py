@@ -27,6 +27,18 @@ def named_module(network: Callable[..., Any]) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def explained_without_loss(batch: Any) -> Iterator[None]:
+    """Adds to a TypeError that a pair (inputs, targets) needs a loss function, which is not given."""
+    try:
+        yield
+    except TypeError as error:
+        if isinstance(batch, tuple | list) and len(batch) == 2 and "argument" in str(error):
+            hint = "the batch is a pair: if it is (inputs, targets), give a loss function as well"
+            error.args = (f"{error}; {hint}",)
+        raise
+
+
 def _innermost(error: Exception, network: Callable[..., Any]) -> str:
     """Returns the name and class of the innermost submodule in the traceback, or ""."""
     if not isinstance(network, nn.Module):

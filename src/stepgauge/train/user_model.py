@@ -33,7 +33,7 @@ from stepgauge.parallel.training import Groups, Parallelise, single_process
 from stepgauge.runtime.load_file import load_file, own_names
 from stepgauge.spec.plan.tensor import Rule, Table
 from stepgauge.spec.user_model import UserModel
-from stepgauge.train.failing_module import named_module
+from stepgauge.train.failing_module import explained_without_loss, named_module
 from stepgauge.train.precision import Precision, precision_on
 from stepgauge.train.step import TrainingStep
 
@@ -214,8 +214,7 @@ def moved(module: nn.Module, device: torch.device) -> nn.Module:
 
 def without_values(module: nn.Module, device: torch.device | None = None) -> nn.Module:
     """Returns a copy of the module with empty tensors of the same sizes, on the device or torch's
-    default device. For use with fake tensors. Generators are shared with the copy, because nothing
-    is drawn from them.
+    default device, for fake tensors. The copy shares generators, because nothing draws from them.
     """
     held = (leaf for part in module.modules() for leaf in tree_leaves(vars(part)))
     memo = {id(x): empty_like(x, device) for x in held if isinstance(x, Tensor | torch.Generator)}
@@ -326,7 +325,8 @@ def in_type(batch: Any, dtype: torch.dtype) -> Any:
 def loss_of(module: Callable[..., Any], batch: Any, loss: Callable[..., Any] | None) -> Tensor:
     """Returns the loss of a batch, from the user's loss function or else the module's output."""
     if loss is None:
-        return scalar_loss(_called(module, batch))
+        with explained_without_loss(batch):
+            return scalar_loss(_called(module, batch))
     if isinstance(batch, Mapping):
         return required_scalar(loss(_called(module, batch), batch))
     inputs, targets = inputs_and_targets(batch)
