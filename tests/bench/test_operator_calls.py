@@ -13,7 +13,7 @@ from stepgauge.calibrate.run import run, with_operations
 from stepgauge.calibrate.step_shapes import shape_jobs
 from stepgauge.measure import operator_calls
 from stepgauge.measure.footprint import tensors_in
-from stepgauge.spec.calibration import OPERATORS, CalibrationSpec, OperationTable
+from stepgauge.spec.calibration import EXACT, OPERATORS, CalibrationSpec, OperationTable
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.user_model import UserModel
@@ -127,12 +127,12 @@ def test_a_users_step_is_priced_by_its_timed_calls(step):
     record = run(dataclasses.replace(job.spec, milliseconds=0.0))
     assert record.median("shapes") == len(calls) and record.median("shapes_left_out") == 0
     timed = with_operations(machine, [record])
-    rows = [(call, 1000.0) for (call, *_) in timed.operations[f"{OPERATORS} asked"].rows]
+    rows = [(call, 1000.0) for (call, *_) in timed.operations[f"{OPERATORS} {EXACT}"].rows]
     table = OperationTable(("call",), tuple(rows))
     terms = predicted(step, with_table(timed, table)).tables["terms"]
     exact = [row for row in terms if row[1].startswith(("convolution", "native_batch_norm"))]
     us = {}
-    for phase, term, *_, count, each, source in exact:
+    for phase, term, _, _, count, each, source, *_ in exact:
         us[phase, term] = us.get((phase, term), 0.0) + each
         assert (source, count) == ("calibrated", 1), (phase, term)
     assert us["forward", "convolution"] == pytest.approx(2000.0)
@@ -141,7 +141,7 @@ def test_a_users_step_is_priced_by_its_timed_calls(step):
 
 
 def with_table(machine, table):
-    tables = {**machine.operations, f"{OPERATORS} asked": table}
+    tables = {**machine.operations, f"{OPERATORS} {EXACT}": table}
     return dataclasses.replace(machine, operations=tables)
 
 
@@ -157,4 +157,4 @@ def test_a_hardware_file_keeps_the_calls(step, tmp_path):
     table = OperationTable(("call",), ((call, 12.5),))
     with_table(hardware(), table).write(tmp_path / "box.json")
     read = HardwareFile.read(tmp_path / "box.json")
-    assert read.operations[f"{OPERATORS} asked"].rows == ((call, 12.5),)
+    assert read.operations[f"{OPERATORS} {EXACT}"].rows == ((call, 12.5),)
