@@ -299,6 +299,7 @@ def is_interrupted(function, position):
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # else Python 3.12 gives no events for opcodes
     sys.settrace(trace)
     try:
         function()
