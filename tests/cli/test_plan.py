@@ -22,6 +22,8 @@ from stepgauge.validate.predicted import predicted
 
 HARDWARE = Path(__file__).parents[2] / "hardware"
 SMALL = ("--size", "medium", "--context", "1024", "--gpus", "8", "--global-batch", "32")
+TINY = ("--size", "nano", "--num-layers", 1, "--d-model", 16, "--num-heads", 1, "--d-ff", 16,
+        "--vocab-size", 11, "--context", 8, "--hardware", "dgx-h100")  # fmt: skip
 
 
 def test_rows_are_modelled_records_of_bench_layout(stepgauge):
@@ -110,11 +112,7 @@ def test_rows_that_differ_in_one_setting_show_it_in_a_narrow_terminal():
 
 
 def test_memory_of_a_tiny_network_is_not_in_gib(stepgauge):
-    status, out, err = stepgauge(
-        "plan", "--size", "nano", "--num-layers", 1, "--d-model", 16, "--num-heads", 1, "--d-ff", 16,
-        "--vocab-size", 11, "--context", 8, "--gpus", 2, "--global-batch", 2, "--hardware",
-        "dgx-h100", "--top", 2,
-    )  # fmt: skip
+    status, out, err = stepgauge("plan", *TINY, "--gpus", 2, "--global-batch", 2, "--top", 2)
     assert status == 0, err
     ranked = out.partition("Communication")[0]
     assert "Memory of the fullest rank in MiB" in ranked and "GiB   " not in ranked
@@ -295,10 +293,6 @@ def test_a_users_network_is_ranked(stepgauge, tmp_path):
 
 def test_the_search_for_the_largest_micro_batch_ends_for_a_tiny_network(stepgauge):
     """A million sequences would fit; the search stops before that."""
-    status, out, err = stepgauge(
-        "plan", "--size", "nano", "--num-layers", 1, "--d-model", 16, "--num-heads", 1, "--d-ff", 16,
-        "--vocab-size", 11, "--context", 8, "--gpus", 1, "--global-batch", 1, "--hardware",
-        "dgx-h100", "--top", 1,
-    )  # fmt: skip
+    status, out, err = stepgauge("plan", *TINY, "--gpus", 1, "--global-batch", 1, "--top", 1)
     assert status == 0, err
     assert "the largest micro-batch of the first layout is 524288" in out

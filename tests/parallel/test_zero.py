@@ -51,6 +51,7 @@ def test_training_equals_one_process(two_ranks):
         lambda gradient: gradient.pow(2).sum(),
         lambda gradient: (gradient * gradient).sum().sqrt(),
         lambda gradient: (gradient.double() ** 2).sum(),
+        lambda gradient: torch.mul(gradient, other=gradient).sum(),
         lambda gradient: gradient.abs().max(),
     ],
 )
@@ -60,6 +61,7 @@ def test_a_norm_of_gradients_that_only_this_rank_has_is_refused(norm):
         RuntimeError, match="this rank has gradients only of the parameters that it owns"
     ):
         norm(gradient)
+    assert torch.mul(gradient, other=0.5).sum() == 2, "a sum of scaled values is no norm"
     gradient.data.mul_(0.5)
     assert gradient.clamp_(max=0.25).sum() == 1, "the owner may change single values"
 
@@ -281,21 +283,92 @@ def test_the_trial_changes_neither_parameters_nor_groups_nor_random_numbers():
         assert group["params"][0].grad is None
 
 
-@pytest.mark.parametrize(
-    "steps",
-    [
-        "steps_after_loading_with_hooks",
-        "steps_with_a_new_state",
-        "steps_in_another_group",
-        "steps_after_reading_state",
-        "steps_of_a_copy_with_a_schedule",
-    ],
-)
-def test_state_and_groups_that_a_user_changes_count_as_in_one_process(two_ranks, steps):
-    expected = globals()[steps]()
+def step_with_ones(optimizer, module):
+    """Takes a step with gradients of one."""
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def with_momentum(module):
+    if not dist.is_initialized():
+        return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    return ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def weights_after_two_steps(change):
+    """Calls change(optimizer) between two steps with momentum, and returns the weights."""
+    module = mlp()
+    optimizer = with_momentum(module)
+    step_with_ones(optimizer, module)
+    change(optimizer)
+    step_with_ones(optimizer, module)
+    return module.state_dict()
+
+
+def load_with_hooks(optimizer):
+    """The hooks change the momentum before it is loaded, and after."""
+
+    def halve_loaded(_, state_dict):
+        state = {
+            index: {"momentum_buffer": values["momentum_buffer"] / 2}
+            for index, values in state_dict["state"].items()
+        }
+        return {**state_dict, "state": state}
+
+    def add_one(_):
+        for values in optimizer.state.values():
+            values["momentum_buffer"] += 1
+
+    optimizer.register_load_state_dict_pre_hook(halve_loaded)
+    optimizer.register_load_state_dict_post_hook(add_one)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def assign_a_new_state(optimizer):
+    optimizer.state = collections.defaultdict(dict)
+
+
+def move_to_another_group(optimizer):
+    """The momentum of a parameter stays with it, whichever group it is in."""
+    moved = optimizer.param_groups[0]["params"].pop(0)
+    optimizer.add_param_group({"params": [moved], "lr": 0.01})
+
+
+def read_the_state(optimizer):
+    """Reading the state of a parameter that another rank owns leaves an empty entry."""
+    for parameter in optimizer.param_groups[0]["params"]:
+        optimizer.state[parameter].get("momentum_buffer")
+    if dist.is_initialized():
+        states = [optimizer.gathered_state_dict()]
+        dist.broadcast_object_list(states)
+    else:
+        states = [optimizer.state_dict()]
+    optimizer.load_state_dict(states[0])
+
+
+def steps_of_a_copy_with_a_schedule():
+    module = mlp()
+    optimizer = with_momentum(module)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    step_with_ones(optimizer, module)
+    copied, optimizer_of_copy = copy.deepcopy((module, optimizer))
+    step_with_ones(optimizer_of_copy, copied)
+    originals = {f"original {name}": weight for name, weight in module.state_dict().items()}
+    return originals | copied.state_dict()
+
+
+CHANGES = (load_with_hooks, assign_a_new_state, move_to_another_group, read_the_state)
+TWO_STEPS = {each.__name__: functools.partial(weights_after_two_steps, each) for each in CHANGES}
+TWO_STEPS["step a copy"] = steps_of_a_copy_with_a_schedule
+
+
+@pytest.mark.parametrize("name", TWO_STEPS)
+def test_state_and_groups_that_a_user_changes_count_as_in_one_process(two_ranks, name):
+    expected = TWO_STEPS[name]()
     for rank in two_ranks:
-        for name, weight in expected.items():
-            torch.testing.assert_close(rank[steps][name], weight, rtol=1e-12, atol=1e-12)
+        for parameter, weight in expected.items():
+            torch.testing.assert_close(rank[name][parameter], weight, rtol=1e-12, atol=1e-12)
 
 
 class BuiltWithState(torch.optim.SGD):
@@ -322,11 +395,7 @@ def all_checks():
     found["plain step"] = step_of_a_plain_optimizer()
     found["norm after untying"] = norm_after_untying()
     found["momentum"] = step_by_momentum()
-    for steps in (
-        *(steps_after_loading_with_hooks, steps_with_a_new_state),
-        *(steps_in_another_group, steps_after_reading_state, steps_of_a_copy_with_a_schedule),
-    ):
-        found[steps.__name__] = steps()
+    found |= {name: steps() for name, steps in TWO_STEPS.items()}
     groups = [{"params": mlp().parameters(), "lr": 0.1}]
     found["groups"] = ShardedOptimizer(groups, sgd_of_matrices).state_dict()["param_groups"]
     return found
@@ -342,91 +411,6 @@ def step_by_momentum():
         parameter.grad = torch.zeros(1)
     optimizer.step()
     return [parameter.item() for parameter in parameters], len(optimizer.state)
-
-
-def step_with_ones(optimizer, module):
-    """Takes a step with gradients of one."""
-    for parameter in module.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-
-
-def with_momentum(module):
-    if not dist.is_initialized():
-        return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    return ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
-
-
-def steps_after_loading_with_hooks():
-    """The hooks change the momentum before it is loaded, and after."""
-    module = mlp()
-    optimizer = with_momentum(module)
-
-    def halve_loaded(_, state_dict):
-        state = {
-            index: {"momentum_buffer": values["momentum_buffer"] / 2}
-            for index, values in state_dict["state"].items()
-        }
-        return {**state_dict, "state": state}
-
-    def add_one(_):
-        for values in optimizer.state.values():
-            values["momentum_buffer"] += 1
-
-    optimizer.register_load_state_dict_pre_hook(halve_loaded)
-    optimizer.register_load_state_dict_post_hook(add_one)
-    step_with_ones(optimizer, module)
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    step_with_ones(optimizer, module)
-    return module.state_dict()
-
-
-def steps_with_a_new_state():
-    module = mlp()
-    optimizer = with_momentum(module)
-    step_with_ones(optimizer, module)
-    optimizer.state = collections.defaultdict(dict)
-    step_with_ones(optimizer, module)
-    return module.state_dict()
-
-
-def steps_in_another_group():
-    """The momentum of a parameter stays with it, whichever group it is in."""
-    module = mlp()
-    optimizer = with_momentum(module)
-    step_with_ones(optimizer, module)
-    moved = optimizer.param_groups[0]["params"].pop(0)
-    optimizer.add_param_group({"params": [moved], "lr": 0.01})
-    step_with_ones(optimizer, module)
-    return module.state_dict()
-
-
-def steps_after_reading_state():
-    """Reading the state of a parameter that another rank owns leaves an empty entry."""
-    module = mlp()
-    optimizer = with_momentum(module)
-    step_with_ones(optimizer, module)
-    for parameter in module.parameters():
-        optimizer.state[parameter].get("momentum_buffer")
-    if dist.is_initialized():
-        states = [optimizer.gathered_state_dict()]
-        dist.broadcast_object_list(states)
-    else:
-        states = [optimizer.state_dict()]
-    optimizer.load_state_dict(states[0])
-    step_with_ones(optimizer, module)
-    return module.state_dict()
-
-
-def steps_of_a_copy_with_a_schedule():
-    module = mlp()
-    optimizer = with_momentum(module)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    step_with_ones(optimizer, module)
-    copied, optimizer_of_copy = copy.deepcopy((module, optimizer))
-    step_with_ones(optimizer_of_copy, copied)
-    originals = {f"original {name}": weight for name, weight in module.state_dict().items()}
-    return originals | copied.state_dict()
 
 
 def norm_after_untying():

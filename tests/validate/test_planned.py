@@ -106,34 +106,39 @@ def test_an_axis_that_cannot_be_cut_is_left_out_with_the_reason(plan):
     assert "table of names and rules" in found.refused["tensor"]
 
 
-def test_other_layouts_are_not_traced_if_the_whole_network_cannot_be():
-    """A module that cannot be traced was traced for every layout before the plan was refused."""
-    traced_layouts = []
+NET = UserModel(file="net.py", factory="net", content="")
+
+
+def dgx(gpus):
+    return CalibratedMachine(HardwareFile.read(file_named("dgx-h100")).on_ranks(gpus))
+
+
+def traced_before_refusal(error, message, *, gpus, uncut, **fields):
+    """Plans with traces that all raise `error`. Checks the message of the refusal, and returns the
+    layouts that were traced before.
+    """
+    layouts = []
 
     def trace(step):
-        traced_layouts.append(step.layout)
-        raise ValueError("the step cannot be traced: RuntimeError")
+        layouts.append(step.layout)
+        raise ValueError(error)
 
-    model = UserModel(file="net.py", factory="net", content="")
-    machine = CalibratedMachine(HardwareFile.read(file_named("dgx-h100")).on_ranks(4))
-    with pytest.raises(ValueError, match=r"^the step cannot be traced: RuntimeError$"):
-        plan_traced(PlanSpec(model=model, gpus=4), trace, machine, uncut={})
-    assert traced_layouts == ["dp4 bucketed"]
+    with pytest.raises(ValueError, match=message):
+        plan_traced(PlanSpec(model=NET, gpus=gpus, **fields), trace, dgx(gpus), uncut=uncut)
+    return layouts
+
+
+def test_other_layouts_are_not_traced_if_the_whole_network_cannot_be():
+    """A module that cannot be traced was traced for every layout before the plan was refused."""
+    error = "the step cannot be traced: RuntimeError"
+    assert traced_before_refusal(error, f"^{error}$", gpus=4, uncut={}) == ["dp4 bucketed"]
 
 
 def test_axes_that_can_never_work_are_not_traced():
-    traced_layouts = []
-
-    def trace(step):
-        traced_layouts.append(step.layout)
-        raise ValueError("no layer can be cut")
-
-    model = UserModel(file="net.py", factory="net", content="")
-    machine = CalibratedMachine(HardwareFile.read(file_named("dgx-h100")).on_ranks(2))
-    with pytest.raises(ValueError, match="global_batch is 1; 2 data ranks"):
-        plan_traced(PlanSpec(model=model, gpus=2, global_batch=1), trace, machine,
-                    uncut={"pipeline": "the module is no nn.Sequential"})  # fmt: skip
-    assert traced_layouts == ["tp2"]
+    uncut = {"pipeline": "the module is no nn.Sequential"}
+    message = "global_batch is 1; 2 data ranks"
+    layouts = traced_before_refusal("cannot be cut", message, gpus=2, uncut=uncut, global_batch=1)
+    assert layouts == ["tp2"]
 
 
 def test_the_smallest_number_of_micro_batches_is_in_the_reason():
@@ -141,11 +146,9 @@ def test_the_smallest_number_of_micro_batches_is_in_the_reason():
         count = step.parsed_layout.microbatches
         raise ValueError(f"3 samples cannot be divided into {count} micro-batches")
 
-    model = UserModel(file="net.py", factory="net", content="")
-    spec = PlanSpec(model=model, gpus=2, global_batch=2)
-    machine = CalibratedMachine(HardwareFile.read(file_named("dgx-h100")).on_ranks(2))
+    spec = PlanSpec(model=NET, gpus=2, global_batch=2)
     with pytest.raises(ValueError, match="3 samples cannot be divided into 2 micro-batches"):
-        _rows_of_degrees(spec, 1, 2, trace, machine)
+        _rows_of_degrees(spec, 1, 2, trace, dgx(2))
 
 
 def test_a_network_that_cannot_be_traced_is_refused(plan):

@@ -59,9 +59,13 @@ class Share(Tensor):
         # Tensor.__torch_function__ does the same. The way out: a public name of this context.
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **(kwargs or {}))
-            if function in MAGNITUDES or (function in PRODUCTS and args[0] is args[1]):
+            if function in MAGNITUDES or _is_square(function, *args, *(kwargs or {}).values()):
                 return result.as_subclass(Magnitudes)
             return result.as_subclass(Share) if function in VIEWS else result
+
+
+def _is_square(function: Any, *factors: Any) -> bool:
+    return function in PRODUCTS and factors[0] is factors[1]
 
 
 class Magnitudes(Share):
