@@ -344,7 +344,7 @@ def test_rows_without_a_partner_are_counted_and_the_first_named(record):
     first = [record(batch=batch) for batch in (1, 2, 3, 4, 5)]
     found = compare(first, [record(batch=1), record(batch=9)])
     assert found.notes == [
-        "4 of 5 rows of A without a partner: batch=2; batch=3; batch=4, and 1 more",
+        "4 of 5 rows of A without a partner: batch=2; batch=3; batch=4 and 1 more",
         "1 of 2 rows of B without a partner: step size=small batch=9 context=512 precision=fp32",
     ]
 

@@ -13,6 +13,7 @@ from stepgauge.measure.environment import device_name
 from stepgauge.report.comm import links
 from stepgauge.spec.calibration import KERNEL_CLASSES, CalibrationSpec, ContentionSpec
 from stepgauge.spec.comm import CommSpec, sizes
+from stepgauge.spec.first_names import first_names
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.record import Record
 
@@ -139,10 +140,9 @@ def missing_shapes(records: Sequence[Record]) -> str:
         few += [f"{record.spec['operation']}{on} ({table.timed})"] if table.has_few else []
     if not few:
         return sentence
-    more = f" and {len(few) - MOST_NAMED} more" if len(few) > MOST_NAMED else ""
     return (
-        f"{sentence}. Few were timed of {', '.join(few[:MOST_NAMED])}{more}: calibrate with --fresh on "
-        f"a quiet machine"
+        f"{sentence}. Few were timed of {first_names(few, MOST_NAMED)}: calibrate with --fresh on a "
+        f"quiet machine"
     )
 
 

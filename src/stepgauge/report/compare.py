@@ -10,6 +10,7 @@ from stepgauge.report.names import describe, flatten, identifying_fields, labels
 from stepgauge.report.numbers import heading
 from stepgauge.report.table import Table
 from stepgauge.report.views import figure, is_measurable
+from stepgauge.spec.first_names import first_names
 from stepgauge.spec.kinds import declarations
 from stepgauge.spec.record import Record
 
@@ -101,9 +102,8 @@ def _without_partner(records: Sequence[Record], rows: int, run: str) -> str:
     """Returns a sentence on the rows that only this run has, naming the first; "" if there are none."""
     if not records:
         return ""
-    named = labels(records)[:MAX_NAMED]
-    more = f", and {len(records) - len(named)} more" if len(records) > len(named) else ""
-    return f"{len(records)} of {rows} rows of {run} without a partner: {'; '.join(named)}{more}"
+    named = first_names(labels(records), MAX_NAMED, separator="; ")
+    return f"{len(records)} of {rows} rows of {run} without a partner: {named}"
 
 
 def _by_pair_key(

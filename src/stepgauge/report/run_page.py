@@ -28,6 +28,7 @@ from stepgauge.report.train import train_blocks
 from stepgauge.report.views import record_table
 from stepgauge.spec.disturbance import CRITERION, is_disturbed
 from stepgauge.spec.fallbacks import fallbacks
+from stepgauge.spec.first_names import first_names
 from stepgauge.spec.kernel import KERNELS
 from stepgauge.spec.predictions import pair_steps
 from stepgauge.spec.record import Record
@@ -42,10 +43,9 @@ def warnings(records: Sequence[Record]) -> list[Text]:
     names = zip(labels(records), records, strict=True)
     disturbed = [name for name, record in names if is_disturbed(record)]
     if disturbed:
-        more = f" and {len(disturbed) - MAX_NAMED} more" if len(disturbed) > MAX_NAMED else ""
         sentences.append(
             f"Disturbed rows, marked † in plots ({CRITERION}): "
-            f"{'; '.join(disturbed[:MAX_NAMED])}{more}."
+            f"{first_names(disturbed, MAX_NAMED, separator='; ')}."
         )
     return [Text(sentence) for sentence in sentences]
 

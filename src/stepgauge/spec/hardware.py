@@ -16,6 +16,7 @@ from stepgauge.spec.calibration import (
     wrapper_operation,
 )
 from stepgauge.spec.fields import check, check_type
+from stepgauge.spec.first_names import first_names
 from stepgauge.spec.json_objects import read_object, require_keys
 from stepgauge.spec.links import Link
 from stepgauge.spec.units import GIB
@@ -270,10 +271,9 @@ class HardwareFile:
         disturbed = [name for name, table in self._named_tables().items() if table.disturbed]
         if not disturbed:
             return ""
-        more = f" and {len(disturbed) - 1} more" if disturbed[1:] else ""
         return (
-            f"the hardware file {self.name} was calibrated beside other work ({disturbed[0]}{more}): "
-            f"calibrate it with --fresh on a quiet machine"
+            f"the hardware file {self.name} was calibrated beside other work "
+            f"({first_names(disturbed, 1)}): calibrate it with --fresh on a quiet machine"
         )
 
     def _named_tables(self) -> dict[str, OperationTable]:

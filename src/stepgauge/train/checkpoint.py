@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
+from stepgauge.spec.first_names import first_names
+
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"
 MOST_NAMED = 4  # fields that the message about another run's checkpoint names
@@ -201,14 +203,10 @@ def require_same(about: dict[str, Any], wanted: dict[str, Any], folder: Path) ->
     """
     names = sorted({name for name in (*about, *wanted) if about.get(name) != wanted.get(name)})
     if names:
-        changes = ", ".join(
-            f"{name} {about.get(name)} there, {wanted.get(name)} here"
-            for name in names[:MOST_NAMED]
-        )
-        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        changes = [f"{name} {about.get(name)} there, {wanted.get(name)} here" for name in names]
         raise CheckpointError(
-            f"checkpoint {folder} is of another run: {changes}{more}, which change the loss curve; "
-            f"use the same values, or choose another --out"
+            f"checkpoint {folder} is of another run: {first_names(changes, MOST_NAMED)}, which change "
+            f"the loss curve; use the same values, or choose another --out"
         )
 
 

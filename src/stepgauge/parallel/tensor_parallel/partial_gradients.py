@@ -20,6 +20,7 @@ from stepgauge.parallel.autograd.running_backward import is_inside_func_transfor
 from stepgauge.parallel.fsdp.unsharded_unit import GatherWeights
 from stepgauge.parallel.tensor_parallel import overlapped, residual_stream, vocabulary_loss
 from stepgauge.parallel.tensor_parallel.residual_stream import ResidualStream
+from stepgauge.spec.first_names import first_names
 
 FEATURES, PIECE = "features", "piece"  # the part of a gradient that a rank has
 STREAM = "the output of a row or embedding layer"
@@ -125,6 +126,4 @@ def _before_replacement(name: str) -> str:
 
 def listed(names: set[str]) -> str:
     """Returns the first three names, and the number of the others."""
-    names = names - {STREAM} or names  # parameters say more
-    first, others = sorted(names)[:3], len(names) - 3
-    return ", ".join(first) + (f" and {others} more" if others > 0 else "")
+    return first_names(sorted(names - {STREAM} or names), 3)  # parameters say more than the stream
