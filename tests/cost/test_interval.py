@@ -9,6 +9,7 @@ from stepgauge.cost.rates.estimate import (
     CALIBRATED,
     DISTURBED,
     EXTRAPOLATED,
+    LARGER_PER_DOUBLING,
     NEAR,
     SPREAD,
     Estimate,
@@ -39,7 +40,9 @@ def test_a_time_is_less_certain_the_farther_it_is_extrapolated():
     near, larger, smaller = (grid.time((m, 64, k)) for m, k in ((2048, 64), (2**16, 64), (1, 1)))
     assert near.times_away == 16 and near.spread == SPREAD[EXTRAPOLATED]
     assert (larger.times_away, smaller.times_away) == (2**9, 2**12)
-    assert SPREAD[EXTRAPOLATED] < larger.spread < smaller.spread
+    assert (larger.smaller, smaller.smaller) == (False, True)
+    assert larger.spread == pytest.approx(SPREAD[EXTRAPOLATED] + 4 * LARGER_PER_DOUBLING)
+    assert smaller.spread == pytest.approx(SPREAD[EXTRAPOLATED] + 2**7 - 1)
     assert Estimate(1.0, EXTRAPOLATED, NEAR).spread == SPREAD[EXTRAPOLATED]
 
 

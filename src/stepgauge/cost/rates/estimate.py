@@ -22,10 +22,10 @@ SPREAD = {
     CALIBRATED: 0.03, INTERPOLATED: 0.05, EXTRAPOLATED: 0.15, TRANSFERRED: 0.2, ASSUMED: 0.3,
     TIMED_WHOLE: 0.03, UNTIMED: 2.0,
 }  # fmt: skip
-# Extrapolated to sizes up to so many times as large or as small, times were off by no more than SPREAD in
-# the committed steps. Each further factor of 2 adds: tables of an H200, extrapolated from a part to the
-# rest, were off by 57 % at 128 times the size and by 99 % at 2000 times (medians; most were too long).
-NEAR, FAR_PER_DOUBLING = 32.0, 0.17
+# Within NEAR times the timed sizes, as in the committed steps, SPREAD is not widened. Farther away, larger
+# operations are predicted too long and smaller ones far too short, since launches and latency do
+# not shrink (docs/log/2026-11-28-far-extrapolation.md).
+NEAR, LARGER_PER_DOUBLING = 32.0, 0.17
 # Other work only lengthens a time that it disturbs, and all of the time may be due to it.
 DISTURBED = 1.0
 # How many times as slow as the calibrated host another one may be, or the same one at another hour
@@ -43,19 +43,25 @@ class Estimate:
     source      one of the words above
     times_away  if extrapolated, how many times as large or as small as the nearest timed sizes: the
                 product over all sizes
+    smaller     if extrapolated, the operation is smaller than the nearest timed one
     disturbed   other work took cores while the times that it rests on were measured
     """
 
     us: float
     source: str
     times_away: float = 1.0
+    smaller: bool = False
     disturbed: bool = False
 
     @property
     def spread(self) -> float:
-        """The fraction by which the time may be off."""
-        far = FAR_PER_DOUBLING * math.log2(max(1.0, self.times_away / NEAR))
-        return max(SPREAD[self.source] + far, DISTURBED if self.disturbed else 0.0)
+        """The fraction by which the time may be off.
+
+        A smaller operation may take as long as one NEAR times as small as the nearest timed one.
+        """
+        far = max(1.0, self.times_away / NEAR)
+        added = far - 1 if self.smaller else LARGER_PER_DOUBLING * math.log2(far)
+        return max(SPREAD[self.source] + added, DISTURBED if self.disturbed else 0.0)
 
     def scaled(self, factor: float) -> "Estimate":
         return dataclasses.replace(self, us=self.us * factor)

@@ -85,8 +85,14 @@ class Grid:
         us = self._work(*sizes) * math.exp(log_rate / sum(weights.values()))
         if inside:
             return Estimate(us, INTERPOLATED, disturbed=self._disturbed)
-        times_away = min(_times_away(corner, sizes) for corner in weights)
-        return Estimate(us, EXTRAPOLATED, times_away, self._disturbed)
+        nearest = min(weights, key=lambda corner: _times_away(corner, sizes))
+        return Estimate(
+            us,
+            EXTRAPOLATED,
+            times_away=_times_away(nearest, sizes),
+            smaller=self._work(*sizes) < self._work(*nearest),
+            disturbed=self._disturbed,
+        )
 
     def _weights_around(
         self, sizes: Sequence[float], *, inside: bool
