@@ -121,6 +121,8 @@ class Rows:
     def bert(self) -> Iterator[Any]:
         size, length, batch = ("bert-tiny", 16, 8) if self.small else ("bert-base", 128, 64)
         model = BertSpec.preset(size, context_length=length)
+        if self.small:
+            model = dataclasses.replace(model, num_layers=self.gpus)
         row = functools.partial(
             self.schedule, model=model, size=size, batch=batch, compile="off", balance="flops"
         )
@@ -143,7 +145,7 @@ class Rows:
             yield self.layout(
                 model,
                 layout,
-                2 * n,
+                2 if layout == "none" else 2 * n,  # two sequences per GPU
                 checkpointing="selective",
                 **({} if self.small else {"warmup": 1, "steps": 3}),
             )

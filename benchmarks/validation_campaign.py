@@ -3,7 +3,7 @@
     python benchmarks/validation_campaign.py OUT --gpus 4               # everything, 20 minutes
     python benchmarks/validation_campaign.py OUT --gpus 4 --parts calibrate two_gpus
     python benchmarks/validation_campaign.py OUT --gpus 2 --parts calibrate traces fresh_two_gpus \\
-        fresh_one_gpu,fresh_other_gpu                   # the last two at the same time, one GPU each
+        fresh_one_gpu,fresh_other_gpu        # the last two at the same time, on GPUs of their own
     python benchmarks/validation_campaign.py OUT --gpus 2 --from hardware/h200-sxm.json --blocks \\
         --parts contention blocks_one_gpu,blocks_other_gpu blocks_two_gpus
     python benchmarks/validation_campaign.py OUT --gpus 2 --from hardware/h200-sxm.json --now \\
@@ -71,15 +71,21 @@ def validate(out: Path, part: str, options: list[str]) -> int:
     ])  # fmt: skip
 
 
-def run_in_parallel(out: Path, parts: list[str], options: list[str]) -> int:
-    """Runs each part in a process of its own that sees one GPU. Returns the highest exit status."""
-    started = [
-        subprocess.Popen(
+def run_in_parallel(out: Path, parts: list[str], gpus: int, options: list[str]) -> int:
+    """Runs each part in a process of its own, which sees as many GPUs as the part's name says and
+    has their share of the CPU cores. Returns the highest exit status.
+    """
+    started, first, cores = [], 0, sorted(os.sched_getaffinity(0))
+    for part in parts:
+        end = first + 2 if part.endswith("two_gpus") else first + 1
+        process = subprocess.Popen(
             [sys.executable, __file__, str(out), "--parts", part, *options],
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)},
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(first, end)))},
         )
-        for gpu, part in enumerate(parts)
-    ]
+        own = cores[first * len(cores) // gpus : end * len(cores) // gpus]
+        os.sched_setaffinity(process.pid, own)
+        started.append(process)
+        first = end
     return max([process.wait() for process in started])
 
 
@@ -93,7 +99,7 @@ def run_part(out: Path, part: str, gpus: int, trial: bool, options: list[str]) -
         return subprocess.call([sys.executable, script, str(out / "traces"), *options])
     names = part.split(",")
     if len(names) > 1:
-        return run_in_parallel(out, names, options)
+        return run_in_parallel(out, names, gpus, options)
     return validate(out, part, options)
 
 
