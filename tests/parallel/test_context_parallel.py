@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from stepgauge.kernels.attention import attention
 from stepgauge.kernels.attention.partial import partial_backward, partial_forward
+from stepgauge.models.checkpointing import through_blocks
 from stepgauge.models.parts import sdpa
 from stepgauge.models.transformer import TransformerLM
 from stepgauge.parallel.context_parallel.head_exchange import HeadExchange
@@ -68,8 +69,11 @@ def on_ranks(_):
     heads.communicates = True
     with pytest.raises(ValueError, match=f"3 key heads, which {heads.ranks} ranks do not"):
         heads.attend(sdpa, *(torch.ones(1, 3, 8, 4) for _ in range(3)))
-    for positions in ("rope", "learned"):
-        compare_step(context, positions)
+    ring = functools.partial(context.attend, is_causal=True)
+    causal = functools.partial(sdpa, is_causal=True)
+    compare_step(context, ring, positions="learned")
+    compare_step(context, ring, compiled=True)
+    compare_step(heads, functools.partial(heads.attend, causal), compiled=True, num_kv_heads=4)
     with pytest.raises(ValueError, match="33 tokens; context parallel over"):
         context.piece(torch.zeros(1, 33))
     refuse()
@@ -155,15 +159,20 @@ def compare_attention(
         torch.testing.assert_close(whole, expected, rtol=tolerance, atol=tolerance)
 
 
-def compare_step(context, positions):
+def compare_step(context, attend, *, compiled=False, **fields):
     """Compares two steps of SGD in which each rank has some tokens and gradients are averaged as in
     data parallel.
+
+    compiled  compiles each block as a single graph, in which it checkpoints itself
     """
-    spec = dataclasses.replace(SPEC, positions=positions)
-    reference = TransformerLM(spec, seed=1).double()
+    reference = TransformerLM(dataclasses.replace(SPEC, **fields), seed=1).double()
     parallel = copy.deepcopy(reference)
     for block in parallel.blocks:
-        block.attention.attend = functools.partial(context.attend, is_causal=True)
+        block.attention.attend = attend
+        if compiled:
+            block.compile(backend="aot_eager", fullgraph=True)
+    if compiled:
+        parallel.through_blocks = through_blocks("selective", 1, compiled_blocks=True)
     wrapped = BucketedDataParallel(parallel, bucket_mb=0.001)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (parallel, reference)]
     tokens, targets = torch.randint(13, (2, 2, 32), generator=torch.Generator().manual_seed(2))

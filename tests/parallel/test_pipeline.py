@@ -12,6 +12,7 @@ from tests.parallel.graphs import RunAgain
 from tests.parallel.pipelines import batch, mean_loss, network, whole
 from tests.schedules import random_schedule
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from stepgauge.cost.pipeline.timeline import Durations, simulate
 from stepgauge.parallel.pipeline import Pipeline
@@ -420,9 +421,15 @@ class Twice(nn.Module):
         return self.second(self.first(self.first(x)))
 
 
-def test_a_compiled_module_with_split_layers_is_a_single_graph():
+class TwiceCheckpointed(Twice):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("make", [Twice, TwiceCheckpointed])
+def test_a_compiled_module_with_split_layers_is_a_single_graph(make):
     """From its first forward on, because a module whose compilation fails then stays eager."""
-    module = Twice()
+    module = make()
     with Watch(module) as watch:
         module(torch.randn(2, 4))
     split = SplitBackward(module, watch.splittable)

@@ -14,7 +14,7 @@ ranks, G groups, h heads of a rank and group.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,6 @@ class HeadExchange(SplitSequences):
         """Raises ValueError if the length is not a multiple of N."""
         return contiguous_positions(length, rank, self.ranks)
 
-    @torch.compiler.disable
     def attend(
         self,
         attention: Callable[[Tensor, Tensor, Tensor], Tensor],
@@ -55,7 +54,7 @@ class HeadExchange(SplitSequences):
         ranks, group = self.ranks, self.group if self.communicates else None
         num_groups = num_head_groups(k_BKQW.shape[1], ranks)
 
-        def by_group(x_BHQW: Tensor) -> Iterable[Tensor]:
+        def by_group(x_BHQW: Tensor) -> Sequence[Tensor]:
             return x_BHQW.transpose(1, 2).unflatten(2, (num_groups, ranks, -1)).unbind(2)
 
         def launch(x_BQNhW: Tensor) -> Tensor:
@@ -64,12 +63,15 @@ class HeadExchange(SplitSequences):
 
         # q, k and v of the first group are sent before those of the second, so that the first
         # attention only waits for its own.
-        qkv_BQNhW = zip(*map(by_group, (q_BHQW, k_BKQW, v_BKQW)), strict=True)
-        in_flight_NBQhW = [[launch(x) for x in of_group] for of_group in qkv_BQNhW]
+        q_GBQNhW, k_GBQNhW, v_GBQNhW = by_group(q_BHQW), by_group(k_BKQW), by_group(v_BKQW)
+        in_flight_NBQhW = [
+            (launch(q_GBQNhW[g]), launch(k_GBQNhW[g]), launch(v_GBQNhW[g]))
+            for g in range(num_groups)
+        ]
         outputs_NBQhW = []
         for of_group in in_flight_NBQhW:
-            qkv_BhTW = [_all_tokens(_Wait.apply(x, group)) for x in of_group]
-            o_BhNQW = attention(*qkv_BhTW).unflatten(2, (ranks, -1))
+            q_BhTW, k_BhTW, v_BhTW = (_all_tokens(_Wait.apply(x, group)) for x in of_group)
+            o_BhNQW = attention(q_BhTW, k_BhTW, v_BhTW).unflatten(2, (ranks, -1))
             outputs_NBQhW.append(_Launch.apply(o_BhNQW.permute(2, 0, 3, 1, 4), group))
         parts_BQNhW = [_Wait.apply(x, group).permute(1, 2, 0, 3, 4) for x in outputs_NBQhW]
         return torch.stack(parts_BQNhW, 2).flatten(2, 4).transpose(1, 2)

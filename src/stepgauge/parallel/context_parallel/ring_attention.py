@@ -9,6 +9,7 @@ Legend: B batch, H query heads, K key heads, T tokens of a rank, D head width.
 
 import contextlib
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
@@ -44,6 +45,10 @@ class RingAttention(SplitSequences):
 
     attention: PartialAttention
 
+    def __post_init__(self) -> None:
+        self.number = next(_NUMBERS)
+        _CONTEXTS[self.number] = self
+
     def tokens(self, length: int, rank: int) -> Sequence[int]:
         """Raises ValueError if the length is not a multiple of 2N."""
         return ring_positions(length, rank, self.ranks)
@@ -62,7 +67,6 @@ class RingAttention(SplitSequences):
             messages.finish()
             raise
 
-    @torch.compiler.disable
     def attend(
         self,
         q_BHTD: Tensor,
@@ -88,8 +92,13 @@ class RingAttention(SplitSequences):
                     f"chunks of a sequence on each rank: choose an even number"
                 )
         scale = q_BHTD.shape[-1] ** -0.5 if scale is None else scale
-        o: Tensor = _Ring.apply(q_BHTD, k_BKTD, v_BKTD, self, is_causal, scale)
+        o: Tensor = _Ring.apply(q_BHTD, k_BKTD, v_BKTD, self.number, is_causal, scale)
         return o
+
+
+# An operator cannot take the object itself, so it gets a number.
+_NUMBERS = itertools.count()
+_CONTEXTS: MutableMapping[int, RingAttention] = weakref.WeakValueDictionary()
 
 
 class _Ring(torch.autograd.Function):
@@ -97,34 +106,24 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        context: RingAttention,
-        is_causal: bool,
-        scale: float,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, context: int, is_causal: bool, scale: float
     ) -> Tensor:
-        _CONTEXTS[id(context)] = context
-        o, lse = ring_attention(q, k, v, id(context), is_causal, scale)
+        o, lse = ring_attention(q, k, v, context, is_causal, scale)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.context, ctx.is_causal, ctx.scale = context, is_causal, scale
+        ctx.settings = context, is_causal, scale
         return o
 
     @staticmethod
     @without_second_derivative("ring attention, unlike cp ulysses,")
     def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, o, lse = ctx.saved_tensors
-        ring = RingBackward(grad_o, q, k, v, o, lse, ctx.context, ctx.is_causal, ctx.scale)
-        with ctx.context.transport(k, v) as transport:
-            return *ring.gradients(transport), None, None, None
+        return *ring_attention_backward(grad_o, *ctx.saved_tensors, *ctx.settings), None, None, None
 
 
-def _ring_forward(
-    q: Tensor, k: Tensor, v: Tensor, context_id: int, is_causal: bool, scale: float
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, context_number: int, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Returns o in the dtype of q, and lse. Sums of more than two parts are kept in fp32 or wider."""
-    context = _CONTEXTS[context_id]
+    context = _CONTEXTS[context_number]
     attend = context.attention.forward
     own, *others = plan_ring(context.rank, context.ranks, is_causal=is_causal)
     with context.transport(k, v) as transport:
@@ -136,18 +135,62 @@ def _ring_forward(
             keys = (x[..., columns, :] for x in kv)
             part = attend(q[..., rows, :], *keys, step.is_causal, scale)
             _add_part(o[..., rows, :], lse[..., rows], *part)
-    return o.to(q.dtype), lse
+    return _in_layout_of(q, o), lse.contiguous()
 
 
-# id -> context, because an operator cannot take the object itself
-_CONTEXTS: MutableMapping[int, RingAttention] = weakref.WeakValueDictionary()
-# An operator, so that selective checkpointing can keep its results: backward then neither computes
-# attention nor sends keys again.
+def _backward(
+    grad_o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    context_number: int,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """Returns dq, dk and dv."""
+    context = _CONTEXTS[context_number]
+    ring = RingBackward(grad_o, q, k, v, o, lse, context, is_causal, scale)
+    with context.transport(k, v) as transport:
+        gradients = ring.gradients(transport)
+    return tuple(_in_layout_of(x, dx) for x, dx in zip((q, k, v), gradients, strict=True))
+
+
+def _in_layout_of(x: Tensor, result: Tensor) -> Tensor:
+    """Returns the result with the dtype and strides that the compiler expects: those of an empty
+    tensor like x.
+    """
+    result = result.to(x.dtype)
+    if result.stride() == torch.empty_like(x, device="meta").stride():
+        return result
+    return torch.empty_like(x).copy_(result)
+
+
+def _fake_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    lse = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+    return torch.empty_like(q), lse
+
+
+def _fake_backward(grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+# Operators, so that compiled blocks contain them and selective checkpointing can keep the results of
+# the first: backward then neither computes attention nor sends keys again.
 ring_attention = define_operator(
     "ring_attention",
-    "(Tensor q, Tensor k, Tensor v, int context_id, bool is_causal, float scale)"
+    "(Tensor q, Tensor k, Tensor v, int context, bool is_causal, float scale)"
     " -> (Tensor o, Tensor lse)",
-    _ring_forward,
+    _forward,
+    _fake_forward,
+)
+ring_attention_backward = define_operator(
+    "ring_attention_backward",
+    "(Tensor grad_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, int context,"
+    " bool is_causal, float scale) -> (Tensor dq, Tensor dk, Tensor dv)",
+    _backward,
+    _fake_backward,
 )
 
 

@@ -23,6 +23,7 @@ while it is frozen. They are cheap or rare. Outside of F and I the layers are or
 import collections
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -243,6 +244,23 @@ def _has_hooks(layer: nn.Module) -> bool:
     )
 
 
+def _counting_under_checkpoint() -> contextlib.AbstractContextManager[object]:
+    """Lets compiled blocks with activation checkpointing count calls of layers. Otherwise
+    torch.compile leaves such a block eager, because it cannot repeat the count in backward. Nothing
+    needs it there: a compiled block recomputes within its graph, without calling its layers.
+
+    The setting is private, but torch's error message advises it. Once torch counts such changes by
+    default, this can go.
+    """
+    dynamo = sys.modules.get("torch._dynamo")  # importing it takes seconds
+    if dynamo is None:
+        return contextlib.nullcontext()
+    setting: contextlib.AbstractContextManager[object] = dynamo.config.patch(
+        skip_fwd_side_effects_in_bwd_under_checkpoint=True
+    )
+    return setting
+
+
 LayerCalls = Sequence[tuple[SplitLinear, Slots]]  # the calls of split layers in one forward
 
 
@@ -286,7 +304,7 @@ class SplitBackward:
     def forward(self) -> Iterator[list[tuple[SplitLinear, Slots]]]:
         """Encloses a forward. Afterwards the yielded list has the calls for `input_gradients`."""
         calls: list[tuple[SplitLinear, Slots]] = []
-        with self._splitting():
+        with self._splitting(), _counting_under_checkpoint():
             yield calls
             calls += [
                 (layer, slots) for layer in self.layers for slots in layer.slots[: layer.num_calls]
