@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from stepgauge.cost.data_parallel import predict_data_parallel
+from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.memory.peak import pipeline_memory, step_memory
 from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.step_operations import StepOperations
@@ -15,6 +16,7 @@ from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout import WRAPPERS, Layout
+from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.pipeline import build
 from stepgauge.spec.record import Record
@@ -121,6 +123,22 @@ def test_a_compiled_loss_holds_bf16_logits_only():
     for row in compiled:
         found = peak_with_products(row)
         assert found == pytest.approx(row.median("peak_bytes"), rel=0.004), row.spec
+
+
+def test_measured_peaks_of_compiled_layouts():
+    """Without rows whose blocks ran eagerly (docs/log/2026-11-28-four-gpus.md)."""
+    machine = CalibratedMachine(HardwareFile.read(ROOT / "hardware" / "dgx-h100.json"))
+    errors = {}
+    for row in records("2026-11-28-h100-layouts.jsonl", "layout"):
+        layout, checkpointing = row.spec["layout"], row.spec["checkpointing"]
+        if "cp" in layout or ("zbv" in layout and checkpointing != "none"):
+            continue
+        spec = LayoutSpec(**{**row.spec, "model": ModelSpec(**row.spec["model"])})
+        found = predict_layout(spec, machine).median("peak_bytes") / row.median("peak_bytes") - 1
+        errors[layout, row.spec["batch"], checkpointing] = abs(found)
+    assert len(errors) == 21
+    assert statistics.fmean(errors.values()) < 0.009
+    assert max(errors.values()) < 0.031, errors
 
 
 def operations(**share):

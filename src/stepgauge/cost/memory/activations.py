@@ -123,10 +123,14 @@ def attention_parts(operations: StepOperations) -> Parts:
 
 
 def _row_layer_parts(operations: StepOperations) -> Parts:
-    """Returns the output of a row layer, and with tensor parallelism the pieces that were sent."""
+    """Returns the output of a row layer. With tensor parallelism the ranks' sum of it is kept too, or,
+    compiled, instead, because nothing else needs the output.
+    """
     stream = operations.model.d_model * operations.arithmetic.activation_bytes
     parts: Parts = {"output of row layer": operations.tokens * stream}
     if operations.share.tensor > 1 and not operations.overlapped:
+        if operations.arithmetic.is_compiled:
+            del parts["output of row layer"]
         parts["pieces of output of row layer"] = operations.own_tokens * stream
     return parts
 
