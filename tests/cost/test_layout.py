@@ -92,11 +92,12 @@ def test_sharded_stages_are_gathered_once_per_step_and_stay_unsharded():
     assert exposed[2] > 100, "both ways at 20 GB/s"
 
 
-def test_overlapped_collectives_expose_what_products_do_not_hide():
+def test_overlapped_collectives_expose_what_products_do_not_hide(monkeypatch):
     """Over fast wires, that is the latency; over slow ones, the rest after the products are done.
 
     Small messages are not overlapped. Overlap needs buffers.
     """
+    monkeypatch.setattr("stepgauge.spec.plan.tensor.LEAST_OVERLAPPED_BYTES", 16 * 2**20)
     plain, beside = step("tp2", wired()), step("tp2 overlap", wired())
     layouts = ("tp2", "tp2 overlap")
     rows = zip(layouts, (plain, beside), strict=True)

@@ -415,7 +415,7 @@ def test_a_checkpointed_block_is_recomputed_as_far_as_backward_needs_it(compile,
     ],
 )
 def test_selective_checkpointing_repeats_the_all_gathers_before_products(share, sent):
-    model = ModelSpec.preset("xl", context_length=16_384, attention="triton")
+    model = ModelSpec.preset("xl", context_length=32_768, attention="triton")
     spec = StepSpec(model=model, precision="bf16", device="cuda", checkpointing="selective")
     again = [t for t in StepOperations(spec, share).backward() if t.name.startswith("recomputed.")]
     assert [term.operation for term in again if term.axis] == sent

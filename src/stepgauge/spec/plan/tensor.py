@@ -126,11 +126,11 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 
 
 # The smallest piece, sent from one rank to another, for which overlapping collectives with products
-# pays. Measured with layers 4096 wide on 2 x H200, forward and backward, eager: with pieces of
-# 32 MiB overlap takes 3 to 7 % less time, with 16 MiB the widest layer takes 4 % less. With smaller
-# pieces the host limits the speed, since overlap launches more work
-# (docs/log/2026-11-22-tensor-parallel.md).
-LEAST_OVERLAPPED_BYTES = 16 * 2**20
+# pays. Measured with layers 4096 wide, forward and backward: with pieces of 32 MiB on two H200s overlap
+# takes 3 to 7 % less time, with 64 MiB on four H100s 13 % less, with 16 MiB on four H100s 8 to 11 %
+# more, because products of 2048 rows leave multiprocessors idle at their end
+# (docs/log/2026-11-22-tensor-parallel.md, docs/log/2026-11-28-four-gpus.md).
+LEAST_OVERLAPPED_BYTES = 32 * 2**20
 
 
 def overlaps(stream_bytes: int, ranks: int) -> bool:
