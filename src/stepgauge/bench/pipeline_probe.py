@@ -125,8 +125,7 @@ class StageProber:
         mean of the host's launch times, whose slow moments add up in a step too.
         """
         first = self._round(number, lead_s=0.0)
-        # Twice the mean, because the host takes longer for some kinds than for others.
-        lead_s = 2 * MICRO_BATCHES * first.launch_ms / 1e3
+        lead_s = _lead_s(first)
         rounds: list[_StageProbe] = []
         report_progress(f"times stage {number} alone")
         end = time.perf_counter() + (PROBE_S if self.device.type == "cuda" else 0.0)
@@ -141,7 +140,7 @@ class StageProber:
 
     def _round(self, number: int, lead_s: float) -> "_StageProbe":
         """Runs each kind of action for several micro-batches, without waiting for the device in
-        between. Before each kind the device gets work for `lead_s` seconds, so that the host stays
+        between. Before each kind the device gets copies for `lead_s` seconds, so that the host stays
         ahead and the device is never idle while it is timed.
         """
         calls = stage_calls(self.pipeline, number, *self.batch)
@@ -166,7 +165,7 @@ class StageProber:
             peak = devices.peak_memory(self.device).get("peak_bytes", 0)
             levels.append(self._allocated())
             temporary = max(temporary, peak - max(levels[-2:]))
-            self._rest(took_ms / 1e3)
+            self._rest(took_ms / 1e3, lead_s)
         held = [max(0.0, level - levels[0]) / num_calls for level in levels[1:]]
         return _StageProbe(
             ms=ms,
@@ -201,12 +200,13 @@ class StageProber:
             for _ in range(copies):
                 target.copy_(source)
 
-    def _rest(self, busy_s: float) -> None:
-        """Pauses for as long as the rank would wait for others after so much work. A GPU at its
-        power limit is up to a tenth faster after a pause.
+    def _rest(self, busy_s: float, lead_s: float) -> None:
+        """Pauses for as long as the rank would wait for others after so much work, less the time of
+        the copies, which take little power. A GPU at its power limit is up to a tenth faster after a
+        pause.
         """
         if self.device.type == "cuda":
-            time.sleep(busy_s * self.idle / (1 - self.idle))
+            time.sleep(max(0.0, busy_s * self.idle / (1 - self.idle) - lead_s))
 
     def _allocated(self) -> int:
         return devices.allocated_memory(self.device) or 0
@@ -234,6 +234,17 @@ class StageProber:
             devices.synchronize(self.device)
             times.append((time.perf_counter() - start) * 1e3 / 2)
         return statistics.median(times[2:]) if times else 0.0
+
+
+def _lead_s(stage: _StageProbe) -> float:
+    """Returns for how long the device must be busy before the calls of one kind, so that the host stays
+    ahead of it. The first call must be launched by then; the later ones only matter if the host takes
+    longer to launch a call than the device to run it. A longer lead would let a GPU at its power limit
+    recover, and the stage seem faster than it is in a step.
+    """
+    launch_ms = 2 * stage.launch_ms  # the host takes longer for some kinds than for others
+    behind_ms = max(0.0, launch_ms - min(stage.ms.values()))
+    return (launch_ms + (MICRO_BATCHES - 1) * behind_ms) / 1e3
 
 
 def durations(ranks: list[RankProbe], num_stages: int) -> Durations:
