@@ -1,6 +1,8 @@
 """SwiGLU's feed-forward layer with the gate in its products, compared with plain PyTorch."""
 
-import importlib.util
+import re
+import sys
+from types import ModuleType
 
 import pytest
 
@@ -9,6 +11,7 @@ F = torch.nn.functional
 
 from tests.kernels.triton_here import needs_gpu  # noqa: E402
 
+from stepgauge.kernels.swiglu import quack  # noqa: E402
 from stepgauge.kernels.swiglu.feed_forward import (  # noqa: E402
     deinterleaved,
     interleaved,
@@ -117,14 +120,35 @@ def test_unsupported_uses_are_refused(make, message):
         make()
 
 
-needs_quack = pytest.mark.skipif(
-    importlib.util.find_spec("quack") is None, reason="quack-kernels is not installed"
-)
+def test_quack_that_cannot_compute_its_keys_is_refused_in_one_sentence(monkeypatch, tmp_path):
+    for package, version in (("quack-kernels", "9.1"), ("nvidia-cutlass-dsl", "9.2")):
+        folder = tmp_path / f"{package.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Name: {package}\nVersion: {version}\n")
+    (tmp_path / "library.py").write_text("raise TypeError('no semantic key')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("quack", "quack.epilogue"):
+        stand_in = ModuleType(name)
+        stand_in.__path__ = [str(tmp_path)]
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    monkeypatch.delitem(sys.modules, "quack.epilogue.library", raising=False)
+    where = re.escape(f"quack-kernels 9.1 fails with nvidia-cutlass-dsl 9.2 in {tmp_path}: ")
+    with pytest.raises(ValueError, match=f"{where}.* site-packages") as raised:
+        quack._require_keys()
+    assert "no semantic key" in str(raised.value.__cause__)
+
+
+@pytest.fixture
+def with_quack():
+    try:
+        quack.require(torch.device("cuda"))
+    except ValueError as reason:
+        pytest.skip(str(reason))
 
 
 @pytest.mark.gpu
 @needs_gpu
-@needs_quack
+@pytest.mark.usefixtures("with_quack")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sizes", [((2, 33), 64, 160), ((1000,), 1600, 6400), ((1,), 8, 8)])
 def test_gpu_it_is_as_exact_as_torchs_matrix_products(sizes, dtype):

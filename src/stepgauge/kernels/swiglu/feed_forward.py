@@ -19,7 +19,7 @@ def swiglu_feed_forward(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) 
 
     gate_up_weight (2F, D) has gate's rows, then up's; down_weight is (D, F). Under autocast all are
     cast to its type first. On GPUs the types are bfloat16 and float16, and ValueError is raised
-    without quack-kernels and a Hopper GPU. A second derivative raises.
+    without a Hopper GPU and a quack-kernels that can compile. A second derivative raises.
     """
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         narrow = torch.get_autocast_dtype(x.device.type)

@@ -6,31 +6,53 @@ cuBLAS's without it, because one warpgroup multiplies while the other writes. Th
 the fastest of eleven at 16,384 x 1600 x 6400 (docs/log/2026-11-23-hopper-steps.md).
 """
 
+import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 
 import torch
 from torch import Tensor
 
-PACKAGE = "quack-kernels"
+PACKAGE, COMPILER = "quack-kernels", "nvidia-cutlass-dsl"
 HOPPER = 9  # major compute capability; the tiles are for its kernels
 FORWARD_TILE, BACKWARD_TILE = (128, 192), (128, 128)
 
 
 @functools.cache
-def _require(device: torch.device) -> None:
-    """Raises ValueError if QuACK cannot run on that GPU."""
+def require(device: torch.device) -> None:
+    """Raises ValueError if QuACK cannot run on that GPU, or not as it is installed."""
     if importlib.util.find_spec("quack") is None:
         raise ValueError(f"gate is 'quack', which needs the package {PACKAGE}")
     if torch.cuda.get_device_capability(device)[0] != HOPPER:
         raise ValueError("gate is 'quack', whose kernels are for Hopper GPUs: choose torch")
+    _require_keys()
+
+
+def _require_keys() -> None:
+    """Raises ValueError if QuACK cannot compute the keys of its compiled kernels.
+
+    A key covers the sources of all functions that a kernel calls, except those of installed
+    packages, which QuACK recognises by the name of their folder: elsewhere the compiler's own
+    functions are included, and their global variables have no key.
+    """
+    try:
+        with contextlib.suppress(ModuleNotFoundError):  # older releases have no keys
+            importlib.import_module("quack.epilogue.library")
+    except TypeError as error:
+        compiler = importlib.metadata.distribution(COMPILER)
+        raise ValueError(
+            f"gate is 'quack', but {PACKAGE} {importlib.metadata.version(PACKAGE)} fails with "
+            f"{COMPILER} {compiler.version} in {compiler.locate_file('')}: 0.6.5 with 4.8.1 works "
+            "if the latter is in a folder called site-packages, where pip installs it by default"
+        ) from error
 
 
 def product(x_MD: Tensor, weight_FD: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the product with a weight of gate's rows followed by up's, its columns interleaved, and
     y (M, F).
     """
-    _require(x_MD.device)
+    require(x_MD.device)
     from quack.gemm_interface import gemm_act
 
     return gemm_act(
