@@ -63,15 +63,12 @@ class HeadExchange(SplitSequences):
 
         # q, k and v of the first group are sent before those of the second, so that the first
         # attention only waits for its own.
-        q_GBQNhW, k_GBQNhW, v_GBQNhW = by_group(q_BHQW), by_group(k_BKQW), by_group(v_BKQW)
-        in_flight_NBQhW = [
-            (launch(q_GBQNhW[g]), launch(k_GBQNhW[g]), launch(v_GBQNhW[g]))
-            for g in range(num_groups)
-        ]
+        qkv_GBQNhW = [by_group(x) for x in (q_BHQW, k_BKQW, v_BKQW)]
+        in_flight_NBQhW = [[launch(x[g]) for x in qkv_GBQNhW] for g in range(num_groups)]
         outputs_NBQhW = []
         for of_group in in_flight_NBQhW:
-            q_BhTW, k_BhTW, v_BhTW = (_all_tokens(_Wait.apply(x, group)) for x in of_group)
-            o_BhNQW = attention(q_BhTW, k_BhTW, v_BhTW).unflatten(2, (ranks, -1))
+            qkv_BhTW = [_all_tokens(_Wait.apply(x, group)) for x in of_group]
+            o_BhNQW = attention(*qkv_BhTW).unflatten(2, (ranks, -1))
             outputs_NBQhW.append(_Launch.apply(o_BhNQW.permute(2, 0, 3, 1, 4), group))
         parts_BQNhW = [_Wait.apply(x, group).permute(1, 2, 0, 3, 4) for x in outputs_NBQhW]
         return torch.stack(parts_BQNhW, 2).flatten(2, 4).transpose(1, 2)
