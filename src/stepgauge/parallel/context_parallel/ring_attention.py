@@ -9,12 +9,12 @@ Legend: B batch, H query heads, K key heads, T tokens of a rank, D head width.
 
 import contextlib
 import dataclasses
-import itertools
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from stepgauge.parallel.autograd.first_derivatives import without_second_derivative
@@ -46,8 +46,7 @@ class RingAttention(SplitSequences):
     attention: PartialAttention
 
     def __post_init__(self) -> None:
-        self.number = next(_NUMBERS)
-        _CONTEXTS[self.number] = self
+        self.number = _number_of(self.group, self.attention)
 
     def tokens(self, length: int, rank: int) -> Sequence[int]:
         """Raises ValueError if the length is not a multiple of 2N."""
@@ -92,38 +91,58 @@ class RingAttention(SplitSequences):
                     f"chunks of a sequence on each rank: choose an even number"
                 )
         scale = q_BHTD.shape[-1] ** -0.5 if scale is None else scale
-        o: Tensor = _Ring.apply(q_BHTD, k_BKTD, v_BKTD, self.number, is_causal, scale)
+        settings = self.number, self.communicates, is_causal, scale
+        o: Tensor = _Ring.apply(q_BHTD, k_BKTD, v_BKTD, *settings)
         return o
 
 
-# An operator cannot take the object itself, so it gets a number.
-_NUMBERS = itertools.count()
-_CONTEXTS: MutableMapping[int, RingAttention] = weakref.WeakValueDictionary()
+# The operators below take no objects, but the index of a group and its attention in this list. Rings
+# with the same ones share it, because torch.compile compiles each number separately.
+_RINGS: list[tuple[weakref.ref[dist.ProcessGroup], PartialAttention]] = []
+
+
+def _number_of(group: dist.ProcessGroup, attention: PartialAttention) -> int:
+    ring = weakref.ref(group), attention  # torch owns the group until it is destroyed
+    if ring not in _RINGS:
+        _RINGS.append(ring)
+    return _RINGS.index(ring)
+
+
+def _context_of(number: int, communicates: bool) -> RingAttention:
+    group_ref, attention = _RINGS[number]
+    group = group_ref()
+    assert group is not None, "the process group was destroyed before backward"
+    return RingAttention(group, attention, communicates=communicates)
 
 
 class _Ring(torch.autograd.Function):
     """Saves what attention in one process saves: q, k, v, o and the log-sum-exp over all keys."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, context: int, is_causal: bool, scale: float
-    ) -> Tensor:
-        o, lse = ring_attention(q, k, v, context, is_causal, scale)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
+        o, lse = ring_attention(q, k, v, *settings)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.settings = context, is_causal, scale
+        ctx.settings = settings
         return o
 
     @staticmethod
     @without_second_derivative("ring attention, unlike cp ulysses,")
     def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
-        return *ring_attention_backward(grad_o, *ctx.saved_tensors, *ctx.settings), None, None, None
+        dqkv = ring_attention_backward(grad_o, *ctx.saved_tensors, *ctx.settings)
+        return *dqkv, *(None for _ in ctx.settings)
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, context_number: int, is_causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    number: int,
+    communicates: bool,
+    is_causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Returns o in the dtype of q, and lse. Sums of more than two parts are kept in fp32 or wider."""
-    context = _CONTEXTS[context_number]
+    context = _context_of(number, communicates)
     attend = context.attention.forward
     own, *others = plan_ring(context.rank, context.ranks, is_causal=is_causal)
     with context.transport(k, v) as transport:
@@ -145,12 +164,13 @@ def _backward(
     v: Tensor,
     o: Tensor,
     lse: Tensor,
-    context_number: int,
+    number: int,
+    communicates: bool,
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, ...]:
     """Returns dq, dk and dv."""
-    context = _CONTEXTS[context_number]
+    context = _context_of(number, communicates)
     ring = RingBackward(grad_o, q, k, v, o, lse, context, is_causal, scale)
     with context.transport(k, v) as transport:
         gradients = ring.gradients(transport)
@@ -180,15 +200,15 @@ def _fake_backward(grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> 
 # the first: backward then neither computes attention nor sends keys again.
 ring_attention = define_operator(
     "ring_attention",
-    "(Tensor q, Tensor k, Tensor v, int context, bool is_causal, float scale)"
+    "(Tensor q, Tensor k, Tensor v, int number, bool communicates, bool is_causal, float scale)"
     " -> (Tensor o, Tensor lse)",
     _forward,
     _fake_forward,
 )
 ring_attention_backward = define_operator(
     "ring_attention_backward",
-    "(Tensor grad_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, int context,"
-    " bool is_causal, float scale) -> (Tensor dq, Tensor dk, Tensor dv)",
+    "(Tensor grad_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, int number,"
+    " bool communicates, bool is_causal, float scale) -> (Tensor dq, Tensor dk, Tensor dv)",
     _backward,
     _fake_backward,
 )
