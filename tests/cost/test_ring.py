@@ -39,6 +39,11 @@ class Wire:
         return found
 
 
+class Group:
+    def __init__(self, ranks):
+        self.rank, self.size = (lambda: 1), (lambda: ranks)
+
+
 def predicted(terms):
     return [(t.sizes[0], sum(b.sizes[0] for b in t.hidden_by if b.name == "attention"))
             for t in terms if t.axis]  # fmt: skip
@@ -57,7 +62,7 @@ def test_messages_and_the_attention_that_hides_them(ranks, key_heads, monkeypatc
         wire.met(q)
         return q, k, v
 
-    group = types.SimpleNamespace(rank=lambda: 1, size=lambda: ranks)
+    group = Group(ranks)
     context = RingAttention(group, PartialAttention(forward, backward))
     q, k, v = (
         torch.ones(1, heads, TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
