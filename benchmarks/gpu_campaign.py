@@ -1,31 +1,36 @@
-"""Runs the checks and measurements for which a host has GPUs, several at the same time if they fit.
+"""Runs the tests and measurements for which a host has GPUs, several steps at the
+same time if they fit.
 
-    python benchmarks/gpu_campaign.py OUT                      # as many steps as fit in --seconds
-    python benchmarks/gpu_campaign.py OUT --from validation    # this step and those after it
-    python benchmarks/gpu_campaign.py OUT --only rounds        # some steps
-    python benchmarks/gpu_campaign.py OUT --small              # on a CPU, to check that every step runs
+    gpu_campaign.py OUT                 # as many steps as fit in --seconds
+    gpu_campaign.py OUT --from layouts  # this step and those after it
+    gpu_campaign.py OUT --only rounds   # some steps
+    gpu_campaign.py OUT --small         # on a CPU, to check that it runs
 
-| step | GPUs | runs | seconds |
-| --- | ---: | --- | ---: |
-| parallel-tests | 2 | GPU tests of parallel, and those of measure that need two GPUs | 120 |
-| other-tests | 1 | GPU tests of kernels, measure, bench, train and calibrate | 200 |
-| calibration | 1 | calibrates one GPU and its host | 150 |
-| rounds | 2 | data_parallel_rounds.py: wrappers next to one GPU and torch's, 2.7b and small | 110 |
-| layouts | 2 | layout_rows.py: Llama 3 8B and one long sequence under tp2, cp2 and dp2 | 170 |
-| tensor2, tensor4 | 2, 4 | tensor_parallel_campaign.py: ours next to torch's | 90 |
-| sharded4 | 4 | layout_rows.py: ZeRO 3 next to torch's fully_shard | 80 |
-| pairs4 | 4 | layout_rows.py: two axes at once | 120 |
-| pipelines4 | 4 | layout_rows.py: schedules next to torch's | 300 |
-| bert4 | 4 | layout_rows.py: BERT with four stages | 60 |
-| llama4 | 4 | layout_rows.py: Llama 3 8B under each layout | 200 |
-| validation | 2 | host times of wrappers, then the rows of validation/after_two_gpus.toml | 240 |
-| validation4 | 4 | links and contention, then the rows of five lists | 400 |
-| pipelines | 2 | layout_rows.py: 1F1B and ZBV next to torch's, BERT and a decoder | 170 |
+step            GPUs    s  runs
+parallel-tests     2  120  GPU tests of parallel, and those of measure for two
+other-tests        1  200  those of kernels, measure, bench, train, calibrate
+calibration        1  150  calibrates one GPU and its host
+rounds             2  110  data_parallel_rounds.py: our wrappers and torch's
+layouts            2  170  layout_rows.py: Llama 3 8B and one long sequence
+tensor2            2   90  tensor_parallel_campaign.py: ours next to torch's
+tensor4            4   90  the same on four GPUs
+sharded4           4   80  layout_rows.py: ZeRO 3 next to torch's fully_shard
+pairs4             4  120  layout_rows.py: two axes at once
+pipelines4         4  300  layout_rows.py: schedules next to torch's
+bert4              4   60  layout_rows.py: BERT with four stages
+llama4             4  200  layout_rows.py: Llama 3 8B under each layout
+validation         2  240  host times, then validation/after_two_gpus.toml
+validation4        4  400  links and contention, then four lists of rows; takes
+                           the rest from calibration, which must have run
+pipelines          2  170  layout_rows.py: 1F1B and ZBV, BERT and a decoder
 
-A step starts when the steps before it have started and enough GPUs are free. It gets its share of
-the CPU cores. A step that fails or reaches its limit does not end the run. While a step runs, its
-records are copied to OUT/STEP.jsonl and its output to OUT/log.txt, so that an interrupted run keeps
-them. Steps work in a folder outside OUT; a repeated step skips the rows that are finished there.
+A step starts when the steps before it have started and enough GPUs are free. It
+gets its share of the CPU cores. A step that fails or reaches its limit does not
+end the run, but then the exit status is 1. While a step runs, its records are
+copied to OUT/STEP.jsonl, its hardware file to OUT/STEP-hardware.json and all
+output to OUT/log.txt, so that an interrupted run keeps them. Steps work in
+folders of --work. A repeated step skips rows that are finished there: delete
+its folder to measure them again. CUDA_VISIBLE_DEVICES limits the GPUs.
 """
 
 import argparse
@@ -47,6 +52,8 @@ ROOT = HERE.parent
 LEAST_S = 25  # a step is not started with less time
 SHOWN_LINES = 40  # of a step's output, on the screen
 STOP_S = 10  # a step has this long to stop after its limit, then it is killed
+POLL_S = 1.0  # between two looks at the steps that run
+SMALL_GPUS = ["0", "1", "2", "3"]  # with --small: so many that every step can start
 TWO_GPU_TESTS = ("parallel", "measure/test_collectives.py", "measure/test_transfer.py")
 OTHER_TESTS = ("kernels", "measure", "bench", "train", "calibrate")
 VALIDATED_ON_FOUR = (
@@ -62,67 +69,64 @@ class Step:
     gpus     how many it needs
     command  arguments of Python. {work} is the step's folder, {shared} that of all steps, {seconds}
              its time
-    small    additional arguments on a CPU
     limit    seconds after which the step is stopped
+    small    additional arguments on a CPU
     on_gpus  additional arguments on GPUs
     """
 
     gpus: int
     command: Sequence[str]
-    small: Sequence[str]
     limit: int
+    small: Sequence[str] = ()
     on_gpus: Sequence[str] = ()
 
 
 def tests(gpus: int, workers: int, paths: Sequence[str]) -> Step:
-    pytest = ("-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--timeout", "100")
-    paths = [str(ROOT / "tests" / path) for path in paths]
-    return Step(gpus, [*pytest, "-n", str(workers), *paths], ["-n", "2"], 220)
+    pytest = ["-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--timeout", "100"]
+    pytest += [str(ROOT / "tests" / path) for path in paths]
+    return Step(gpus, pytest, 220, small=["-n", "2"], on_gpus=["-n", str(workers)])
 
 
-def rows(gpus: int, limit: int, parts: Sequence[str], only: Sequence[str] = ()) -> Step:
+def rounds() -> Step:
+    script = str(HERE / "data_parallel_rounds.py")
+    command = [script, "{work}", "--seconds", "{seconds}", "--only", "narrow", "small", "wide"]
+    small = ["--size", "nano", "--batch", "2", "--steps", "2", "--device", "cpu"]
+    return Step(2, command, 150, small=small)
+
+
+def rows(gpus: int, limit: int, parts: Sequence[str], only: Sequence[str] = ("",)) -> Step:
     script = str(HERE / "layout_rows.py")
-    command = [script, "{work}", "--gpus", str(gpus), "--seconds", "{seconds}", "--parts", *parts]
-    return Step(gpus, [*command, *(["--only", *only] if only else [])], ["--small"], limit)
+    command = [script, "{work}", "--gpus", str(gpus), "--seconds", "{seconds}"]
+    return Step(gpus, [*command, "--parts", *parts, "--only", *only], limit, small=["--small"])
 
 
 def tensor(gpus: int) -> Step:
     script = str(HERE / "tensor_parallel_campaign.py")
     ways = ["one GPU", "plain", "overlapped", "torch"]
     return Step(
-        gpus, [script, "--ranks", str(gpus), "--only", *ways], ["--ranks", "2", "--small"], 140
+        gpus, [script, "--only", *ways], 140, small=["--small"], on_gpus=["--ranks", str(gpus)]
     )
 
 
-def validation(gpus: int, limit: int, parts: Sequence[str]) -> Step:
-    script = str(HERE / "validation_campaign.py")
-    command = [script, "{work}", "--gpus", str(gpus)]
-    on_gpus = ["--now", "--parts", *parts]
-    return Step(gpus, command, ["--trial"], limit, on_gpus)
+def validation(gpus: int, limit: int, parts: Sequence[str], base: str = "") -> Step:
+    """Returns a validation of some parts.
 
-
-def starting_from(step: Step, file: str) -> Step:
-    """Returns a validation that takes from a hardware file what it does not calibrate itself."""
-    return dataclasses.replace(step, on_gpus=[*step.on_gpus, "--from", file])
+    base  the hardware file with what these parts do not calibrate
+    """
+    command = [str(HERE / "validation_campaign.py"), "{work}", "--gpus", str(gpus)]
+    on_gpus = ["--now", "--parts", *parts, *(["--from", base] if base else [])]
+    return Step(gpus, command, limit, small=["--trial"], on_gpus=on_gpus)
 
 
 def steps() -> dict[str, Step]:
-    two_gpus = validation(2, 330, ["host", "after_two_gpus"])
-    four_gpus = validation(4, 480, ["links", "contention", *VALIDATED_ON_FOUR])
+    h200 = str(ROOT / "hardware" / "h200-sxm.json")
     calibrated = "{shared}/calibration/hardware.json"
+    validated_on_four = ["links", "contention", *VALIDATED_ON_FOUR]
     return {
         "parallel-tests": tests(2, 8, TWO_GPU_TESTS),
         "other-tests": tests(1, 10, OTHER_TESTS),
         "calibration": validation(1, 240, ["calibrate"]),
-        "rounds": Step(
-            2,
-            [
-                str(HERE / "data_parallel_rounds.py"), "{work}", "--seconds", "{seconds}",
-                "--only", "narrow", "small", "wide",
-            ],
-            ["--size", "nano", "--batch", "2", "--steps", "2", "--device", "cpu"],
-            150,
-        ),
+        "rounds": rounds(),
         "layouts": rows(
             2, 240, ["llama", "context"], ["none", "tp2 overlap", "ulysses", "dp2 zero2"]
         ),
@@ -133,30 +137,33 @@ def steps() -> dict[str, Step]:
         "pipelines4": rows(4, 340, ["pipeline"]),
         "bert4": rows(4, 90, ["bert"], ["1 x", "4 x"]),
         "llama4": rows(4, 240, ["llama"]),
-        "validation": starting_from(two_gpus, str(ROOT / "hardware" / "h200-sxm.json")),
-        "validation4": starting_from(four_gpus, calibrated),
+        "validation": validation(2, 330, ["host", "after_two_gpus"], h200),
+        "validation4": validation(4, 480, validated_on_four, calibrated),
         "pipelines": rows(2, 260, ["bert", "pipeline"], ["1f1b", "zbv"]),
-    }  # fmt: skip
+    }
 
 
 class Running:
-    """A step that runs on some GPUs of the host."""
+    """A step that runs on some GPUs of the host. `result` says how it ended."""
 
     def __init__(
         self, name: str, step: Step, gpus: set[int], arguments: argparse.Namespace, left: float
     ):
-        self.name, self.gpus = name, gpus
+        self.name, self.gpus, self.result = name, gpus, ""
         self.limit, self.started = min(step.limit, left), time.monotonic()
         self.work, self.out = arguments.work / name, arguments.out
         self.work.mkdir(parents=True, exist_ok=True)
-        command = [*step.command, *(step.small if arguments.small else step.on_gpus)]
-        values = {"work": self.work, "shared": arguments.work, "seconds": int(self.limit - STOP_S)}
-        command = [part.format_map(values) for part in command]
         self.log = self.work / "log.txt"
+        values = {"work": self.work, "shared": arguments.work, "seconds": int(self.limit - STOP_S)}
+        command = [*step.command, *(step.small if arguments.small else step.on_gpus)]
+        self.process = self._start([part.format_map(values) for part in command], arguments)
+        os.sched_setaffinity(self.process.pid, cores_of(gpus, len(arguments.gpus)))
+
+    def _start(self, command: list[str], arguments: argparse.Namespace) -> subprocess.Popen[bytes]:
         with self.log.open("a") as log:
-            log.write(f"== {name}: python {' '.join(command)}\n")
+            log.write(f"== {self.name}: python {' '.join(command)}\n")
             log.flush()
-            self.process = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, *command],
                 cwd=ROOT,
                 env=self._environment(arguments),
@@ -164,8 +171,6 @@ class Running:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # so that its processes can be stopped together
             )
-        if not arguments.small:
-            os.sched_setaffinity(self.process.pid, cores_of(gpus, arguments.gpus))
 
     def _environment(self, arguments: argparse.Namespace) -> dict[str, str]:
         path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
@@ -178,83 +183,126 @@ class Running:
             "OUT": str(self.work),
             "TMPDIR": str(temporary),
             "TORCHINDUCTOR_CACHE_DIR": str(arguments.work / "inductor"),
-            "CUDA_VISIBLE_DEVICES": ",".join(map(str, sorted(self.gpus))),
+            "CUDA_VISIBLE_DEVICES": ",".join(arguments.gpus[gpu] for gpu in sorted(self.gpus)),
         }
 
-    def has_ended(self) -> bool:
-        """Returns whether the step has ended, which it has to at its limit."""
-        self._copy_results()
-        if self.process.poll() is not None:
-            self.result = (
-                "ok" if not self.process.returncode else f"failed with {self.process.returncode}"
-            )
-            return True
-        if time.monotonic() - self.started < self.limit:
-            return False
-        self.result = f"stopped at its limit of {self.limit:.0f} s"
+    def poll(self) -> str:
+        """Copies new results, and stops a step that has reached its limit. Returns `result`, which is
+        empty while the step runs.
+        """
+        self.copy_results()
+        status = self.process.poll()
+        if status is not None:
+            self.result = f"failed with {status}" if status else "ok"
+        elif time.monotonic() - self.started > self.limit:
+            self.stop()
+            self.result = f"stopped at its limit of {self.limit:.0f} s"
+        return self.result
+
+    def stop(self) -> None:
+        """Interrupts the step and all its processes; kills them if that takes too long."""
         os.killpg(self.process.pid, signal.SIGINT)
         try:
             self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-        return True
 
-    def _copy_results(self) -> int:
-        """Copies the records to one file of OUT; returns their number."""
+    def copy_results(self) -> int:
+        """Copies the records to one file of OUT, and the hardware file; returns how many records."""
         parts = [path.read_bytes() for path in sorted(self.work.rglob("*.jsonl"))]
         target = self.out / f"{self.name}.jsonl"
         if parts and (not target.exists() or target.stat().st_size != sum(map(len, parts))):
             target.write_bytes(b"".join(parts))
         hardware = self.work / "hardware.json"
         if hardware.exists():
-            shutil.copy(hardware, self.out / "hardware.json")
+            shutil.copy(hardware, self.out / f"{self.name}-hardware.json")
         return sum(part.count(b"\n") for part in parts)
 
     def report(self) -> str:
         """Prints the end of the step's output, and returns its result as one line."""
-        rows = self._copy_results()
+        num_rows = self.copy_results()
         output = self.log.read_text(errors="replace").splitlines()
-        print(f"\n== {self.name}", *output[-SHOWN_LINES:], sep="\n", flush=True)
-        return f"{self.name}: {self.result}, {time.monotonic() - self.started:.0f} s, {rows} rows"
+        print(f"\n== {self.name}", *output[-SHOWN_LINES:], sep="\n")
+        seconds = time.monotonic() - self.started
+        line = f"{self.name}: {self.result}, {seconds:.0f} s, {num_rows} rows"
+        print(line, flush=True)
+        return line
 
 
 def cores_of(gpus: set[int], total: int) -> set[int]:
-    """Returns the CPU cores of some GPUs: each GPU of the host has the same number."""
+    """Returns the CPU cores of some GPUs: each GPU of the host has the same number. If there
+    are fewer cores than GPUs, some get all of them.
+    """
     cores = sorted(os.sched_getaffinity(0))
-    share = len(cores) // total
-    return {core for gpu in gpus for core in cores[gpu * share : (gpu + 1) * share]}
+    share = max(1, len(cores) // total)
+    own = {core for gpu in gpus for core in cores[gpu * share : (gpu + 1) * share]}
+    return own or set(cores)
 
 
-def run(names: list[str], known: dict[str, Step], arguments: argparse.Namespace) -> list[str]:
-    """Runs steps; returns a line about each."""
-    end = time.monotonic() + arguments.seconds
-    free, running, results = set(range(arguments.gpus)), list[Running](), []
-    while names or running:
-        while names:
-            step, left = known[names[0]], end - time.monotonic()
-            # a CPU has no GPUs to share: one step after the other
-            needed = arguments.gpus if arguments.small else step.gpus
-            if needed > arguments.gpus or left < LEAST_S:
-                reason = f"needs {needed} GPUs" if left > LEAST_S else f"{left:.0f} s are left"
-                results.append(f"{names.pop(0)}: not started, {reason}")
-            elif needed <= len(free):
-                gpus = set(sorted(free)[:needed])
-                free -= gpus
-                running.append(Running(names.pop(0), step, gpus, arguments, left))
-            else:
-                break
-        time.sleep(1)
-        for each in [each for each in running if each.has_ended()]:
-            running.remove(each)
-            free |= each.gpus
-            results.append(each.report())
-            print(results[-1], flush=True)
-        logs = [
-            path.read_text(errors="replace") for path in sorted(arguments.work.glob("*/log.txt"))
-        ]
-        (arguments.out / "log.txt").write_text("\n".join(logs))
-    return results
+class Run:
+    """Runs steps one after the other, or beside each other if the GPUs allow it.
+
+    results  a line about each step that has ended or could not be started
+    failed   True if a step failed or was stopped
+    """
+
+    def __init__(self, known: dict[str, Step], arguments: argparse.Namespace):
+        self.known, self.arguments = known, arguments
+        self.end = time.monotonic() + arguments.seconds
+        self.free = set(range(len(arguments.gpus)))
+        self.running: list[Running] = []
+        self.results: list[str] = []
+        self.failed = False
+
+    def run(self, names: Sequence[str]) -> None:
+        waiting = list(names)
+        try:
+            while waiting or self.running:
+                while waiting and self._start_or_refuse(waiting[0]):
+                    del waiting[0]
+                time.sleep(POLL_S)
+                for each in [each for each in self.running if each.poll()]:
+                    self._finish(each)
+                self._write_log()
+        finally:  # after an interruption
+            for each in self.running:
+                each.stop()
+
+    def _start_or_refuse(self, name: str) -> bool:
+        """Returns False if the step has to wait for GPUs."""
+        step, left, total = self.known[name], self.end - time.monotonic(), len(self.arguments.gpus)
+        # a CPU has no GPUs to share: one step after the other
+        needed = total if self.arguments.small else step.gpus
+        if needed > total:
+            self.results.append(f"{name}: not started, needs {needed} GPUs")
+        elif left < LEAST_S:
+            self.results.append(f"{name}: not started, {max(0.0, left):.0f} s are left")
+        elif needed <= len(self.free):
+            gpus = set(sorted(self.free)[:needed])
+            self.free -= gpus
+            self.running.append(Running(name, step, gpus, self.arguments, left))
+        else:
+            return False
+        return True
+
+    def _finish(self, step: Running) -> None:
+        self.running.remove(step)
+        self.free |= step.gpus
+        self.failed |= step.result != "ok"
+        self.results.append(step.report())
+
+    def _write_log(self) -> None:
+        logs = sorted(self.arguments.work.glob("*/log.txt"))
+        text = "\n".join(path.read_text(errors="replace") for path in logs)
+        (self.arguments.out / "log.txt").write_text(text)
+
+
+def visible_gpus() -> list[str]:
+    """Returns this process's GPUs as CUDA_VISIBLE_DEVICES names them."""
+    count = torch.cuda.device_count()
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return chosen.split(",")[:count] if chosen else [str(gpu) for gpu in range(count)]
 
 
 def main() -> None:
@@ -264,23 +312,31 @@ def main() -> None:
     )
     parser.add_argument("out", type=Path)
     chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument("--only", nargs="+", choices=known, help="these steps, in this order")
-    chosen.add_argument("--from", dest="first", choices=known, help="this step and those after it")
-    parser.add_argument("--seconds", type=float, default=570, help="for all steps")
-    parser.add_argument("--gpus", type=int, default=0, help="all by default")
+    chosen.add_argument(
+        "--only", nargs="+", choices=known, metavar="STEP", help="these steps, in this order"
+    )
+    chosen.add_argument(
+        "--from", dest="first", choices=known, metavar="STEP", help="this step and those after it"
+    )
+    parser.add_argument("--seconds", type=float, default=570, help="for all steps [570]")
     parser.add_argument("--small", action="store_true", help="small sizes, on a CPU")
-    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "gpu_campaign")
+    work = Path(tempfile.gettempdir()) / "gpu_campaign"
+    parser.add_argument("--work", type=Path, default=work, help=f"[{work}]")
     arguments = parser.parse_args()
-    arguments.gpus = arguments.gpus or torch.cuda.device_count()
-    if arguments.small:
-        arguments.gpus = 4
-    elif not arguments.gpus:
-        sys.exit("this machine has no GPU: give --small to check that every step runs")
-    arguments.out = arguments.out.absolute()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    names = list(known)
-    names = arguments.only or names[names.index(arguments.first or names[0]) :]
-    print("\n== results", *run(names, known, arguments), sep="\n", flush=True)
+    arguments.gpus = SMALL_GPUS if arguments.small else visible_gpus()
+    if not arguments.gpus:
+        parser.error("this machine has no GPU: give --small to check that every step runs")
+    for folder in ("out", "work"):
+        path = getattr(arguments, folder).absolute()
+        if path.exists() and not path.is_dir():
+            parser.error(f"{path} is a file: give a folder")
+        path.mkdir(parents=True, exist_ok=True)
+        setattr(arguments, folder, path)
+    first = list(known).index(arguments.first) if arguments.first else 0
+    run = Run(known, arguments)
+    run.run(arguments.only or list(known)[first:])
+    print("\n== results", *run.results, sep="\n", flush=True)
+    sys.exit(int(run.failed))
 
 
 if __name__ == "__main__":

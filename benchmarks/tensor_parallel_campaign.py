@@ -448,13 +448,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--small", action="store_true", help="small sizes, on a CPU")
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--ranks", nargs="+", type=int, help="[2, and 4 if there are]")
     parser.add_argument("--lengths", nargs="+", type=int, default=[], help="also at these lengths")
     parser.add_argument("--traces", action="store_true", help="write a trace for each rank")
     parser.add_argument("--attention", choices=ATTENTIONS, default="sdpa")
     arguments = parser.parse_args()
     device, max_ranks = ("cpu", 2) if arguments.small else ("cuda", torch.cuda.device_count())
-    for ranks in [n for n in arguments.ranks if n <= max_ranks]:
+    if max(arguments.ranks or [1]) > max_ranks:
+        parser.error(f"--ranks {max(arguments.ranks)}: {max_ranks} are possible here")
+    for ranks in arguments.ranks or [n for n in (2, 4) if n <= max_ranks]:
         for length in (LENGTH, *arguments.lengths):
             ways = arguments.only if length == LENGTH else ["plain", "overlapped"]
             options = Options(length, arguments.small, arguments.traces, arguments.attention)

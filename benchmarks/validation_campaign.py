@@ -71,19 +71,26 @@ def validate(out: Path, part: str, options: list[str]) -> int:
     ])  # fmt: skip
 
 
+def gpus_of(part: str) -> int:
+    """Returns how many GPUs a part needs if its lists run at the same time, as their names say."""
+    return sum(2 if name.endswith("two_gpus") else 1 for name in part.split(","))
+
+
 def run_in_parallel(out: Path, parts: list[str], gpus: int, options: list[str]) -> int:
-    """Runs each part in a process of its own, which sees as many GPUs as the part's name says and
-    has their share of the CPU cores. Returns the highest exit status.
+    """Runs each part in a process of its own, which sees as many GPUs as the part needs and has their
+    share of the CPU cores. Returns the highest exit status.
     """
-    started, first, cores = [], 0, sorted(os.sched_getaffinity(0))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+    names, cores = visible.split(","), sorted(os.sched_getaffinity(0))
+    started, first = [], 0
     for part in parts:
-        end = first + 2 if part.endswith("two_gpus") else first + 1
+        end = first + gpus_of(part)
         process = subprocess.Popen(
             [sys.executable, __file__, str(out), "--parts", part, *options],
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(first, end)))},
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(names[first:end])},
         )
         own = cores[first * len(cores) // gpus : end * len(cores) // gpus]
-        os.sched_setaffinity(process.pid, own)
+        os.sched_setaffinity(process.pid, own or cores)
         started.append(process)
         first = end
     return max([process.wait() for process in started])
@@ -132,6 +139,11 @@ def main() -> None:
     )
     parser.add_argument("--trial", action="store_true", help="small, in two processes of a CPU")
     arguments = parser.parse_args()
+    for part in arguments.parts or []:
+        if "," in part and gpus_of(part) > arguments.gpus:
+            parser.error(f"{part} needs {gpus_of(part)} GPUs, and --gpus is {arguments.gpus}")
+    if arguments.base and not arguments.base.is_file():
+        parser.error(f"--from {arguments.base}: there is no such hardware file")
     lists = (
         ["trial"]
         if arguments.trial
