@@ -50,6 +50,10 @@ PRIVATE_NAMES = {
         {"parallel/shares.py", "parallel/whole_norm.py"},
         "a public name of the foreach functions",
     ),
+    "torch._dynamo": (
+        {"parallel/pipeline/split.py"},
+        "a compiler that counts calls under checkpoints without a setting",
+    ),
     "torch._functorch": (
         {"bench/kernels/operation.py", "measure/memory/compiled.py"},
         "donated buffers and the partitioner as options of torch.compile",
@@ -298,6 +302,8 @@ def private_names(path):
             names += full.values()
             known |= full
     for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):  # for sys.modules
+            names += re.findall(r"^torch[.\w]+$", node.value)
         parts = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
