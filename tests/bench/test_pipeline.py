@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from stepgauge import cli
+from stepgauge.bench import pipeline_probe
 from stepgauge.bench.pipeline_bytes import held_in_step, message_bytes
 from stepgauge.parallel.pipeline.interfaces import Meta
 from stepgauge.report.pipeline_steps import timeline_of
@@ -93,3 +94,17 @@ def test_only_tensors_that_cross_ranks_are_counted():
     assert held == [Held(0, one), Held(one, 0), Held(0, one), Held(one, 0)]
     # Each rank has four channels: activations and gradients, both sent and received.
     assert [message_bytes(pipeline, rank) for rank in (0, 1)] == [4 * one, 4 * one]
+
+
+@pytest.mark.parametrize("launch_ms", [0.1, 0.9, 1.1, 3.0])
+def test_copies_before_a_timing_last_just_until_the_device_stays_busy(launch_ms):
+    """The host takes up to twice its mean time for a launch, the device 2 ms for the shorter kind."""
+    stage = pipeline_probe._StageProbe(
+        ms={"F": 2.0, "B": 4.0}, launch_ms=launch_ms, held=Held(0, 0), temporary_bytes=0
+    )
+    lead_ms = 1e3 * pipeline_probe._lead_s(stage)
+    idle_ms = [
+        2 * launch_ms * (call + 1) - (lead_ms + 2.0 * call)
+        for call in range(pipeline_probe.MICRO_BATCHES)
+    ]
+    assert max(idle_ms) == pytest.approx(0)

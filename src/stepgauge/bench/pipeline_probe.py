@@ -238,9 +238,11 @@ class StageProber:
 
 def _lead_s(stage: _StageProbe) -> float:
     """Returns for how long the device must be busy before the calls of one kind, so that the host stays
-    ahead of it. The first call must be launched by then; the later ones only matter if the host takes
-    longer to launch a call than the device to run it. A longer lead would let a GPU at its power limit
-    recover, and the stage seem faster than it is in a step.
+    ahead of it: until the first call is launched, and for each later call as much as launching it takes
+    longer than running it.
+
+    A longer lead would be wrong: copies take little power, so that a GPU at its power limit would then
+    run the stage at a higher clock than in a step.
     """
     launch_ms = 2 * stage.launch_ms  # the host takes longer for some kinds than for others
     behind_ms = max(0.0, launch_ms - min(stage.ms.values()))

@@ -123,16 +123,15 @@ def attention_parts(operations: StepOperations) -> Parts:
 
 
 def _row_layer_parts(operations: StepOperations) -> Parts:
-    """Returns the output of a row layer. With tensor parallelism the ranks' sum of it is kept too, or,
-    compiled, instead, because nothing else needs the output.
+    """Returns the output of a row layer and, with plain tensor parallelism, this rank's piece of the
+    sum over ranks. Compiled, only the piece is kept then, because backward needs nothing else.
     """
-    stream = operations.model.d_model * operations.arithmetic.activation_bytes
-    parts: Parts = {"output of row layer": operations.tokens * stream}
-    if operations.share.tensor > 1 and not operations.overlapped:
-        if operations.arithmetic.is_compiled:
-            del parts["output of row layer"]
-        parts["pieces of output of row layer"] = operations.own_tokens * stream
-    return parts
+    token_bytes = operations.model.d_model * operations.arithmetic.activation_bytes
+    output = {"output of row layer": operations.tokens * token_bytes}
+    if operations.share.tensor == 1 or operations.overlapped:
+        return output
+    piece = {"pieces of output of row layer": operations.own_tokens * token_bytes}
+    return piece if operations.arithmetic.is_compiled else output | piece
 
 
 def end_parts(operations: StepOperations) -> Parts:

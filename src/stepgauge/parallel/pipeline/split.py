@@ -244,13 +244,13 @@ def _has_hooks(layer: nn.Module) -> bool:
     )
 
 
-def _counting_under_checkpoint() -> contextlib.AbstractContextManager[object]:
-    """Lets compiled blocks with activation checkpointing count calls of layers. Otherwise
-    torch.compile leaves such a block eager, because it cannot repeat the count in backward. Nothing
-    needs it there: a compiled block recomputes within its graph, without calling its layers.
+def _compiled_with_checkpoints() -> contextlib.AbstractContextManager[object]:
+    """Lets torch.compile compile checkpointed blocks although a call of a split layer changes its
+    `num_calls`. By default torch leaves such a block eager, because recomputing would have to repeat
+    the change. Here it must not: backward recomputes within the graph, without calling the layers.
 
-    The setting is private, but torch's error message advises it. Once torch counts such changes by
-    default, this can go.
+    The setting is private, but torch's error message advises it. The way out: a torch that compiles
+    such blocks without it.
     """
     dynamo = sys.modules.get("torch._dynamo")  # importing it takes seconds
     if dynamo is None:
@@ -304,7 +304,7 @@ class SplitBackward:
     def forward(self) -> Iterator[list[tuple[SplitLinear, Slots]]]:
         """Encloses a forward. Afterwards the yielded list has the calls for `input_gradients`."""
         calls: list[tuple[SplitLinear, Slots]] = []
-        with self._splitting(), _counting_under_checkpoint():
+        with self._splitting(), _compiled_with_checkpoints():
             yield calls
             calls += [
                 (layer, slots) for layer in self.layers for slots in layer.slots[: layer.num_calls]

@@ -126,9 +126,10 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 
 
 # The smallest piece, sent from one rank to another, for which overlapping collectives with products
-# pays. Measured with layers 4096 wide, forward and backward: with pieces of 32 MiB on two H200s overlap
-# takes 3 to 7 % less time, with 64 MiB on four H100s 13 % less, with 16 MiB on four H100s 8 to 11 %
-# more, because products of 2048 rows leave multiprocessors idle at their end
+# pays. Time of overlap relative to plain collectives, layers 4096 wide, forward and backward:
+#   two H200s, single layers, eager   pieces of 32 MiB -3 to -7 %; 16 MiB -4 %, the widest layer
+#   four H100s, compiled blocks       pieces of 64 MiB -13 %; 16 MiB +8 to +11 %
+# The latter have products of 2048 rows, which leave multiprocessors idle at their end
 # (docs/log/2026-11-22-tensor-parallel.md, docs/log/2026-11-28-four-gpus.md).
 LEAST_OVERLAPPED_BYTES = 32 * 2**20
 
