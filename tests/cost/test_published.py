@@ -69,7 +69,7 @@ SEQUENCE_PARALLEL = {
 
 @pytest.mark.parametrize("name", SEQUENCE_PARALLEL)
 def test_configurations_that_calculon_is_validated_with(name):
-    """docs/plan.md has all eight rows: mean error 6.2 %; calculon reports 3.65."""
+    """docs/log/2026-11-22-published-plans.md has all rows: mean error 6.2 %; calculon reports 3.65."""
     heads, width, layers, layout, batch, *published = SEQUENCE_PARALLEL[name]
     for checkpointing, seconds in zip(("blocks", "none"), published, strict=True):
         spec = LayoutSpec(

@@ -127,10 +127,10 @@ def _row_layer_parts(operations: StepOperations) -> Parts:
     sum over ranks. Compiled, only the piece is kept then, because backward needs nothing else.
     """
     token_bytes = operations.model.d_model * operations.arithmetic.activation_bytes
-    output = {"output of row layer": operations.tokens * token_bytes}
+    output: Parts = {"output of row layer": operations.tokens * token_bytes}
     if operations.share.tensor == 1 or operations.overlapped:
         return output
-    piece = {"pieces of output of row layer": operations.own_tokens * token_bytes}
+    piece: Parts = {"pieces of output of row layer": operations.own_tokens * token_bytes}
     return piece if operations.arithmetic.is_compiled else output | piece
 
 
