@@ -125,7 +125,7 @@ def steps() -> dict[str, Step]:
     return {
         "parallel-tests": tests(2, 8, TWO_GPU_TESTS),
         "other-tests": tests(1, 10, OTHER_TESTS),
-        "calibration": validation(1, 240, ["calibrate"]),
+        "calibration": validation(1, 450, ["calibrate"]),
         "rounds": rounds(),
         "layouts": rows(
             2, 240, ["llama", "context"], ["none", "tp2 overlap", "ulysses", "dp2 zero2"]
