@@ -9,7 +9,7 @@ same time if they fit.
 step            GPUs    s  runs
 parallel-tests     2  120  GPU tests of parallel, and those of measure for two
 other-tests        1  200  those of kernels, measure, bench, train, calibrate
-calibration        1  150  calibrates one GPU and its host
+calibration        1  350  calibrates one GPU and its host
 rounds             2  110  data_parallel_rounds.py: our wrappers and torch's
 layouts            2  170  layout_rows.py: Llama 3 8B and one long sequence
 tensor2            2   90  tensor_parallel_campaign.py: ours next to torch's
