@@ -1,6 +1,5 @@
 """SwiGLU's feed-forward layer with the gate in its products, compared with plain PyTorch."""
 
-import re
 import sys
 from types import ModuleType
 
@@ -121,19 +120,13 @@ def test_unsupported_uses_are_refused(make, message):
 
 
 def test_quack_that_cannot_compute_its_keys_is_refused_in_one_sentence(monkeypatch, tmp_path):
-    for package, version in (("quack-kernels", "9.1"), ("nvidia-cutlass-dsl", "9.2")):
-        folder = tmp_path / f"{package.replace('-', '_')}-{version}.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text(f"Name: {package}\nVersion: {version}\n")
     (tmp_path / "library.py").write_text("raise TypeError('no semantic key')")
-    monkeypatch.syspath_prepend(tmp_path)
     for name in ("quack", "quack.epilogue"):
         stand_in = ModuleType(name)
         stand_in.__path__ = [str(tmp_path)]
         monkeypatch.setitem(sys.modules, name, stand_in)
     monkeypatch.delitem(sys.modules, "quack.epilogue.library", raising=False)
-    where = re.escape(f"quack-kernels 9.1 fails with nvidia-cutlass-dsl 9.2 in {tmp_path}: ")
-    with pytest.raises(ValueError, match=f"{where}.* site-packages") as raised:
+    with pytest.raises(ValueError, match="a folder called site-packages") as raised:
         quack._require_keys()
     assert "no semantic key" in str(raised.value.__cause__)
 

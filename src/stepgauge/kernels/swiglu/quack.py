@@ -8,7 +8,7 @@ the fastest of eleven at 16,384 x 1600 x 6400 (docs/log/2026-11-23-hopper-steps.
 
 import contextlib
 import functools
-import importlib.metadata
+import importlib
 import importlib.util
 
 import torch
@@ -40,11 +40,9 @@ def _require_keys() -> None:
         with contextlib.suppress(ModuleNotFoundError):  # older releases have no keys
             importlib.import_module("quack.epilogue.library")
     except TypeError as error:
-        compiler = importlib.metadata.distribution(COMPILER)
         raise ValueError(
-            f"gate is 'quack', but {PACKAGE} {importlib.metadata.version(PACKAGE)} fails with "
-            f"{COMPILER} {compiler.version} in {compiler.locate_file('')}: 0.6.5 with 4.8.1 works "
-            "if the latter is in a folder called site-packages, where pip installs it by default"
+            f"gate is 'quack', but {PACKAGE} cannot compute the keys of its kernels; this happens if "
+            f"{COMPILER} is not in a folder called site-packages, where pip installs it"
         ) from error
 
 
