@@ -2,7 +2,7 @@
 
 Reading order: `interfaces` (tensors between stages), `split` (backward in two parts), `stage`,
 `graphed` (a stage replayed from CUDA graphs); `groups`, `transfers`, `peer_transfers`; `tied`,
-`clock`, `step`, `pipeline`.
+`clock`, `host_lead`, `step`, `pipeline`.
 """
 
 from stepgauge.parallel.pipeline.pipeline import Pipeline

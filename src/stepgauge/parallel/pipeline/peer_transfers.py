@@ -5,12 +5,14 @@ memory of its receiver, and uses them in turn. The sender waits until the next b
 its tensors into it and sets a flag on the receiver. The receiver waits for that flag, copies the
 tensors out and sets a flag on the sender: the box is free again. Each end of a channel has its own
 stream, so computation only waits for the tensors that it reads.
+
+The copies are calls of the driver with addresses. Views of the boxes and torch's copies would take
+the host longer than the GPU needs for a small micro-batch.
 """
 
 import collections
-import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ class ChannelEnd:
     """This rank's end of a channel, for sending or for receiving.
 
     peer        rank at the other end
+    receiver    rank that has the boxes
     first_box   first of the channel's boxes on the receiver. The flag that says that a box is full is
                 on the receiver too, and has the number of the box
     free_flags  first of the flags on the sender that say that a box is free
@@ -37,21 +40,19 @@ class ChannelEnd:
     messages    number of messages so far
     """
 
-    def __init__(self, peer: int, first_box: int, free_flags: int, stream: Any):
-        self.peer, self.first_box, self.free_flags, self.stream = (
-            peer,
-            first_box,
-            free_flags,
-            stream,
-        )
-        self.messages = 0
+    def __init__(self, peer: int, receiver: int, first_box: int, free_flags: int, stream: Any):
+        self.peer, self.receiver = peer, receiver
+        self.first_box, self.free_flags = first_box, free_flags
+        self.stream, self.messages = stream, 0
+        self.handle, self._begin = None, None
+        if stream is not None:
+            self.handle, self._begin = stream.cuda_stream, torch.cuda.Event()
 
-    def on_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Switches to this end's stream, after the work launched so far on the current stream."""
-        if self.stream is None:
-            return contextlib.nullcontext()
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        return torch.cuda.stream(self.stream)
+    def follow(self) -> None:
+        """Makes this end's stream wait for the work launched so far on the current stream."""
+        if self._begin is not None:
+            self._begin.record(torch.cuda.current_stream(self.stream.device))
+            self.stream.wait_event(self._begin)
 
     def record_event(self) -> Any:
         """Returns an event at the end of the launched work; None on a CPU, where it is done."""
@@ -103,6 +104,7 @@ class PeerTransfers:
                 from_sender = [c for c, pair in self._ranks.items() if pair[0] == sender]
                 self._ends[channel] = ChannelEnd(
                     peer=receiver if self._rank == sender else sender,
+                    receiver=receiver,
                     first_box=into_receiver.index(channel) * self._boxes,
                     free_flags=num_boxes + from_sender.index(channel) * self._boxes,
                     stream=torch.cuda.Stream(self._device) if self._device.type == "cuda" else None,
@@ -115,15 +117,14 @@ class PeerTransfers:
         end.messages += 1
         while self._sent and self._sent[0][0] is not None and self._sent[0][0].query():
             self._sent.popleft()
-        contiguous = [tensor.detach().contiguous() for tensor in tensors]
-        with end.on_stream():
-            if message > self._boxes:  # wait until the box's previous message has been copied out
-                memory.wait(end.free_flags + box, message - self._boxes)
-            target = memory.box(end.peer, end.first_box + box)
-            for tensor, start in zip(contiguous, _offsets(contiguous), strict=True):
-                target[start : start + tensor.nbytes].view(tensor.dtype).copy_(tensor.view(-1))
-            memory.set_flag(end.peer, end.first_box + box, message)
-            self._sent.append((end.record_event(), contiguous))
+        contiguous = [tensor.contiguous() for tensor in tensors]
+        end.follow()
+        if message > self._boxes:  # wait until the box's previous message has been copied out
+            memory.wait(end.free_flags + box, message - self._boxes, end.handle)
+        for tensor, address in self._in_box(end, box, contiguous):
+            memory.copy(address, tensor.data_ptr(), tensor.nbytes, end.handle)
+        memory.set_flag(end.peer, end.first_box + box, message, end.handle)
+        self._sent.append((end.record_event(), contiguous))
 
     def receive(self, action: Action, metas: Sequence[Meta]) -> None:
         """Starts to receive tensors of these shapes; `take` returns them."""
@@ -135,19 +136,28 @@ class PeerTransfers:
         if end.stream is None:  # copying would block the host, so `take` does it
             self._received[action] = copy_out, tensors
             return
-        with end.on_stream():
-            copy_out()
-            event = end.stream.record_event()
+        end.follow()
+        copy_out()
+        event = end.record_event()
         stream = torch.cuda.current_stream(self._device)
         self._received[action] = functools.partial(stream.wait_event, event), tensors
 
     def _copy_out(self, end: ChannelEnd, box: int, message: int, tensors: Sequence[Tensor]) -> None:
         memory = self._prepared_memory
-        memory.wait(end.first_box + box, message)
-        source = memory.box(self._rank, end.first_box + box)
-        for tensor, start in zip(tensors, _offsets(tensors), strict=True):
-            tensor.view(-1).copy_(source[start : start + tensor.nbytes].view(tensor.dtype))
-        memory.set_flag(end.peer, end.free_flags + box, message)
+        memory.wait(end.first_box + box, message, end.handle)
+        for tensor, address in self._in_box(end, box, tensors):
+            memory.copy(tensor.data_ptr(), address, tensor.nbytes, end.handle)
+        memory.set_flag(end.peer, end.free_flags + box, message, end.handle)
+
+    def _in_box(
+        self, end: ChannelEnd, box: int, tensors: Sequence[Tensor]
+    ) -> Iterator[tuple[Tensor, int]]:
+        """Yields the tensors of a message that have bytes, each with its address in the box."""
+        address = self._prepared_memory.address(end.receiver, end.first_box + box)
+        for tensor in tensors:
+            if tensor.nbytes:
+                yield tensor, address
+            address += round_up(tensor.nbytes, ALIGNMENT)
 
     def take(self, action: Action) -> list[Tensor]:
         """Waits for the received tensors and returns them. On a GPU the current stream waits."""
@@ -170,11 +180,3 @@ class PeerTransfers:
 
 def _padded_bytes(meta: Meta) -> int:
     return round_up(meta.shape.numel() * meta.dtype.itemsize, ALIGNMENT)
-
-
-def _offsets(tensors: Sequence[Tensor]) -> list[int]:
-    """Returns where each tensor of a message starts in its box, in bytes."""
-    offsets = [0]
-    for tensor in tensors:
-        offsets.append(offsets[-1] + _padded_bytes(Meta.of(tensor)))
-    return offsets[:-1]

@@ -15,6 +15,7 @@ from stepgauge.parallel.counted_mean import Count, CountedMean
 from stepgauge.parallel.data_parallel import DataParallel
 from stepgauge.parallel.pipeline.clock import Clock
 from stepgauge.parallel.pipeline.graphed import GraphedStage
+from stepgauge.parallel.pipeline.host_lead import HostLead
 from stepgauge.parallel.pipeline.interfaces import Meta, StageOutputs, stage_inputs
 from stepgauge.parallel.pipeline.peer_transfers import PeerTransfers
 from stepgauge.parallel.pipeline.stage import Stage
@@ -125,6 +126,7 @@ class Pipeline:
         self._tied = TiedWeights(ties, self.modules, self.schedule, group)
         self.metas: dict[int, list[Meta]] = {}  # the inputs of each stage, set by the first step
         self.clock = Clock(self.device) if recording else None
+        self._lead = HostLead(self.device)
 
     def _graphed(self, number: int, stage: Stage, graphs: Recorder) -> GraphedStage:
         return GraphedStage(stage, graphs, self.schedule.in_flight(number), self.device)
@@ -180,6 +182,7 @@ class Pipeline:
             reduce=self._reduce_early,
             weights=self._weights,
             clock=self.clock,
+            lead=self._lead,
         )
 
     def _reduce_early(self, stage: int, module: nn.Module) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from stepgauge.parallel.counted_mean import gradient_of, weighted
 from stepgauge.parallel.pipeline.clock import Clock
 from stepgauge.parallel.pipeline.graphed import GraphedStage
+from stepgauge.parallel.pipeline.host_lead import HostLead
 from stepgauge.parallel.pipeline.interfaces import Meta
 from stepgauge.parallel.pipeline.peer_transfers import PeerTransfers
 from stepgauge.parallel.pipeline.stage import Stage
@@ -57,7 +58,7 @@ class PipelineStep:
     targets       of the last stage, one per micro-batch
     loss_weights  weight of each micro-batch's mean loss in the batch's mean; for the last stage
     reduce        called with a stage and its module when the stage's gradients are complete
-    loss          the weighted sum so far; on the last stage's rank
+    lead          limits how far the host runs ahead
     """
 
     schedule: Schedule
@@ -71,7 +72,11 @@ class PipelineStep:
     reduce: Callable[[int, nn.Module], None] | None
     weights: StageWeights | None
     clock: Clock | None
-    loss: Tensor | None = None
+    lead: HostLead
+    # On the last stage's rank: the mean loss of each micro-batch so far, and the gradients of the
+    # batch's mean with respect to all of them.
+    _losses: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    _loss_gradients: Sequence[Tensor] = ()
     # Computed here and not yet read: the inputs of a stage, and the gradients of a stage's outputs.
     _inputs: dict[Position, Sequence[Tensor]] = dataclasses.field(default_factory=dict)
     _gradients: dict[Position, Sequence[Tensor | None]] = dataclasses.field(default_factory=dict)
@@ -118,6 +123,7 @@ class PipelineStep:
             gradients = self._take_gradients(number, micro_batch)
             with timing:
                 self._backward(action, gradients)
+        self.lead.keep()
 
     def _take_inputs(self, number: int, micro_batch: int) -> Sequence[Tensor]:
         """Returns the inputs of a stage, from the batch, another rank or another stage here."""
@@ -136,10 +142,18 @@ class PipelineStep:
             self._inputs[number + 1, micro_batch] = outputs
             return
         (loss,) = outputs
-        weight = self.loss_weights[micro_batch]
-        self._gradients[number, micro_batch] = [gradient_of(weight).to(loss.dtype)]
-        loss = weighted(loss, weight)
-        self.loss = loss if self.loss is None else self.loss + loss
+        if not self._losses:
+            self._loss_gradients = gradient_of(self.loss_weights).to(loss.dtype).unbind()
+        self._losses[micro_batch] = loss
+        self._gradients[number, micro_batch] = [self._loss_gradients[micro_batch]]
+
+    @property
+    def loss(self) -> Tensor | None:
+        """The batch's mean loss at the end of the step, None if the last stage is on another rank."""
+        if not self._losses:
+            return None
+        losses = torch.stack([loss for _, loss in sorted(self._losses.items())])
+        return weighted(losses, self.loss_weights).sum()
 
     def _take_gradients(self, number: int, micro_batch: int) -> Sequence[Tensor | None]:
         """Returns the gradients of a stage's outputs, one per output."""
