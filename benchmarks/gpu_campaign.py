@@ -18,6 +18,7 @@ sharded4           4   80  layout_rows.py: ZeRO 3 next to torch's fully_shard
 pairs4             4  120  layout_rows.py: two axes at once
 pipelines4         4  300  layout_rows.py: schedules next to torch's
 bert4              4   60  layout_rows.py: BERT with four stages
+products           1   20  piece_products.py: whole products next to pieces
 llama4             4  200  layout_rows.py: Llama 3 8B under each layout
 validation         2  240  host times, then validation/after_two_gpus.toml
 validation4        4  400  links and contention, then four lists of rows; takes
@@ -102,10 +103,9 @@ def rows(gpus: int, limit: int, parts: Sequence[str], only: Sequence[str] = ("",
 
 def tensor(gpus: int) -> Step:
     script = str(HERE / "tensor_parallel_campaign.py")
-    ways = ["one GPU", "plain", "overlapped", "torch"]
-    return Step(
-        gpus, [script, "--only", *ways], 140, small=["--small"], on_gpus=["--ranks", str(gpus)]
-    )
+    ways = ["one GPU", "plain", "overlapped", "by piece", "torch"]
+    on_gpus = ["--ranks", str(gpus), "--traces"]
+    return Step(gpus, [script, "--only", *ways], 160, small=["--small"], on_gpus=on_gpus)
 
 
 def validation(gpus: int, limit: int, parts: Sequence[str], base: str = "") -> Step:
@@ -136,6 +136,7 @@ def steps() -> dict[str, Step]:
         "pairs4": rows(4, 180, ["pairs"]),
         "pipelines4": rows(4, 340, ["pipeline"]),
         "bert4": rows(4, 90, ["bert"], ["1 x", "4 x"]),
+        "products": Step(1, [str(HERE / "piece_products.py")], 60, small=["--small"]),
         "llama4": rows(4, 240, ["llama"]),
         "validation": validation(2, 330, ["host", "after_two_gpus"], h200),
         "validation4": validation(4, 480, validated_on_four, calibrated),

@@ -10,6 +10,7 @@ weights, on one sequence of 8192 tokens, in these ways:
   one GPU      each GPU runs the whole network alone
   plain        ours, with collectives before and after the products
   overlapped   ours, with collectives during the products
+  by piece     the same with a product for each piece, even of few rows
   torch        torch's tensor parallel
   torch async  torch's asynchronous tensor parallel
 
@@ -18,8 +19,7 @@ network in float32, then wide blocks in bf16.
 
 --lengths also measures plain and overlapped blocks on shorter sequences, to find where overlap
 starts to pay off. --attention triton uses the fastest attention library for the shape in all ways,
-instead of torch's choice. --traces writes a trace of some steps of "one GPU" and "overlapped" for
-each rank.
+instead of torch's choice. --traces writes a trace of some steps of our ways for each rank.
 
 Appends a JSON line per row to $OUT/tensor_parallel.jsonl (the current folder if OUT is not set) as
 soon as it is measured: ms of the slowest rank, and the mean clock and power of the GPU with the
@@ -60,7 +60,7 @@ from stepgauge.measure.timing import time_phases
 from stepgauge.models.parts import ATTENTIONS
 from stepgauge.models.rotary import rotary_tables
 from stepgauge.models.transformer import TransformerLM, compiled
-from stepgauge.parallel.tensor_parallel import TensorParallel, parallelize_tensor
+from stepgauge.parallel.tensor_parallel import TensorParallel, overlapped, parallelize_tensor
 from stepgauge.runtime.launch import RankError, launch
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan import tensor as plan
@@ -73,7 +73,9 @@ STEPS_PER_WAIT = 5  # the host launches several steps before it waits, as in tra
 # Relative to one process in float32, by the dtype of the blocks. bf16 rounds to 2^-9.
 LARGEST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 SEED = 0
-WAYS = ("one GPU", "plain", "overlapped", "torch", "torch async")
+# "by piece" overlaps with a product per piece, even where a piece has few rows.
+OVERLAPPED = ("overlapped", "by piece")
+WAYS = ("one GPU", "plain", *OVERLAPPED, "torch", "torch async")
 
 
 def spec_of(width: int, d_ff: int, heads: int, length: int, blocks: int) -> ModelSpec:
@@ -91,6 +93,7 @@ def spec_of(width: int, d_ff: int, heads: int, length: int, blocks: int) -> Mode
 SMALL = spec_of(64, 96, 4, 32, 2)
 WIDE = spec_of(4096, 11008, 32, 2048, 2)
 LENGTH = 8192
+LEAST_ROWS = overlapped.LEAST_ROWS
 
 
 def full_size(length: int) -> ModelSpec:
@@ -236,7 +239,7 @@ class Network:
                 parallelize_module(block, mesh, torch_plan())
         elif way != "one GPU":
             table = table_of(spec, blocks_of(spec))
-            cut = parallelize_tensor(module, table, overlap=way == "overlapped")
+            cut = parallelize_tensor(module, table, overlap=way in OVERLAPPED)
         return cls(way, spec, device, dtype, module, cut)
 
     def part(self, x: Tensor) -> Tensor:
@@ -350,23 +353,21 @@ def check(way: str, options: Options, device: torch.device) -> dict[str, float]:
     cases = {"float32": (SMALL, torch.float32)}
     if not options.small:
         cases["bf16"] = (WIDE, torch.bfloat16)
-    min_bytes, plan.LEAST_OVERLAPPED_BYTES = plan.LEAST_OVERLAPPED_BYTES, 0
     for name, (spec, dtype) in cases.items():
         restart_hang_timer()
         network = Network.of(way, options.attending(spec), device, dtype)
         errors[f"error_{name}"] = error = network.error()
         if error > LARGEST_ERROR[dtype]:
             raise AssertionError(f"{way} is wrong in {name}: relative error {error:.2g}")
-    plan.LEAST_OVERLAPPED_BYTES = 0 if options.small else min_bytes
     return errors
 
 
 def run(way: str, options: Options, folder: str) -> dict[str, object]:
     """Runs on every rank: checks and times a way, and returns its row."""
     device = torch.device("cpu" if options.small else f"cuda:{torch.cuda.current_device()}")
+    plan.LEAST_OVERLAPPED_BYTES = 0  # also where overlap is expected to lose
+    overlapped.LEAST_ROWS = 0 if way == "by piece" else LEAST_ROWS
     errors = check(way, options, device) if options.length == LENGTH else {}
-    if options.length != LENGTH:
-        plan.LEAST_OVERLAPPED_BYTES = 0
     restart_hang_timer()
     dtype = torch.float32 if options.small else torch.bfloat16
     spec = options.attending(SMALL if options.small else full_size(options.length))
@@ -383,7 +384,7 @@ def run(way: str, options: Options, folder: str) -> dict[str, object]:
         compiled(network.module, "blocks")
     row = {"way": way, "length": options.length, "attention": options.attention, **errors}
     row |= network.times(2 if options.small else STEPS)
-    if options.traces and way in ("one GPU", "overlapped") and options.length == LENGTH:
+    if options.traces and way in ("plain", *OVERLAPPED) and options.length == LENGTH:
         name = f"tensor_parallel_trace_{way.replace(' ', '-')}_{dist.get_rank()}.json.gz"
         trace(network, Path(folder) / name)
     return row

@@ -23,8 +23,8 @@ from stepgauge.kernels.linear_cross_entropy.partial import partial_backward, par
 from stepgauge.models.bert import BertForMaskedLM
 from stepgauge.models.transformer import TransformerLM
 from stepgauge.parallel.communication import peer_memory
-from stepgauge.parallel.tensor_parallel import parallelize_tensor
-from stepgauge.parallel.tensor_parallel.overlapped import gathered_product
+from stepgauge.parallel.tensor_parallel import overlapped, parallelize_tensor
+from stepgauge.parallel.tensor_parallel.overlapped import LEAST_ROWS, gathered_product, grouped
 from stepgauge.parallel.tensor_parallel.vocabulary_loss import PartialLoss
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.bert import BertSpec
@@ -306,7 +306,9 @@ def overlapped_differences():
     over more turns than flags have values, and with changing shapes.
     """
     least, plan.LEAST_OVERLAPPED_BYTES = plan.LEAST_OVERLAPPED_BYTES, 0
-    differences = {(name, "overlapped"): difference(name, overlap=True) for name in OVERLAPPED}
+    differences = {}
+    for name, overlapped.LEAST_ROWS in zip(OVERLAPPED, (0, LEAST_ROWS), strict=True):
+        differences[name, "overlapped"] = difference(name, overlap=True)
     if dist.get_world_size() == 2:  # nothing here depends on the number of ranks
         differences["compiled"] = difference("default", overlap=True, prepare=compile_blocks)
         differences["frozen"] = difference_when_frozen()
@@ -333,9 +335,9 @@ def difference_when_frozen():
         parallel = parallelize_tensor(model, table, overlap=overlap)
         parallel.module(*batch(0)).backward()
         gradients.append({n: p.grad for n, p in parallel.module.named_parameters()})
-    plain, overlapped = gradients
-    assert [n for n in plain if plain[n] is None] == [n for n in plain if overlapped[n] is None]
-    return max((plain[n] - overlapped[n]).abs().max().item() for n in plain if plain[n] is not None)
+    plain, found = gradients
+    assert [n for n in plain if plain[n] is None] == [n for n in plain if found[n] is None]
+    return max((plain[n] - found[n]).abs().max().item() for n in plain if plain[n] is not None)
 
 
 def unfrozen(model):
@@ -668,6 +670,16 @@ def test_gradients_of_norms_share_an_all_reduce_and_only_collectives_next_to_pro
         assert additional == norms - 1 == 4 and largest < 1e-10
 
 
+def test_small_pieces_of_neighbours_are_multiplied_together():
+    def of(ranks, rows):
+        return [list(group) for group in grouped(ranks, rows=rows)]
+
+    assert of([3, 2, 1], 2048) == [[2, 3], [1]]
+    assert of([0, 3, 2], 2048) == [[0], [2, 3]]
+    assert of([2, 1, 0], 1024) == [[0, 1, 2]]
+    assert of([1, 2, 3], 4096) == [[1], [2], [3]]
+
+
 @pytest.mark.gpu
 def test_overlap_under_autocast_keeps_bf16_on_gpus():
     """Autocast on a GPU, unlike on a CPU, makes a sum fp32 unless the sum is given a dtype."""
@@ -694,8 +706,8 @@ def under_autocast(device):
         loss.backward()
         gradients.append(torch.cat([p.grad.flatten() for p in parallel.module.parameters()]))
     (dtype,) = dtypes
-    plain, overlapped = gradients
-    return dtype, ((overlapped - plain).abs().max() / plain.abs().max()).item()
+    plain, found = gradients
+    return dtype, ((found - plain).abs().max() / plain.abs().max()).item()
 
 
 def test_error_messages(two_ranks):

@@ -62,7 +62,7 @@ class Exchange:
         flags = 2 * BOXES * self.ranks
         self.memory: PeerMemory = peer_memory(2 * BOXES, box_bytes, flags, device, group)
         self._turns = [0, 0]
-        self._views: dict[Any, tuple[Tensor, tuple[Tensor, ...]]] = {}
+        self._views: dict[Any, Tensor] = {}
         self._streams: dict[str, Any] = {}
         if device.type == "cuda":
             self._streams = {name: torch.cuda.Stream(device) for name in _STREAMS}
@@ -76,14 +76,14 @@ class Exchange:
         self._turns[kind] += 1
         return self._turns[kind], BOXES * kind + self._turns[kind] % BOXES
 
-    def view(self, box: int, shape: tuple[int, ...], dtype: torch.dtype, dim: int) -> Any:
-        """Returns this rank's box as a tensor, and its N parts along `dim`."""
+    def view(self, box: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Returns this rank's box as a tensor."""
         key = box, shape, dtype
         if key not in self._views:
             nbytes = math.prod(shape) * dtype.itemsize
             with torch.inference_mode(False):  # the views are kept and also used in training
-                whole = self.memory.box(self.rank, box)[:nbytes].view(dtype).view(shape)
-                self._views[key] = whole, whole.chunk(self.ranks, dim)
+                own = self.memory.box(self.rank, box)[:nbytes]
+                self._views[key] = own.view(dtype).view(shape)
         return self._views[key]
 
     def tell(self, rank: int, box: int, turn: int, stream: str) -> None:
@@ -139,7 +139,7 @@ class Inbox:
         self._turn, self._box = exchange.turn(_INBOX)
         batch, length, width = x_BQD.shape
         shape = (batch, exchange.ranks * length, width)
-        self._whole, self._rows = exchange.view(self._box, shape, x_BQD.dtype, 1)
+        self._whole = exchange.view(self._box, shape, x_BQD.dtype)
 
     def send(self, *, to_own: bool) -> None:
         """Sends this rank's piece, as it was when the inbox was created, to all other ranks. With
@@ -163,25 +163,25 @@ class Inbox:
             stream = exchange.handles.get("send")
             memory.copy(target + place, source + number * nbytes, nbytes, stream)
 
-    def piece(self, rank: int) -> Tensor:
-        """Returns another rank's piece. The calling stream waits for it."""
-        self._exchange.wait(rank, self._box, self._turn)
-        rows_BQD: Tensor = self._rows[rank]
-        return rows_BQD
+    def pieces(self, ranks: range) -> Tensor:
+        """Returns the pieces of these other ranks. The calling stream waits for them."""
+        length = self._piece.shape[1]
+        for rank in ranks:
+            self._exchange.wait(rank, self._box, self._turn)
+        return self._whole.narrow(1, ranks.start * length, len(ranks) * length)
 
     def whole(self) -> Tensor:
         """Returns all pieces, sent with `to_own`. The calling stream waits for them."""
         for rank in self._exchange.senders:
-            self.piece(rank)
+            self._exchange.wait(rank, self._box, self._turn)
         self._exchange.order("send", "")
-        whole_BTD: Tensor = self._whole
-        return whole_BTD
+        return self._whole
 
 
 class Outbox:
     """One turn of an outbox: scatters x_BTD, of which every rank takes its rows.
 
-    whole       x_BTD, to be written by this rank
+    whole       x_BTD, to be written by this rank; its own rows may go into `parts_NBQD` instead
     parts_NBQD  what this rank receives: its rows of every rank's x_BTD
     """
 
@@ -189,19 +189,10 @@ class Outbox:
         batch, length, width = shape_BTD
         self._exchange = exchange
         self._turn, self._box = exchange.turn(_OUTBOX)
-        self.whole, self._rows = exchange.view(self._box, shape_BTD, like.dtype, 1)
+        self.whole = exchange.view(self._box, shape_BTD, like.dtype)
         ranks = exchange.ranks
         self.parts_NBQD = like.new_empty((ranks, batch, length // ranks, width))
         exchange.order("", "receive")  # the memory of `parts_NBQD` may be in use until here
-
-    def piece(self, rank: int) -> Tensor:
-        """Returns where to write the rows for a rank, if they are computed rank by rank. This rank's
-        own rows go directly into `parts_NBQD`.
-        """
-        if rank == self._exchange.rank:
-            return self.parts_NBQD[rank]
-        piece_BQD: Tensor = self._rows[rank]
-        return piece_BQD
 
     def tell(self, *ranks: int) -> None:
         """Tells the ranks that their rows are there, after the calling stream's work so far."""

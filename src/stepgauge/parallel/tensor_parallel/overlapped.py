@@ -15,6 +15,7 @@ inside.
 Legend: B batch, T sequence, D width of the stream, F features of this rank, N ranks, Q = T/N.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,10 @@ from stepgauge.parallel.tensor_parallel.exchange import (
     exchange_of,
     num_ranks,
 )
+
+# Pieces of fewer rows are multiplied together: a product of 2048 rows leaves many multiprocessors
+# idle while its last tiles are computed.
+LEAST_ROWS = 4096
 
 
 def gathered_product(x_BQD: Tensor, weight_FD: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -208,29 +213,46 @@ def _multiply_gathered(
     to_own: bool,
 ) -> None:
     """Writes x_BTD matrix to out_BTF: this rank's rows first, then the others' as they arrive."""
-    _multiply(own_BQD, matrix, out=rows_of(out_BTF, exchange.rank, exchange.ranks))
+    ranks = exchange.ranks
+    _multiply(own_BQD, matrix, out=rows_of(out_BTF, exchange.rank, ranks))
     inbox.send(to_own=to_own)
-    for rank in exchange.senders:
-        _multiply(inbox.piece(rank), matrix, out=rows_of(out_BTF, rank, exchange.ranks))
+    for group in grouped(exchange.senders, rows=own_BQD.shape[0] * own_BQD.shape[1]):
+        _multiply(inbox.pieces(group), matrix, out=rows_of(out_BTF, group, ranks))
 
 
 def _multiply_scattered(exchange: Exchange, x_BTF: Tensor, matrix: Tensor) -> Outbox:
     """Computes x matrix: first the rows for the other ranks, telling each when its rows are there,
     then this rank's own rows.
     """
-    outbox = Outbox(exchange, _shape(x_BTF, matrix), x_BTF)
-    for rank in (*exchange.receivers, exchange.rank):
-        _multiply(rows_of(x_BTF, rank, exchange.ranks), matrix, out=outbox.piece(rank))
-        if rank != exchange.rank:
-            outbox.tell(rank)
+    outbox, ranks = Outbox(exchange, _shape(x_BTF, matrix), x_BTF), exchange.ranks
+    for group in grouped(exchange.receivers, rows=x_BTF.shape[0] * x_BTF.shape[1] // ranks):
+        _multiply(rows_of(x_BTF, group, ranks), matrix, out=rows_of(outbox.whole, group, ranks))
+        outbox.tell(*group)
+    own = exchange.rank
+    _multiply(rows_of(x_BTF, own, ranks), matrix, out=outbox.parts_NBQD[own])
     outbox.receive()
     return outbox
 
 
-def rows_of(x_BTD: Tensor, rank: int, ranks: int) -> Tensor:
-    """Returns the piece x_BQD of a rank."""
+def grouped(ranks: Sequence[int], *, rows: int) -> list[range]:
+    """Returns the ranks in the same order, in groups whose pieces are multiplied by one product: ranks
+    next to each other, until their pieces of `rows` rows make LEAST_ROWS.
+    """
+    groups: list[range] = []
+    for rank in ranks:
+        last = groups[-1] if groups else range(0)
+        if rank in (last.start - 1, last.stop) and 0 < len(last) * rows < LEAST_ROWS:
+            groups[-1] = range(min(rank, last.start), max(rank + 1, last.stop))
+        else:
+            groups.append(range(rank, rank + 1))
+    return groups
+
+
+def rows_of(x_BTD: Tensor, group: range | int, ranks: int) -> Tensor:
+    """Returns the rows of a rank, x_BQD, or of a group of ranks."""
     length = x_BTD.shape[1] // ranks
-    return x_BTD.narrow(1, rank * length, length)
+    group = range(group, group + 1) if isinstance(group, int) else group
+    return x_BTD.narrow(1, group.start * length, len(group) * length)
 
 
 def _multiply(rows_BQK: Tensor, matrix_KM: Tensor, *, out: Tensor) -> None:
