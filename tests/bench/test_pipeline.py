@@ -97,10 +97,10 @@ def test_only_tensors_that_cross_ranks_are_counted():
 
 
 @pytest.mark.parametrize("launch_ms", [0.1, 0.9, 1.1, 3.0])
-def test_copies_before_a_timing_last_just_until_the_device_stays_busy(launch_ms):
+def test_the_lead_before_a_timing_lasts_just_until_the_device_stays_busy(launch_ms):
     """The host takes up to twice its mean time for a launch, the device 2 ms for the shorter kind."""
     stage = pipeline_probe._StageProbe(
-        ms={"F": 2.0, "B": 4.0}, launch_ms=launch_ms, held=Held(0, 0), temporary_bytes=0
+        ms={"F": 2.0, "B": 4.0}, launch_ms=launch_ms, held=Held(0, 0)
     )
     lead_ms = 1e3 * pipeline_probe._lead_s(stage)
     idle_ms = [

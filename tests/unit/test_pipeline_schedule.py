@@ -97,6 +97,9 @@ def test_memory_is_computed_in_any_unit_and_checked_against_a_bound():
     with pytest.raises(ScheduleError, match=r"rank 0 holds 20 at 0F1; the bound is 19") as refused:
         check(schedule, held=held, bound=19.0)
     assert refused.value.actions == (Action(0, "F", 1),)
+    # Temporary memory counts only during its action: I of rank 1 runs while it holds 10 or 14.
+    held[1] = Held(activations=10.0, for_weights=4.0, temporary={"I": 3.0})
+    assert check(schedule, held=held).peak == (20.0, 17.0)
 
 
 def test_receives_are_posted_the_given_number_of_computations_ahead():

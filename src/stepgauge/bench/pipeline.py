@@ -39,7 +39,7 @@ from stepgauge.train.precision import PRECISIONS
 
 # Idle shares of a step are rounded to this, so that schedules with about the same idle time share
 # the measured times of stages.
-IDLE_STEP = 0.05
+IDLE_STEP = 0.02
 # Measured times of a network's parts, by the spec's fields that they depend on.
 PART_TIMES: dict[tuple[Any, ...], PartTimes] = {}
 # Schedules whose W actions were moved into bubbles: a row and its prediction use the same one.
@@ -213,15 +213,26 @@ class PipelineBench:
         return list(zip(times, held, strict=True))
 
     def probe(self) -> RankProbe:
-        """Times the stages in isolation. All ranks must call it, after a step."""
+        """Times the stages in isolation. All ranks must call it, after a step.
+
+        A GPU at its power limit is the slower the less it waits for others. So a first round, as if
+        all stages took equally long, shows which ranks wait, and a second times each like that.
+        """
+        probe = self._probe(Durations.of_stages(self.spec.num_stages))
+        if self.device.type == "cuda":
+            probe = self._probe(durations(gathered_objects(probe), self.spec.num_stages))
+        return probe
+
+    def _probe(self, expected: Durations) -> RankProbe:
+        """Times the stages, with pauses of the length that a step of these durations has."""
         assert isinstance(self.pipeline, Pipeline), "torch's pipelines cannot be probed"
         spec = self.spec
         key = (
             spec.model, spec.micro_batch, spec.precision, spec.compile, spec.seed, spec.device,
             spec.cuda_graphs,
         )  # fmt: skip
-        equal_stages = simulate(self._schedule, Durations.of_stages(spec.num_stages))
-        idle = round(equal_stages.bubbles[dist.get_rank()] / IDLE_STEP) * IDLE_STEP
+        bubble = simulate(self._schedule, expected).bubbles[dist.get_rank()]
+        idle = round(bubble / IDLE_STEP) * IDLE_STEP
         return StageProber(
             self.pipeline,
             self.batch,
@@ -272,7 +283,7 @@ def modelled(spec: PipelineSpec, ranks: list[RankProbe]) -> Record:
             levels.append([(ms, rank.base_bytes + level) for ms, level in points])
         tables |= held_table(levels)
         series["rank_peak_bytes"] = [
-            rank.base_bytes + peak + rank.temporary_bytes
+            rank.base_bytes + peak
             for rank, peak in zip(ranks, peaks, strict=True)
         ]
         metrics["peak_bytes"] = Sample.exact(max(series["rank_peak_bytes"]), "bytes")

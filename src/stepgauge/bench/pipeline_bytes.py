@@ -2,6 +2,7 @@
 probed in isolation do not have it.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 from stepgauge.parallel.pipeline import Pipeline
@@ -24,7 +25,11 @@ def held_in_step(probed: Held, pipeline: Pipeline, stage: int) -> Held:
         inputs = _bytes(boundaries(pipeline)[stage - 1])
     if stage < schedule.num_stages - 1 and schedule.crosses(stage, stage + 1):
         gradients = _bytes(_with_gradient(boundaries(pipeline)[stage]))
-    return Held(probed.activations + inputs, probed.for_weights + gradients)
+    return dataclasses.replace(
+        probed,
+        activations=probed.activations + inputs,
+        for_weights=probed.for_weights + gradients,
+    )
 
 
 def boundaries(pipeline: Pipeline) -> list[list[Meta]]:

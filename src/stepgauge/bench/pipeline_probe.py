@@ -26,8 +26,8 @@ MICRO_BATCHES = 4  # micro-batches per timing of a stage
 TIMED_LAUNCHES = 2
 REPEATS, MOST_REPEATS = 3, 20
 PROBE_S = 0.4  # in 0.1 s the host's time for a computation was off by 20 %, either way
-COPY_BYTES, COPY_S = 2**28, 1e-4  # size of a copy, and roughly its time on a GPU
-MOST_COPIES = 128  # a GPU queues about a thousand launches before the host has to wait
+PRODUCT_WIDTH, PRODUCT_S = 4096, 2e-4  # of a product, and roughly its time on a GPU
+MOST_PRODUCTS = 128  # a GPU queues about a thousand launches before the host has to wait
 # Figures of stages by everything that they depend on: schedules of a sweep share stages.
 CACHE: dict[Hashable, "_StageProbe"] = {}
 
@@ -36,13 +36,12 @@ CACHE: dict[Hashable, "_StageProbe"] = {}
 class RankProbe:
     """The figures of one rank's stages in isolation. Without a GPU all bytes are 0.
 
-    actions          ms by (stage, action kind)
-    transfer_ms      ms of a transfer between two ranks
-    host_ms          ms in which the host launches an action; 0 on a CPU
-    held             bytes that a micro-batch of each stage holds
-    parts            the network parts of each stage
-    base_bytes       bytes that the rank always holds: weights, gradients, messages
-    temporary_bytes  most bytes that an action allocates and frees again
+    actions      ms by (stage, action kind)
+    transfer_ms  ms of a transfer between two ranks
+    host_ms      ms in which the host launches an action; 0 on a CPU
+    held         bytes that a micro-batch of each stage holds
+    parts        the network parts of each stage
+    base_bytes   bytes that the rank always holds: weights, gradients, messages
     """
 
     actions: dict[tuple[int, str], float]
@@ -51,7 +50,6 @@ class RankProbe:
     held: dict[int, Held]
     parts: list[range]
     base_bytes: int = 0
-    temporary_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +61,6 @@ class _StageProbe:
     ms: dict[str, float]
     launch_ms: float
     held: Held
-    temporary_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +106,6 @@ class StageProber:
             held=held,
             parts=self.parts,
             base_bytes=base,
-            temporary_bytes=max(stage.temporary_bytes for stage in stages.values()),
             transfer_ms=self._transfer_ms(),
         )
 
@@ -140,14 +136,14 @@ class StageProber:
 
     def _round(self, number: int, lead_s: float) -> "_StageProbe":
         """Runs each kind of action for several micro-batches, without waiting for the device in
-        between. Before each kind the device gets copies for `lead_s` seconds, so that the host stays
-        ahead and the device is never idle while it is timed.
+        between. Before each kind the device gets products for `lead_s` seconds, so that the host
+        stays ahead and the device is never idle while it is timed.
         """
         calls = stage_calls(self.pipeline, number, *self.batch)
         num_calls = min(MICRO_BATCHES, self._num_slots(number) or MICRO_BATCHES)
         timed_launches = min(TIMED_LAUNCHES, num_calls)
-        ms, launch_s = {}, 0.0
-        levels, temporary = [self._allocated()], 0.0
+        ms, temporary, launch_s = {}, {}, 0.0
+        levels = [self._allocated()]
         for kind, call in calls.items():
             devices.synchronize(self.device)
             self._lead(lead_s)
@@ -164,14 +160,13 @@ class StageProber:
             ms[kind] = took_ms / num_calls
             peak = devices.peak_memory(self.device).get("peak_bytes", 0)
             levels.append(self._allocated())
-            temporary = max(temporary, peak - max(levels[-2:]))
-            self._rest(took_ms / 1e3, lead_s)
+            temporary[kind] = max(0.0, peak - max(levels[-2:]))
+            self._rest(took_ms / 1e3 + lead_s)
         held = [max(0.0, level - levels[0]) / num_calls for level in levels[1:]]
         return _StageProbe(
             ms=ms,
             launch_ms=launch_s * 1e3 / len(calls),
-            held=Held(held[0], held[1] if len(held) > 2 else 0.0),
-            temporary_bytes=round(temporary),
+            held=Held(held[0], held[1] if len(held) > 2 else 0.0, temporary),
         )
 
     def _num_slots(self, number: int) -> int | None:
@@ -187,26 +182,25 @@ class StageProber:
         return event
 
     def _lead(self, seconds: float) -> None:
-        """Keeps a GPU busy with copies for about this long, with few launches; does nothing on a CPU.
+        """Keeps a GPU busy with products for about this long, with few launches; does nothing on a
+        CPU. Products take about as much power as a stage, so that the clock stays that of a step.
 
-        The copies' memory is freed before they have run. That is safe: on the same stream, later
-        work that reuses the memory runs after them.
+        Their memory is freed before they have run. That is safe: on the same stream, later work that
+        reuses the memory runs after them.
         """
-        copies = min(MOST_COPIES, round(seconds / COPY_S)) if self.device.type == "cuda" else 0
-        if copies:
-            source, target = (
-                torch.empty(COPY_BYTES, dtype=torch.uint8, device=self.device) for _ in range(2)
-            )
-            for _ in range(copies):
-                target.copy_(source)
+        products = min(MOST_PRODUCTS, round(seconds / PRODUCT_S))
+        if self.device.type == "cuda" and products:
+            shape = (2, PRODUCT_WIDTH, PRODUCT_WIDTH)
+            left, right = torch.randn(shape, dtype=torch.bfloat16, device=self.device)
+            for _ in range(products):
+                torch.mm(left, right)
 
-    def _rest(self, busy_s: float, lead_s: float) -> None:
-        """Pauses for as long as the rank would wait for others after so much work, less the time of
-        the copies, which take little power. A GPU at its power limit is up to a tenth faster after a
-        pause.
+    def _rest(self, busy_s: float) -> None:
+        """Pauses for as long as the rank would wait for others after so much work. A GPU at its power
+        limit is up to a tenth faster after a pause.
         """
         if self.device.type == "cuda":
-            time.sleep(max(0.0, busy_s * self.idle / (1 - self.idle) - lead_s))
+            time.sleep(busy_s * self.idle / (1 - self.idle))
 
     def _allocated(self) -> int:
         return devices.allocated_memory(self.device) or 0
@@ -240,9 +234,6 @@ def _lead_s(stage: _StageProbe) -> float:
     """Returns for how long the device must be busy before the calls of one kind, so that the host stays
     ahead of it: until the first call is launched, and for each later call as much as launching it takes
     longer than running it.
-
-    A longer lead would be wrong: copies take little power, so that a GPU at its power limit would then
-    run the stage at a higher clock than in a step.
     """
     launch_ms = 2 * stage.launch_ms  # the host takes longer for some kinds than for others
     behind_ms = max(0.0, launch_ms - min(stage.ms.values()))

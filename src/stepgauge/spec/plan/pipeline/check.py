@@ -39,10 +39,12 @@ class Held:
 
     activations  held from F until I or B
     for_weights  the part of them that W needs, held until W
+    temporary    what an action of a kind holds only while it runs; none if the kind is missing
     """
 
     activations: float = 1.0
     for_weights: float = 1.0
+    temporary: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,15 +208,17 @@ def _with_memory(schedule: Schedule, held: Mapping[int, Held]) -> Checked:
 def live(row: Sequence[Action], held: Mapping[int, Held]) -> list[float]:
     """Returns the memory that a rank holds during each of its actions."""
     levels, now = [], 0.0
-    for taken, freed in changes(row, held):
+    for action, (taken, freed) in zip(row, changes(row, held), strict=True):
         now += taken
-        levels.append(now)
+        levels.append(now + held.get(action.stage, Held()).temporary.get(action.kind, 0.0))
         now -= freed
     return levels
 
 
 def changes(row: Iterable[Action], held: Mapping[int, Held]) -> Iterator[tuple[float, float]]:
-    """Yields for each action the memory allocated at its start and the memory freed at its end."""
+    """Yields for each action the memory allocated at its start and the memory freed at its end, without
+    temporary memory.
+    """
     for action in row:
         of_stage = held.get(action.stage, Held())
         freed = {
