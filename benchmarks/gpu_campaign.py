@@ -103,8 +103,8 @@ def rows(gpus: int, limit: int, parts: Sequence[str], only: Sequence[str] = ("",
 
 def tensor(gpus: int) -> Step:
     script = str(HERE / "tensor_parallel_campaign.py")
-    ways = ["one GPU", "plain", "overlapped", "by piece", "torch"]
-    on_gpus = ["--ranks", str(gpus), "--traces"]
+    ways = ["one GPU", "plain", "plain graph", "overlapped", "overlapped graph", "torch"]
+    on_gpus = ["--ranks", str(gpus)]
     return Step(gpus, [script, "--only", *ways], 160, small=["--small"], on_gpus=on_gpus)
 
 

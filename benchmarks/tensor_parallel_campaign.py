@@ -11,6 +11,8 @@ weights, on one sequence of 8192 tokens, in these ways:
   plain        ours, with collectives before and after the products
   overlapped   ours, with collectives during the products
   by piece     the same with a product for each piece, even of few rows
+  plain graph, overlapped graph
+               the step captured in one CUDA graph
   torch        torch's tensor parallel
   torch async  torch's asynchronous tensor parallel
 
@@ -36,6 +38,7 @@ import json
 import os
 import statistics
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +64,9 @@ from stepgauge.models.parts import ATTENTIONS
 from stepgauge.models.rotary import rotary_tables
 from stepgauge.models.transformer import TransformerLM, compiled
 from stepgauge.parallel.tensor_parallel import TensorParallel, overlapped, parallelize_tensor
+from stepgauge.parallel.tensor_parallel.exchange import captured_turns
 from stepgauge.runtime.launch import RankError, launch
+from stepgauge.runtime.recording import on_capture_stream, record
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan import tensor as plan
 from stepgauge.spec.plan.stages import parts_of
@@ -74,8 +79,9 @@ STEPS_PER_WAIT = 5  # the host launches several steps before it waits, as in tra
 LARGEST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 SEED = 0
 # "by piece" overlaps with a product per piece, even where a piece has few rows.
-OVERLAPPED = ("overlapped", "by piece")
-WAYS = ("one GPU", "plain", *OVERLAPPED, "torch", "torch async")
+OVERLAPPED = ("overlapped", "by piece", "overlapped graph")
+GRAPHS = ("plain graph", "overlapped graph")
+WAYS = ("one GPU", "plain", "plain graph", *OVERLAPPED, "torch", "torch async")
 
 
 def spec_of(width: int, d_ff: int, heads: int, length: int, blocks: int) -> ModelSpec:
@@ -291,20 +297,54 @@ class Network:
             for parameter in self.module.parameters():
                 parameter.grad = None
 
-        def step_group() -> None:
-            for _ in range(STEPS_PER_WAIT):
-                step()
-
         step()  # compiles
         restart_hang_timer()
+        run = step
+        if self.way in GRAPHS and self.device.type == "cuda":
+            run = self.captured(x)
+            restart_hang_timer()
+
+        def step_group() -> None:
+            for _ in range(STEPS_PER_WAIT):
+                run()
+
         with ClockReader(self.device) as by_step:
-            found = time_phases({"both": step}, self.device, warmup=3, steps=steps)["step"]
+            found = time_phases({"both": run}, self.device, warmup=3, steps=steps)["step"]
         with ClockReader(self.device) as by_group:
             several = time_phases(
                 {"steps": step_group}, self.device, warmup=1, steps=steps // STEPS_PER_WAIT + 1
             )
         times = {"steps_ms": found, "ahead_ms": [ms / STEPS_PER_WAIT for ms in several["step"]]}
         return {**times, "steps_clock": by_step.means(), "ahead_clock": by_group.means()}
+
+    def captured(self, x: Tensor) -> Callable[[], None]:
+        """Captures the step in one CUDA graph and returns the replay. Raises AssertionError if it gives
+        another output or other gradients.
+        """
+        parameters = list(self.module.parameters())
+
+        def step() -> list[Tensor]:
+            for parameter in parameters:
+                parameter.grad = None
+            y = self.module(x)
+            y.backward(torch.ones_like(y))
+            return [y.detach(), *(parameter.grad for parameter in parameters)]
+
+        def captured_step() -> list[Tensor]:
+            with captured_turns(dist.group.WORLD):
+                return step()
+
+        with on_capture_stream(self.device):
+            for _ in range(3):
+                expected = [tensor.clone() for tensor in step()]
+        torch.cuda.synchronize()
+        found, replay = record(captured_step, self.device)
+        for _ in range(3):
+            replay()
+        torch.cuda.synchronize()
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a, b), "the replayed step differs from the step"
+        return replay
 
 
 class ClockReader(threading.Thread):
@@ -393,7 +433,8 @@ def run(way: str, options: Options, folder: str) -> dict[str, object]:
 def trace(network: Network, path: Path) -> None:
     """Writes a trace of some steps of this rank."""
     restart_hang_timer()
-    with torch.profiler.profile() as profile:
+    # with the host's operators, the host would take longer than the GPU
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         network.times(0)
     profile.export_chrome_trace(str(path))
 

@@ -1,5 +1,6 @@
 """Tensor parallel on two and four ranks compared with one process, under SGD, in float64."""
 
+import contextlib
 import copy
 import functools
 
@@ -22,8 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from stepgauge.kernels.linear_cross_entropy.partial import partial_backward, partial_forward
 from stepgauge.models.bert import BertForMaskedLM
 from stepgauge.models.transformer import TransformerLM
-from stepgauge.parallel.communication import peer_memory
 from stepgauge.parallel.tensor_parallel import overlapped, parallelize_tensor
+from stepgauge.parallel.tensor_parallel.exchange import captured_turns
 from stepgauge.parallel.tensor_parallel.overlapped import LEAST_ROWS, gathered_product, grouped
 from stepgauge.parallel.tensor_parallel.vocabulary_loss import PartialLoss
 from stepgauge.runtime.launch import launch
@@ -303,7 +304,7 @@ OVERLAPPED = ("tied, learned, layernorm, gelu, biases", "one key head, wide head
 
 def overlapped_differences():
     """Differences with overlapping collectives: of networks, with compiled blocks or frozen weights,
-    over more turns than flags have values, and with changing shapes.
+    over many turns, and with changing shapes.
     """
     least, plan.LEAST_OVERLAPPED_BYTES = plan.LEAST_OVERLAPPED_BYTES, 0
     differences = {}
@@ -413,16 +414,17 @@ def differences_of_torchs_encoder():
 
 
 def difference_over_many_turns():
-    """Multiplies different pieces in each turn, for more turns than flags have values."""
+    """Multiplies different pieces in each turn, some of them as if they were captured: these use the
+    same boxes as the turn before or after.
+    """
     group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     weight, largest = torch.eye(64, dtype=torch.float64)[: 64 // ranks], 0.0
-    values, peer_memory.VALUES = peer_memory.VALUES, 8
-    for turn in range(2 * peer_memory.VALUES + 3):
+    for turn in range(30):
         x = torch.full((1, 1, 64), turn + rank, dtype=torch.float64)
-        y = gathered_product(x, weight, group)
+        with captured_turns(group) if turn % 5 in (1, 2) else contextlib.nullcontext():
+            y = gathered_product(x, weight, group)
         expected = turn + torch.arange(ranks, dtype=torch.float64)
         largest = max(largest, (y - expected[None, :, None]).abs().max().item())
-    peer_memory.VALUES = values
     return largest
 
 

@@ -283,8 +283,7 @@ def modelled(spec: PipelineSpec, ranks: list[RankProbe]) -> Record:
             levels.append([(ms, rank.base_bytes + level) for ms, level in points])
         tables |= held_table(levels)
         series["rank_peak_bytes"] = [
-            rank.base_bytes + peak
-            for rank, peak in zip(ranks, peaks, strict=True)
+            rank.base_bytes + peak for rank, peak in zip(ranks, peaks, strict=True)
         ]
         metrics["peak_bytes"] = Sample.exact(max(series["rank_peak_bytes"]), "bytes")
     provenance = _provenance(spec, ranks[0].parts, "modelled")

@@ -14,6 +14,7 @@ import platform
 import tempfile
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ SHARED_MEMORY = Path("/dev/shm")
 VALUES = 1024
 ALIGNMENT = 512
 _WAIT_UNTIL_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
+_WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2  # CU_STREAM_MEM_OP_...
 WAIT_S = 120.0  # timeout on a CPU, the same as that of a collective
 
 
@@ -57,6 +59,10 @@ class PeerMemory(ABC):
     @abstractmethod
     def wait(self, flag: int, value: int, stream: int | None = None) -> None:
         """Makes the stream wait until a flag of this rank has the value."""
+
+    @abstractmethod
+    def consume(self, flags: tuple[int, ...], stream: int | None = None) -> None:
+        """Makes the stream wait until each of these flags of this rank is 1, and sets it to 0."""
 
 
 def peer_memory(
@@ -100,6 +106,7 @@ class GpuMemory(PeerMemory):
         self._values = torch.arange(VALUES, dtype=torch.int32, device=device)
         self._first_value = self._values.data_ptr()
         self._driver = Driver()
+        self._consumptions: dict[tuple[int, ...], MemoryOperations] = {}
         torch.cuda.synchronize(device)
         dist.barrier(group)
 
@@ -113,20 +120,63 @@ class GpuMemory(PeerMemory):
     def wait(self, flag: int, value: int, stream: int | None = None) -> None:
         self._driver.wait(self._handle(stream), self._own_flags + 4 * flag, value % VALUES)
 
+    def consume(self, flags: tuple[int, ...], stream: int | None = None) -> None:
+        if flags not in self._consumptions:
+            self._consumptions[flags] = MemoryOperations(
+                [
+                    (kind, self._own_flags + 4 * flag, value)
+                    for flag in flags
+                    for kind, value in ((_WAIT_VALUE_32, 1), (_WRITE_VALUE_32, 0))
+                ]
+            )
+        self._driver.run(self._handle(stream), self._consumptions[flags])
+
     def _handle(self, stream: int | None) -> int:
         return torch.cuda.current_stream(self._device).cuda_stream if stream is None else stream
 
 
+class MemoryOperation(ctypes.Structure):
+    """CUstreamBatchMemOpParams of the driver: the members that waiting and writing share, and its size."""
+
+    _fields_ = [
+        ("kind", ctypes.c_uint),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("rest", ctypes.c_uint64 * 2),
+    ]
+
+
+class MemoryOperations:
+    """Waits for values and writes of values that a stream does one after the other.
+
+    operations  the kind, the address and the value of each
+    """
+
+    def __init__(self, operations: Sequence[tuple[int, int, int]]):
+        self.count = len(operations)
+        self.array = (MemoryOperation * self.count)()
+        for target, (kind, address, value) in zip(self.array, operations, strict=True):
+            target.kind, target.address, target.value = kind, address, value
+            target.flags = _WAIT_UNTIL_EQUAL if kind == _WAIT_VALUE_32 else 0
+
+
 class Driver:
-    """Two functions of the CUDA driver: torch has no stream that waits for a value, and its copies
-    cost more host time.
+    """Functions of the CUDA driver: torch has no stream that waits for a value, and its copies cost
+    more host time.
     """
 
     def __init__(self) -> None:
         driver = ctypes.CDLL("libcuda.so.1")
         self._wait, self._copy = driver.cuStreamWaitValue32_v2, driver.cuMemcpyAsync
+        self._run = driver.cuStreamBatchMemOp_v2
         self._wait.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
         self._copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+        self._run.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint]
+
+    def run(self, stream: int, operations: MemoryOperations) -> None:
+        if error := self._run(stream, operations.count, operations.array, 0):
+            raise RuntimeError(f"cuStreamBatchMemOp failed: CUDA error {error}")
 
     def wait(self, stream: int, address: int, value: int) -> None:
         """Makes the stream wait until the 32 bits at the address equal the value."""
@@ -181,3 +231,8 @@ class SharedMemory(PeerMemory):
             if time.monotonic() > deadline:
                 raise RuntimeError(f"another rank has sent nothing for {WAIT_S:g} s")
             time.sleep(0)
+
+    def consume(self, flags: tuple[int, ...], stream: int | None = None) -> None:
+        for flag in flags:
+            self.wait(flag, 1)
+            self._own_flags[flag] = 0

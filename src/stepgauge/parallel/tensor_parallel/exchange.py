@@ -6,7 +6,8 @@ x_BQD for every other rank, which that rank copies out. Copy engines move the by
 multiprocessor waits.
 
 Why nothing is read too early. A sender sets a flag after its copy, on the same stream. The flag of an
-outbox is set when the product that writes it is done. The reader's stream waits for the flag.
+outbox is set when the product that writes it is done. The reader's stream waits for the flag and
+clears it.
 
 Why nothing is overwritten too early, although readers send no acknowledgement. The two boxes of a
 kind are used alternately: turn k uses box k mod 2, and all ranks count turns alike. In every turn
@@ -14,11 +15,14 @@ each rank gets a message from each other. Before this rank writes another rank's
 received that rank's message of turn k - 1. That rank sent it after its streams had finished turn
 k - 2, the last turn that read this box, because every stream starts a turn after the calling stream,
 which waits for all of them at the end of a turn (`order`, `turn_on`). The same holds for the flags,
-so each box has its own: a flag that a rank still waits for is not set again.
+so each box has its own: a flag that a rank has not cleared yet is not set again.
 
-Why there is no deadlock. A rank launches everything that it sends in a turn before its first wait for
-something that it receives in that turn. So the sends run even if the driver serves the streams one
-after the other, and on a CPU, where the host does each operation at once.
+Why there is no deadlock. A rank's n-th wait in a turn comes after its own n-th message of that turn, in
+the order of launches and, on a GPU, by events. So the messages are sent even if the driver serves the
+streams one after the other, and on a CPU, where the host does each operation at once.
+
+Turns can be captured in a CUDA graph: flags are always 1 or 0, and `captured` lets all ranks meet
+before and after a replay, since the turns of two replays need not alternate boxes.
 
 Memory that is sent must not be reused before the copy is done, and memory that is received into must
 not be in use any more. Both hold because the other streams wait for the calling stream at the
@@ -29,9 +33,10 @@ Legend: B batch, T sequence, D width, N ranks, Q = T/N.
 """
 
 import contextlib
+import itertools
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -43,6 +48,7 @@ from stepgauge.spec.units import round_up
 
 BOXES = 2  # per kind: one is read while the next is written
 _INBOX, _OUTBOX = 0, 1
+_MEETINGS = 2  # before and after the replay of a CUDA graph
 _STREAMS = ("send", "tell", "receive")
 
 
@@ -59,22 +65,24 @@ class Exchange:
         self.device, self.box_bytes = device, box_bytes
         self.receivers = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
         self.senders = self.receivers[::-1]
-        flags = 2 * BOXES * self.ranks
+        flags = (2 * BOXES + _MEETINGS) * self.ranks
         self.memory: PeerMemory = peer_memory(2 * BOXES, box_bytes, flags, device, group)
         self._turns = [0, 0]
         self._views: dict[Any, Tensor] = {}
         self._streams: dict[str, Any] = {}
+        self._current: Any = None
         if device.type == "cuda":
             self._streams = {name: torch.cuda.Stream(device) for name in _STREAMS}
             self._events = {name: torch.cuda.Event() for name in ("", *_STREAMS)}
             self._ready = torch.cuda.Event()
+            self._sent = [torch.cuda.Event() for _ in self.receivers]
             self._current = torch.cuda.current_stream(device)
         self.handles = {name: stream.cuda_stream for name, stream in self._streams.items()}
 
-    def turn(self, kind: int) -> tuple[int, int]:
-        """Starts the next turn of a kind of boxes. Returns its number and its box."""
+    def next_box(self, kind: int) -> int:
+        """Starts the next turn of a kind of boxes. Returns its box."""
         self._turns[kind] += 1
-        return self._turns[kind], BOXES * kind + self._turns[kind] % BOXES
+        return BOXES * kind + self._turns[kind] % BOXES
 
     def view(self, box: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Returns this rank's box as a tensor."""
@@ -86,13 +94,35 @@ class Exchange:
                 self._views[key] = own.view(dtype).view(shape)
         return self._views[key]
 
-    def tell(self, rank: int, box: int, turn: int, stream: str) -> None:
+    def tell(self, rank: int, box: int, stream: str = "") -> None:
         """Sets this rank's flag for a box on another rank, after the stream's work so far."""
-        self.memory.set_flag(rank, box * self.ranks + self.rank, turn, self.handles.get(stream))
+        self.memory.set_flag(rank, box * self.ranks + self.rank, 1, self.handles.get(stream))
 
-    def wait(self, rank: int, box: int, turn: int, stream: str = "") -> None:
-        """Makes a stream ("": the calling one) wait until `rank` has set its flag for a box."""
-        self.memory.wait(box * self.ranks + rank, turn, self.handles.get(stream))
+    def wait(self, ranks: Iterable[int], box: int, stream: str = "") -> None:
+        """Makes a stream ("": the calling one) wait until these ranks have set their flags for a box,
+        and clear them.
+        """
+        flags = tuple(box * self.ranks + rank for rank in ranks)
+        self.memory.consume(flags, self.handles.get(stream))
+
+    @contextlib.contextmanager
+    def captured(self) -> Iterator[None]:
+        """Encloses turns that the current stream captures in a CUDA graph."""
+        turns, current = self._turns, self._current
+        self._turns = [0, 0]
+        if self._streams:
+            self._current = torch.cuda.current_stream(self.device)
+        self._meet(0)
+        yield
+        self._meet(1)
+        self._turns, self._current = turns, current
+
+    def _meet(self, meeting: int) -> None:
+        """Makes the calling stream wait until those of all ranks are here."""
+        place = 2 * BOXES + meeting  # numbered like a box
+        for rank in self.receivers:
+            self.tell(rank, place)
+        self.wait(self.senders, place)
 
     @contextlib.contextmanager
     def turn_on(self, *names: str) -> Iterator[None]:
@@ -129,6 +159,16 @@ class Exchange:
         if self._streams:
             self._streams["send"].wait_event(self._ready)
 
+    def mark_sent(self, message: int) -> None:
+        """Records the point on the stream "send" after this rank's message of that number in a turn."""
+        if self._streams:
+            self._sent[message].record(self._streams["send"])
+
+    def wait_until_sent(self, message: int) -> None:
+        """Makes the calling stream wait for the point that `mark_sent` recorded."""
+        if self._streams:
+            self._current.wait_event(self._sent[message])
+
 
 class Inbox:
     """One turn of an inbox: gathers x_BTD, of which this rank has x_BQD."""
@@ -136,10 +176,11 @@ class Inbox:
     def __init__(self, exchange: Exchange, x_BQD: Tensor):
         self._exchange, self._piece = exchange, x_BQD.contiguous()
         exchange.mark_ready()
-        self._turn, self._box = exchange.turn(_INBOX)
+        self._box = exchange.next_box(_INBOX)
         batch, length, width = x_BQD.shape
         shape = (batch, exchange.ranks * length, width)
         self._whole = exchange.view(self._box, shape, x_BQD.dtype)
+        self._received = 0  # messages
 
     def send(self, *, to_own: bool) -> None:
         """Sends this rank's piece, as it was when the inbox was created, to all other ranks. With
@@ -147,9 +188,10 @@ class Inbox:
         """
         exchange = self._exchange
         exchange.begin_sending()
-        for peer in exchange.receivers:
+        for message, peer in enumerate(exchange.receivers):
             self._copy(peer)
-            exchange.tell(peer, self._box, self._turn, "send")
+            exchange.tell(peer, self._box, "send")
+            exchange.mark_sent(message)
         if to_own:
             self._copy(exchange.rank)
 
@@ -164,17 +206,20 @@ class Inbox:
             memory.copy(target + place, source + number * nbytes, nbytes, stream)
 
     def pieces(self, ranks: range) -> Tensor:
-        """Returns the pieces of these other ranks. The calling stream waits for them."""
+        """Returns the pieces of these other ranks, in the order of `senders`. The calling stream waits
+        for them.
+        """
         length = self._piece.shape[1]
-        for rank in ranks:
-            self._exchange.wait(rank, self._box, self._turn)
+        self._received += len(ranks)
+        self._exchange.wait_until_sent(self._received - 1)
+        self._exchange.wait(ranks, self._box)
         return self._whole.narrow(1, ranks.start * length, len(ranks) * length)
 
     def whole(self) -> Tensor:
         """Returns all pieces, sent with `to_own`. The calling stream waits for them."""
-        for rank in self._exchange.senders:
-            self._exchange.wait(rank, self._box, self._turn)
         self._exchange.order("send", "")
+        if not_received := self._exchange.senders[self._received :]:
+            self._exchange.wait(not_received, self._box)
         return self._whole
 
 
@@ -188,22 +233,28 @@ class Outbox:
     def __init__(self, exchange: Exchange, shape_BTD: tuple[int, int, int], like: Tensor):
         batch, length, width = shape_BTD
         self._exchange = exchange
-        self._turn, self._box = exchange.turn(_OUTBOX)
+        self._box = exchange.next_box(_OUTBOX)
         self.whole = exchange.view(self._box, shape_BTD, like.dtype)
         ranks = exchange.ranks
         self.parts_NBQD = like.new_empty((ranks, batch, length // ranks, width))
+        self._senders = iter(exchange.senders)
         exchange.order("", "receive")  # the memory of `parts_NBQD` may be in use until here
 
     def tell(self, *ranks: int) -> None:
-        """Tells the ranks that their rows are there, after the calling stream's work so far."""
+        """Tells the ranks that their rows are there, after the calling stream's work so far. Receives as
+        many messages of other ranks.
+        """
         self._exchange.order("", "tell")
         for rank in ranks:
-            self._exchange.tell(rank, self._box, self._turn, "tell")
+            self._exchange.tell(rank, self._box, "tell")
+        self._receive(len(ranks))
 
-    def receive(self) -> None:
-        """Copies out this rank's rows of the other ranks' outboxes, once they are there."""
-        for rank in self._exchange.senders:
-            self._exchange.wait(rank, self._box, self._turn, "receive")
+    def _receive(self, count: int) -> None:
+        """Copies out this rank's rows of the next `count` outboxes, once they are there."""
+        exchange = self._exchange
+        exchange.order("tell", "receive")
+        for rank in itertools.islice(self._senders, count):
+            exchange.wait((rank,), self._box, "receive")
             self._copy(rank)
 
     def receive_own(self) -> None:
@@ -229,6 +280,16 @@ _exchanges: weakref.WeakKeyDictionary[dist.ProcessGroup, Exchange] = weakref.Wea
 def register(group: dist.ProcessGroup) -> None:
     """Lets `exchange_of` find the group by its name, because a compiled graph only has the name."""
     _groups[group.group_name] = group
+
+
+@contextlib.contextmanager
+def captured_turns(group: dist.ProcessGroup) -> Iterator[None]:
+    """Encloses work that the current stream captures in a CUDA graph. All ranks must have run the same
+    work before, must capture it, and must replay it equally often.
+    """
+    exchange = _exchanges.get(group)
+    with exchange.captured() if exchange else contextlib.nullcontext():
+        yield
 
 
 def num_ranks(group_name: str) -> int:

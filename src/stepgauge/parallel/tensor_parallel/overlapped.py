@@ -121,9 +121,8 @@ def _column_backward(
         outbox = Outbox(exchange, _shape(gradient_BTF, weight_FD), x_BQD)
         torch.mm(gradient_BTF.flatten(0, 1), weight_FD, out=outbox.whole.flatten(0, 1))
         inbox.send(to_own=True)
-        outbox.tell(*exchange.receivers)
         outbox.receive_own()
-        outbox.receive()
+        outbox.tell(*exchange.receivers)
         _multiply_rows(gradient_BTF, inbox.whole(), out=weight_gradient)
     return outbox.parts_NBQD, weight_gradient
 
@@ -230,7 +229,6 @@ def _multiply_scattered(exchange: Exchange, x_BTF: Tensor, matrix: Tensor) -> Ou
         outbox.tell(*group)
     own = exchange.rank
     _multiply(rows_of(x_BTF, own, ranks), matrix, out=outbox.parts_NBQD[own])
-    outbox.receive()
     return outbox
 
 
