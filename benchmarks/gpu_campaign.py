@@ -134,7 +134,7 @@ def steps() -> dict[str, Step]:
         "tensor4": tensor(4),
         "sharded4": rows(4, 120, ["sharded"]),
         "pairs4": rows(4, 180, ["pairs"]),
-        "pipelines4": rows(4, 340, ["pipeline"]),
+        "pipelines4": rows(4, 400, ["pipeline"]),
         "bert4": rows(4, 90, ["bert"], ["1 x", "4 x"]),
         "products": Step(1, [str(HERE / "piece_products.py")], 60, small=["--small"]),
         "llama4": rows(4, 240, ["llama"]),
