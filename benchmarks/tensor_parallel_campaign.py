@@ -319,7 +319,7 @@ class Network:
 
     def captured(self, x: Tensor) -> Callable[[], None]:
         """Captures the step in one CUDA graph and returns the replay. Raises AssertionError if it gives
-        another output or other gradients.
+        another output or other gradients; attention adds gradients in an order that varies.
         """
         parameters = list(self.module.parameters())
 
@@ -342,8 +342,9 @@ class Network:
         for _ in range(3):
             replay()
         torch.cuda.synchronize()
-        for a, b in zip(found, expected, strict=True):
-            assert torch.equal(a, b), "the replayed step differs from the step"
+        pairs = zip(found, expected, strict=True)
+        error = max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+        assert error < LARGEST_ERROR[self.dtype], f"the replayed step differs by {error:.2g}"
         return replay
 
 

@@ -24,8 +24,8 @@ MICRO_BATCHES = 4  # micro-batches per timing of a stage
 # Of these, the host's launch time is measured for the first ones only: later ones may wait for room
 # in the launch queue.
 TIMED_LAUNCHES = 2
-REPEATS, MOST_REPEATS = 3, 20
-PROBE_S = 0.4  # in 0.1 s the host's time for a computation was off by 20 %, either way
+REPEATS, MOST_REPEATS = 4, 20
+PROBE_S = 0.5  # in 0.1 s the host's time for a computation was off by 20 %, either way
 PRODUCT_WIDTH, PRODUCT_S = 4096, 2e-4  # of a product, and roughly its time on a GPU
 MOST_PRODUCTS = 128  # a GPU queues about a thousand launches before the host has to wait
 # Figures of stages by everything that they depend on: schedules of a sweep share stages.
@@ -117,8 +117,9 @@ class StageProber:
         return CACHE[key]
 
     def _repeated_rounds(self, number: int) -> "_StageProbe":
-        """Returns the medians of the device's times over a few rounds, after a first one, and the
-        mean of the host's launch times, whose slow moments add up in a step too.
+        """Returns the medians of the device's times over the second half of some rounds, when a GPU has
+        the clock of a step, and the mean of the host's launch times, whose slow moments add up in a
+        step too.
         """
         first = self._round(number, lead_s=0.0)
         lead_s = _lead_s(first)
@@ -127,10 +128,10 @@ class StageProber:
         end = time.perf_counter() + (PROBE_S if self.device.type == "cuda" else 0.0)
         while len(rounds) < REPEATS or (time.perf_counter() < end and len(rounds) < MOST_REPEATS):
             rounds.append(self._round(number, lead_s))
-        last = rounds[-1]
+        last, later = rounds[-1], rounds[len(rounds) // 2 :]
         return dataclasses.replace(
             last,
-            ms={kind: statistics.median(one.ms[kind] for one in rounds) for kind in last.ms},
+            ms={kind: statistics.median(one.ms[kind] for one in later) for kind in last.ms},
             launch_ms=statistics.fmean(one.launch_ms for one in rounds),
         )
 
