@@ -141,14 +141,11 @@ class Rows:
         layouts += [f"dp{n} zero3", f"cp{n} ulysses zero2", f"pp{n} 1f1b m{2 * n}", f"tp{n}"]
         if n == 4:
             layouts[2:2] = ["dp2 zero3 tp2 overlap", "dp2 zero1 pp2 zbv m4", "pp2 1f1b m8 tp2"]
-        for layout in layouts:
-            yield self.layout(
-                model,
-                layout,
-                2 if layout == "none" else 2 * n,  # two sequences per GPU
-                checkpointing="selective",
-                **({} if self.small else {"warmup": 1, "steps": 3}),
-            )
+        settings = {"checkpointing": "selective", "warmup": 1, "steps": 3}
+        for layout in layouts:  # two sequences per GPU
+            yield self.layout(model, layout, 2 if layout == "none" else 2 * n, **settings)
+            if layout == f"tp{n} overlap":
+                yield self.layout(model, layout, 2 * n, cuda_graphs=True, **settings)
 
     def _tiny(self) -> dict[str, Any]:
         return {**TINY, "num_kv_heads": 4, "num_layers": 4 * self.gpus, "context_length": 32}
@@ -160,6 +157,7 @@ class Rows:
         yield self.layout(model, "none", 1)
         yield self.layout(model, "dp2 zero1 tp2 overlap", 2)
         yield self.layout(model, "dp2 zero3 tp2 overlap", 2)
+        yield self.layout(model, "tp4 overlap", 2, cuda_graphs=True)
         for layout in ("tp4 overlap", "dp2 zero1 cp2", "pp4 zbv m8", "dp2 zero1 pp2 zbv m4"):
             yield self.layout(model, layout, 8 if "pp" in layout else 2)
 

@@ -11,7 +11,7 @@ from tests.parallel.graphs import RunAgain
 from torch import nn
 
 from stepgauge.parallel.data_parallel import BucketedDataParallel, NaiveDataParallel
-from stepgauge.parallel.data_parallel.graphed_gradients import GraphedGradients
+from stepgauge.parallel.graphed_gradients import GraphedGradients
 from stepgauge.runtime.launch import launch
 from stepgauge.runtime.recording import CudaGraphs
 from stepgauge.spec.data_parallel import DataParallelSpec

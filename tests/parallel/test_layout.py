@@ -135,7 +135,8 @@ def test_two_ranks_are_one_process():
 
 def test_four_ranks_are_one_process():
     checks = [(gathers_of_sharded_stages,), (missing_in_shares_of_uneven_parts,)]
-    checks += [(differences_of_recorded_stages, layout) for layout in RECORDED]
+    checks += [(differences_of_recorded_steps, layout) for layout in RECORDED]
+    checks += [(differences_of_recorded_steps, "tp4 overlap", 1)]
     checks += [(sums_of_means, layout) for layout in ADDED_TO_MEANS]
     checks += [(with_blocks_compiled, "dp2 zero3 tp2 overlap", "grouped", "sgd")]
     require_no_differences(4, differences_of(ON_FOUR) + checks)
@@ -294,13 +295,40 @@ class Counting(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-def differences_of_recorded_stages(layout):
-    """Runs with recorded stages; the recorder runs their functions again."""
+def differences_of_recorded_steps(layout, accumulation=BATCHES):
+    """Runs with recorded stages, or a recorded step; the recorder runs their functions again."""
     graphs, train_layout.CudaGraphs = train_layout.CudaGraphs, lambda device: RunAgain()
     try:
-        return differences(layout, "tied", "sgd", device="cuda", cuda_graphs=True)
+        recorded = {"device": "cuda", "cuda_graphs": True, "accumulation": accumulation}
+        return differences(layout, "tied", "sgd", **recorded)
     finally:
         train_layout.CudaGraphs = graphs
+
+
+def losses_of_recorded_and_eager_steps(layout):
+    """Returns the losses of three steps on GPUs, replayed from a CUDA graph and launched one by one."""
+    device, losses = torch.device("cuda", dist.get_rank()), []
+    plan.LEAST_OVERLAPPED_BYTES = 0  # in this process
+    for recorded in (True, False):
+        spec = LayoutSpec(
+            model=NETWORKS["tied"], layout=layout, batch=8, device="cuda", cuda_graphs=recorded
+        )
+        step = build_layout_step(spec, layout=spec.parsed_layout, device=device, lr=0.1)
+        for number in range(3):
+            batch = [part.to(device) for part in batch_for(spec.model, spec.batch, number)]
+            losses.append(step.gradients(batch).item())
+            step.update()
+        del step  # a graph must be destroyed before its communicator
+    return losses[:3], losses[3:]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_replayed_tensor_parallel_step_equals_the_launched_one():
+    for replayed, launched in launch(
+        losses_of_recorded_and_eager_steps, "tp2 overlap", ranks=2, device="cuda"
+    ):
+        assert len(set(launched)) == 3 and replayed == pytest.approx(launched, rel=1e-4)
 
 
 def sums_of_means(layout):
@@ -447,14 +475,8 @@ def message_for_different_layouts():
 
 def differences(layout, network, optimizer, **more):
     """Returns the differences from one process, in text, on rank 0."""
-    spec = LayoutSpec(
-        model=NETWORKS[network],
-        layout=layout,
-        batch=8,
-        accumulation=BATCHES,
-        optimizer=optimizer,
-        **more,
-    )
+    common = {"batch": 8, "accumulation": BATCHES, "optimizer": optimizer}
+    spec = LayoutSpec(model=NETWORKS[network], layout=layout, **common | more)
     spread_step = build(spec, spec.parsed_layout)
     alone = build(dataclasses.replace(spec, cuda_graphs=False, compile="off"), Layout())
     found = []
@@ -528,15 +550,17 @@ def train(step, spec, layout, number):
     """Trains one step of several batches, of which each data rank has its rows; returns loss and norm."""
     place = layout.place(dist.get_rank())["data"]
     total = torch.zeros(())
-    for index in range(BATCHES):
+    for index in range(spec.accumulation):
         batch = batch_for(spec.model, spec.batch, 10 * number + index)
         # Some tokens do not count: whole micro-batches, and more on some ranks. Not with AdamW, which would
         # turn the rounding errors of their zero gradients into whole steps.
         if spec.optimizer == "sgd":
             batch[1][:2], batch[1][2, :5] = NOT_MASKED, NOT_MASKED
         own = [part.chunk(layout.data)[place] for part in batch]
-        with contextlib.nullcontext() if index == BATCHES - 1 else step.parallel.no_sync():
-            total += step.gradients(own, batches=BATCHES)
+        with (
+            contextlib.nullcontext() if index == spec.accumulation - 1 else step.parallel.no_sync()
+        ):
+            total += step.gradients(own, batches=spec.accumulation)
     norm = step.parallel.clip_gradients(CLIP)
     step.update()
     return mean(total, layout), norm

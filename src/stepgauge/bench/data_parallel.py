@@ -20,7 +20,7 @@ from stepgauge.bench.ranks import OnRanks, slowest
 from stepgauge.bench.traced import STEPS, TraceFigures, trace_steps
 from stepgauge.measure import devices
 from stepgauge.measure.timing import Phases, time_phases
-from stepgauge.parallel.data_parallel.graphed_gradients import recorded
+from stepgauge.parallel.graphed_gradients import recorded
 from stepgauge.parallel.training import Parallelise
 from stepgauge.parallel.wrappers import parallelise
 from stepgauge.runtime.recording import CudaGraphs

@@ -17,9 +17,11 @@ from torch.distributed.tensor import DTensor
 from stepgauge.parallel.context_parallel.split_sequences import SplitSequences
 from stepgauge.parallel.counted_mean import Count, CountedMean, weighted
 from stepgauge.parallel.data_axis import DataAxis, Settings, build_data_axis
+from stepgauge.parallel.graphed_gradients import GraphedGradients
 from stepgauge.parallel.layout_state import LayoutState, require_distinct_names
 from stepgauge.parallel.pipeline import Pipeline, Tie
 from stepgauge.parallel.tensor_parallel import TensorParallel, parallelize_tensor
+from stepgauge.parallel.tensor_parallel.exchange import captured_turns
 from stepgauge.parallel.tensor_parallel.vocabulary_loss import PartialLoss
 from stepgauge.parallel.training import (
     Groups,
@@ -53,7 +55,8 @@ class Network:
     count     called with targets, returns how many of them the mean loss is over; None if that is the
               same for all batches
     context   entered around every forward of a pipeline, such as autocast
-    graphs    records the stages of a pipeline: see Pipeline
+    graphs    records the stages of a pipeline (see Pipeline), or the step of a network whose layers
+              are cut (see GraphedGradients)
     partial_loss   for tensor parallelism: see parallelize_tensor
     cut_sequences  changes a stage that is called with whole sequences, so that it computes this
               rank's tokens, and its attention uses those of the whole group
@@ -211,20 +214,37 @@ class SpreadNetwork:
         )
         pipeline = self.pipeline
         everything = nn.ModuleList(self.data.modules.values())
+        whole_step = self._forward_backward if pipeline else self._graphed_step()
         return Parallel(
             module=self.data.modules[0] if pipeline is None else everything,
             optimizer=self.data.optimizer,
             no_sync=self.data.no_sync,
             clip=self._clip,
-            without_axis=self._without_axis(),
+            without_axis={} if self._is_graphed else self._without_axis(),
             state=state.whole,
             shares=state.share,
             load=state.load,
             loads_by_name=True,
             weight=self._weight if self.mean and self.mean.group else None,
-            forward_backward=self._forward_backward if pipeline else None,
+            forward_backward=whole_step,
             evaluate=self._evaluate if pipeline else None,
             spans=(lambda: pipeline.spans) if pipeline else None,
+        )
+
+    @property
+    def _is_graphed(self) -> bool:
+        """True if communication is part of a graph, and can therefore not be left out."""
+        return self.pipeline is None and self.network.graphs is not None
+
+    def _graphed_step(self) -> Callable[[Batch, int], Tensor] | None:
+        """Returns forward and backward as one graph, or None if the network does not record."""
+        if self.network.graphs is None:
+            return None
+        return GraphedGradients(
+            self.data.modules[0],
+            self.network.graphs,
+            self.network.context,
+            lambda: captured_turns(self.mesh.get_group("tensor")),
         )
 
     @property

@@ -67,19 +67,37 @@ def _check_network(layout: Layout, model: Network, *, batch: int, compile: str) 
         _check_context(layout, model)
 
 
-def check_recorded(layout: Layout, *, device: str) -> None:
-    """Raises ValueError if the pipeline stages cannot be captured as CUDA graphs."""
+def check_recorded(layout: Layout, *, device: str, compile: str, accumulation: int) -> None:
+    """Raises ValueError if the layout's step cannot be captured as CUDA graphs: the stages of a
+    pipeline, or the whole step of a tensor axis.
+    """
     if device.startswith("cpu"):
         raise ValueError("cuda_graphs needs a GPU; device is 'cpu'")
+    if layout.tensor == layout.ranks > 1 and not layout.torch_tensor:
+        _check_recorded_step(compile=compile, accumulation=accumulation)
+        return
     if layout.pipeline == 1 or layout.tensor > 1 or layout.context > 1:
         raise ValueError(
-            f"cuda_graphs needs a pipeline without tensor and context axes; layout is "
-            f"{str(layout)!r}: choose one such as 'pp2 1f1b m4 dp2'"
+            f"cuda_graphs needs a tensor axis alone, or a pipeline without tensor and context axes; "
+            f"layout is {str(layout)!r}: choose one such as 'tp2 overlap' or 'pp2 1f1b m4 dp2'"
         )
     if WRAPPERS[layout.wrapper].shards("gradients"):
         raise ValueError(
             f"cuda_graphs needs weights and gradients at fixed addresses; {layout.wrapper} frees "
             "them: choose zero1"
+        )
+
+
+def _check_recorded_step(*, compile: str, accumulation: int) -> None:
+    if compile == "reduce-overhead":
+        raise ValueError(
+            f"cuda_graphs is True; compile is {compile!r}, which captures CUDA graphs itself: choose "
+            f"blocks"
+        )
+    if accumulation > 1:
+        raise ValueError(
+            f"cuda_graphs is True; accumulation is {accumulation}, and a recorded step of a tensor "
+            f"axis has one batch: choose 1"
         )
 
 

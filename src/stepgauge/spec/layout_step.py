@@ -67,7 +67,8 @@ class LayoutSpec(OfNetwork, OnBackend):
     memory_gib: float = as_in(WorkSpec, "memory_gib")
     cuda_graphs: bool = option(
         False,
-        "Capture forward and backward of each pipeline stage in CUDA graphs and replay them",
+        "Capture forward and backward in CUDA graphs and replay them: of each pipeline stage, or of "
+        "a tensor axis alone",
         flag_value=True,
         label="changed",
     )
@@ -96,7 +97,12 @@ class LayoutSpec(OfNetwork, OnBackend):
             checkpointing=self.checkpointing,
         )
         if self.cuda_graphs:
-            check_recorded(self.parsed_layout, device=self.device)
+            check_recorded(
+                self.parsed_layout,
+                device=self.device,
+                compile=self.compile,
+                accumulation=self.accumulation,
+            )
 
     def canonical(self) -> Self:
         """Resets options that have no effect under the layout."""

@@ -2,7 +2,7 @@
 ranks one by one, all packed together, or in buckets while backward runs.
 
 The parts, in the order in which to read them: `data_parallel`, `readiness`, `bucket_gradients`,
-`usage`, `graphed_gradients`.
+`usage`.
 """
 
 from stepgauge.parallel.data_parallel.data_parallel import (

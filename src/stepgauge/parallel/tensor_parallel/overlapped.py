@@ -112,10 +112,11 @@ def _column_backward(
     """
     exchange = _exchange_for(x_BQD, group, x_BQD.shape[2], ranks=num_ranks(group))
     weight_gradient = weight_FD.new_empty(weight_FD.shape if wants_weight else 0)
-    with exchange.turn_on("send", "tell", "receive"):
-        if not wants_weight:
+    if not wants_weight:
+        with exchange.turn_on("tell", "receive"):
             outbox = _multiply_scattered(exchange, gradient_BTF, weight_FD)
-            return outbox.parts_NBQD, weight_gradient
+        return outbox.parts_NBQD, weight_gradient
+    with exchange.turn_on("send", "tell", "receive"):
         inbox = Inbox(exchange, x_BQD)
         # One product for all ranks: the transfer overlaps with the product of the weight gradient.
         outbox = Outbox(exchange, _shape(gradient_BTF, weight_FD), x_BQD)

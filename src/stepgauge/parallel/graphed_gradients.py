@@ -1,5 +1,5 @@
-"""Forward, backward and gradient averaging of a data-parallel step as one CUDA graph, for models so
-small that the host launches kernels more slowly than they run.
+"""Forward, backward and communication of a step as one CUDA graph, for steps whose kernels run faster
+than the host launches them.
 
 The wrapper's hooks run while the graph is recorded, so NCCL's collectives are captured where backward
 completes their buckets, on NCCL's own stream. A replay runs no Python code of the module and no hook.
@@ -29,12 +29,20 @@ class GraphedGradients:
     branches, which parameters are trained) stays as it was recorded. Raises RuntimeError if a `.grad`
     is not None, and if weights have moved or their requires_grad has changed; ValueError for a batch
     of other shapes.
+
+    context  entered around the module's forward, such as autocast
+    around   entered around forward and backward
     """
 
     def __init__(
-        self, module: nn.Module, recorder: Recorder, context: Context = contextlib.nullcontext
+        self,
+        module: nn.Module,
+        recorder: Recorder,
+        context: Context = contextlib.nullcontext,
+        around: Context = contextlib.nullcontext,
     ):
-        self.module, self._recorder, self._context = module, recorder, context
+        self.module, self._recorder = module, recorder
+        self._context, self._around = context, around
         self._replay: Call | None = None
         self._batch: list[Tensor] = []  # the graph's input
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
@@ -70,9 +78,10 @@ class GraphedGradients:
         self._recorded_at = parameter_locations(self.module)
 
     def _run(self) -> tuple[Tensor, list[Tensor]]:
-        with self._context():
-            loss = self.module(*self._batch)
-        loss.backward()
+        with self._around():
+            with self._context():
+                loss = self.module(*self._batch)
+            loss.backward()
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         return loss.detach(), gradients
 
