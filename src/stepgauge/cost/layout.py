@@ -349,6 +349,7 @@ def share_of(spec: LayoutSpec) -> NetworkPart:
         batch=spec.micro_batch,
         tensor=layout.tensor,
         overlap=layout.overlap,
+        replayed=spec.cuda_graphs,
         context=layout.context,
         ulysses=layout.ulysses,
         gathered=layout.gathers_weights,

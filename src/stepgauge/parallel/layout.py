@@ -17,11 +17,9 @@ from torch.distributed.tensor import DTensor
 from stepgauge.parallel.context_parallel.split_sequences import SplitSequences
 from stepgauge.parallel.counted_mean import Count, CountedMean, weighted
 from stepgauge.parallel.data_axis import DataAxis, Settings, build_data_axis
-from stepgauge.parallel.graphed_gradients import GraphedGradients
 from stepgauge.parallel.layout_state import LayoutState, require_distinct_names
 from stepgauge.parallel.pipeline import Pipeline, Tie
 from stepgauge.parallel.tensor_parallel import TensorParallel, parallelize_tensor
-from stepgauge.parallel.tensor_parallel.exchange import captured_turns
 from stepgauge.parallel.tensor_parallel.vocabulary_loss import PartialLoss
 from stepgauge.parallel.training import (
     Groups,
@@ -72,6 +70,11 @@ class Network:
     graphs: Recorder | None = None
     partial_loss: PartialLoss | None = None
     cut_sequences: Callable[[nn.Module, dist.ProcessGroup], SplitSequences] | None = None
+
+    @property
+    def records_step(self) -> bool:
+        """True if forward and backward are recorded as one graph."""
+        return self.graphs is not None and self.schedule is None
 
     @property
     def tables(self) -> list[Table]:
@@ -214,13 +217,14 @@ class SpreadNetwork:
         )
         pipeline = self.pipeline
         everything = nn.ModuleList(self.data.modules.values())
-        whole_step = self._forward_backward if pipeline else self._graphed_step()
+        whole_step = self._forward_backward if pipeline else self._recorded_step()
         return Parallel(
             module=self.data.modules[0] if pipeline is None else everything,
             optimizer=self.data.optimizer,
             no_sync=self.data.no_sync,
             clip=self._clip,
-            without_axis={} if self._is_graphed else self._without_axis(),
+            # communication is part of the graph
+            without_axis={} if self.network.records_step else self._without_axis(),
             state=state.whole,
             shares=state.share,
             load=state.load,
@@ -231,21 +235,11 @@ class SpreadNetwork:
             spans=(lambda: pipeline.spans) if pipeline else None,
         )
 
-    @property
-    def _is_graphed(self) -> bool:
-        """True if communication is part of a graph, and can therefore not be left out."""
-        return self.pipeline is None and self.network.graphs is not None
-
-    def _graphed_step(self) -> Callable[[Batch, int], Tensor] | None:
+    def _recorded_step(self) -> Callable[[Batch, int], Tensor] | None:
         """Returns forward and backward as one graph, or None if the network does not record."""
         if self.network.graphs is None:
             return None
-        return GraphedGradients(
-            self.data.modules[0],
-            self.network.graphs,
-            self.network.context,
-            lambda: captured_turns(self.mesh.get_group("tensor")),
-        )
+        return self.tensor[0].recorded_step(self.network.graphs, self.network.context)
 
     @property
     def axis_names(self) -> tuple[str, ...]:

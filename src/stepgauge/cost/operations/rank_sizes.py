@@ -13,6 +13,7 @@ class NetworkPart:
     batch     sequences per forward and backward; with a pipeline, of one micro-batch
     tensor    ranks that share each layer
     overlap   tensor-parallel communication runs during products
+    replayed  the step is replayed from a CUDA graph
     blocks    blocks of the pipeline stage; None for all
     context   ranks that share each sequence
     ulysses   context-parallel ranks exchange heads for attention
@@ -23,6 +24,7 @@ class NetworkPart:
     batch: int
     tensor: int = 1
     overlap: bool = False
+    replayed: bool = False
     blocks: range | None = None
     context: int = 1
     ulysses: bool = False

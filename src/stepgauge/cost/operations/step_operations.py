@@ -42,7 +42,9 @@ class StepOperations(ShareSizes):
             spec.precision, is_compiled=is_compiled, gathered=self.share.gathered
         )
         stream = self.tokens * self.model.d_model * self.arithmetic.activation_bytes
-        self.overlapped = self.share.overlap and overlaps(stream, self.share.tensor)
+        self.overlapped = self.share.overlap and overlaps(
+            stream, self.share.tensor, replayed=self.share.replayed
+        )
         self._elementwise = Elementwise(
             self.model,
             self.arithmetic,

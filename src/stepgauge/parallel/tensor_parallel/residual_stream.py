@@ -44,6 +44,7 @@ class ResidualStream:
     by_sequence   each rank has a piece x_BQD of the stream; otherwise it has all of x_BTD
     overlap       large collectives run at the same time as the product next to them; needs
                   by_sequence and a group known to `exchange.register`
+    replayed      the step is replayed from a CUDA graph, so that smaller collectives overlap
     communicates  False leaves out the collectives, to time everything else. Results then have the
                   right shape and wrong values
     """
@@ -51,6 +52,7 @@ class ResidualStream:
     group: dist.ProcessGroup
     by_sequence: bool = True
     overlap: bool = False
+    replayed: bool = False
     communicates: bool = True
 
     def __deepcopy__(self, _: Any) -> "ResidualStream":
@@ -109,7 +111,7 @@ class ResidualStream:
         if not (self.overlap and self.by_sequence and self.communicates):
             return False
         nbytes = x.shape[0] * x.shape[1] * pieces * (width or x.shape[2]) * x.dtype.itemsize
-        return overlaps(nbytes, self.ranks)
+        return overlaps(nbytes, self.ranks, replayed=self.replayed)
 
     def split(self, x_BTD: Tensor) -> Tensor:
         """Returns the rank's piece of a tensor that every rank has whole."""

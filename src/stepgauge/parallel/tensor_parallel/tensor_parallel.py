@@ -9,6 +9,7 @@ backward returns, `.grad` of a cut weight is this rank's part of the gradient, a
 whole weight is the whole gradient.
 """
 
+import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -19,9 +20,10 @@ from torch import Tensor, nn
 
 from stepgauge.parallel.autograd.parameter_hooks import share_forward_hooks
 from stepgauge.parallel.communication.peer_memory import on_one_machine
+from stepgauge.parallel.graphed_gradients import Context, GraphedGradients
 from stepgauge.parallel.replicas import prepare_replicas
 from stepgauge.parallel.tensor_parallel.cuts import Cuts, cut_parameters
-from stepgauge.parallel.tensor_parallel.exchange import register
+from stepgauge.parallel.tensor_parallel.exchange import captured_turns, register
 from stepgauge.parallel.tensor_parallel.gradient_sums import GradientSum, SumHooks, gradient_sums
 from stepgauge.parallel.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -35,6 +37,7 @@ from stepgauge.parallel.tensor_parallel.residual_stream import ResidualStream
 from stepgauge.parallel.tensor_parallel.rules import Rules, rules_of
 from stepgauge.parallel.tensor_parallel.vocabulary_loss import PartialLoss
 from stepgauge.parallel.whole_norm import clip_whole_norm
+from stepgauge.runtime.recording import Recorder
 from stepgauge.spec.plan.tensor import Table, is_by_sequence
 from stepgauge.spec.plan.transformers_tables import table_of_config
 
@@ -83,6 +86,22 @@ class TensorParallel:
                 cut = self.cuts[name]
                 elements = elements // parameter.shape[cut.dim] * cut.size
             yield parameter, elements
+
+    def recorded_step(
+        self, recorder: Recorder, context: Context = contextlib.nullcontext
+    ) -> GraphedGradients:
+        """Returns forward and backward of the module as one graph, to be called with a batch and 1. The
+        host then launches one graph per step; smaller collectives overlap.
+
+            step = parallel.recorded_step(CudaGraphs(device))
+            loss = step((tokens, targets), 1)
+
+        context  entered around forward, such as autocast
+        """
+        self.stream.replayed = True
+        return GraphedGradients(
+            self.module, recorder, context, lambda: captured_turns(self.stream.group)
+        )
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Clips the norm of the whole network's gradients. Returns the norm before."""
