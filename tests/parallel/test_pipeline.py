@@ -15,7 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from stepgauge.cost.pipeline.timeline import Durations, simulate
+from stepgauge.parallel.communication import peer_memory
 from stepgauge.parallel.pipeline import Pipeline
+from stepgauge.parallel.pipeline.host_lead import COMPUTATIONS, HostLead
 from stepgauge.parallel.pipeline.split import SplitBackward, Watch
 from stepgauge.parallel.pipeline.step import PipelineStep
 from stepgauge.parallel.pipeline.transfers import Transfers
@@ -85,6 +87,7 @@ def difference_from_one_process(schedule_name, name):
     modules, ties, share = network(name, schedule.num_stages)
     reference = copy.deepcopy(modules)
     transport = "copies" if name in ("list", "tied") else "messages"
+    peer_memory.VALUES = 2 * micro_batches + 1  # in this process: the flags' values repeat
     pipeline = Pipeline(
         modules,
         schedule,
@@ -116,6 +119,27 @@ def difference_from_one_process(schedule_name, name):
         update(pipeline.parameters())
         update(reference_parameters)
     return difference_in_weights(pipeline, reference, STEPS)
+
+
+def test_the_host_waits_for_the_computation_a_few_before_the_last(monkeypatch):
+    events = []
+
+    class Event:
+        def synchronize(self):
+            events.append(("waits for", getattr(self, "number", None)))
+
+        def record(self, stream):
+            self.number = len(events)
+            events.append(("launches", self.number))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    lead = HostLead(torch.device("cuda"))
+    for _ in range(COMPUTATIONS + 2):
+        lead.keep()
+    launched = [number for kind, number in events if kind == "launches"]
+    waited = [number for kind, number in events if kind == "waits for"]
+    assert waited == [None] * COMPUTATIONS + launched[:2]
 
 
 def difference_in_weights(pipeline, reference, number):

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import ctypes
 import functools
 
 import pytest
@@ -23,9 +24,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from stepgauge.kernels.linear_cross_entropy.partial import partial_backward, partial_forward
 from stepgauge.models.bert import BertForMaskedLM
 from stepgauge.models.transformer import TransformerLM
+from stepgauge.parallel.communication.peer_memory import MemoryOperation
 from stepgauge.parallel.tensor_parallel import overlapped, parallelize_tensor
-from stepgauge.parallel.tensor_parallel.exchange import captured_turns
-from stepgauge.parallel.tensor_parallel.overlapped import LEAST_ROWS, gathered_product, grouped
+from stepgauge.parallel.tensor_parallel.exchange import captured_turns, exchange_of
+from stepgauge.parallel.tensor_parallel.overlapped import (
+    LEAST_ROWS,
+    gathered_product,
+    grouped,
+    scattered_product,
+)
 from stepgauge.parallel.tensor_parallel.vocabulary_loss import PartialLoss
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.bert import BertSpec
@@ -308,7 +315,8 @@ def overlapped_differences():
     """
     least, plan.LEAST_OVERLAPPED_BYTES = plan.LEAST_OVERLAPPED_BYTES, 0
     differences = {}
-    for name, overlapped.LEAST_ROWS in zip(OVERLAPPED, (0, LEAST_ROWS), strict=True):
+    for name, least_rows in zip(OVERLAPPED, (0, LEAST_ROWS), strict=True):
+        overlapped.LEAST_ROWS = least_rows
         differences[name, "overlapped"] = difference(name, overlap=True)
     if dist.get_world_size() == 2:  # nothing here depends on the number of ranks
         differences["compiled"] = difference("default", overlap=True, prepare=compile_blocks)
@@ -415,7 +423,7 @@ def differences_of_torchs_encoder():
 
 def difference_over_many_turns():
     """Multiplies different pieces in each turn, some of them as if they were captured: these use the
-    same boxes as the turn before or after.
+    same boxes as the turn before or after. A captured block may also fail.
     """
     group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     weight, largest = torch.eye(64, dtype=torch.float64)[: 64 // ranks], 0.0
@@ -423,8 +431,18 @@ def difference_over_many_turns():
         x = torch.full((1, 1, 64), turn + rank, dtype=torch.float64)
         with captured_turns(group) if turn % 5 in (1, 2) else contextlib.nullcontext():
             y = gathered_product(x, weight, group)
+            pieces = scattered_product(y[:, :, :2], torch.eye(2, dtype=torch.float64), group)
+            if turn % 3 == 0:
+                gathered_product(x, weight, group)
         expected = turn + torch.arange(ranks, dtype=torch.float64)
-        largest = max(largest, (y - expected[None, :, None]).abs().max().item())
+        errors = (y - expected[None, :, None], pieces - ranks * expected[rank])
+        largest = max(largest, *(error.abs().max().item() for error in errors))
+    turns = exchange_of(group.group_name, x.device, 0)._turns
+    with contextlib.suppress(ZeroDivisionError), captured_turns(group):
+        gathered_product(x, weight, group)
+        raise ZeroDivisionError
+    dist.barrier(group)  # unlike a capture that fails, this block has run
+    assert exchange_of(group.group_name, x.device, 0)._turns == turns
     return largest
 
 
@@ -670,6 +688,10 @@ def test_gradients_of_norms_share_an_all_reduce_and_only_collectives_next_to_pro
         assert results["without overlap"] == [2, 1]
         additional, norms, largest = results["sums"]
         assert additional == norms - 1 == 4 and largest < 1e-10
+
+
+def test_a_memory_operation_has_the_size_that_the_driver_expects():
+    assert ctypes.sizeof(MemoryOperation) == 48
 
 
 def test_small_pieces_of_neighbours_are_multiplied_together():

@@ -13,6 +13,7 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.options import expand
 from stepgauge.spec.plan.stages import PartTimes
 from stepgauge.spec.record import Record
+from stepgauge.spec.user_model import UserModel
 
 NANO = ModelSpec.preset("nano", num_layers=4, num_heads=4, context_length=16)
 
@@ -74,7 +75,7 @@ def test_each_layout_is_a_row_with_its_own_name():
         ("tp2 torch-tp", {"compile": "blocks"}, "fails under torch-tp in torch 2.13: choose off"),
         ("dp2 tp2 torch-tp", {}, "supports no other axis and no overlap: choose 'tp2 torch-tp'"),
         ("pp2 1f1b m2", {"cuda_graphs": True}, "cuda_graphs needs a GPU; device is 'cpu'"),
-        ("tp2 dp2", {"cuda_graphs": True, "device": "cuda"}, "needs a tensor axis alone, or a pipeline"),
+        ("tp2 dp2", {"cuda_graphs": True, "device": "cuda"}, "needs our tensor axis alone, or a pipeline"),
         (
             "tp2",
             {"cuda_graphs": True, "device": "cuda", "accumulation": 2},
@@ -101,6 +102,12 @@ def test_each_layout_is_a_row_with_its_own_name():
 def test_invalid_combinations_are_refused(layout, changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         layout_spec(layout, **changes)
+
+
+def test_a_step_of_a_users_model_is_not_recorded():
+    model = UserModel(file="net.py", factory="make", content="")
+    with pytest.raises(ValueError, match="can be recorded for presets only"):
+        LayoutSpec(model=model, layout="tp2", device="cuda", cuda_graphs=True)
 
 
 def test_delayed_weight_gradients_work_with_sharded_gradients():

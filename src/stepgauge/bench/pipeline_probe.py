@@ -28,6 +28,7 @@ REPEATS, MOST_REPEATS = 4, 20
 PROBE_S = 0.5  # in 0.1 s the host's time for a computation was off by 20 %, either way
 PRODUCT_WIDTH, PRODUCT_S = 4096, 2e-4  # of a product, and roughly its time on a GPU
 MOST_PRODUCTS = 128  # a GPU queues about a thousand launches before the host has to wait
+MOST_REST_S = 0.2  # a longer pause changes nothing about a GPU's clock
 # Figures of stages by everything that they depend on: schedules of a sweep share stages.
 CACHE: dict[Hashable, "_StageProbe"] = {}
 
@@ -117,8 +118,8 @@ class StageProber:
         return CACHE[key]
 
     def _repeated_rounds(self, number: int) -> "_StageProbe":
-        """Returns the medians of the device's times over the second half of some rounds, when a GPU has
-        the clock of a step, and the mean of the host's launch times, whose slow moments add up in a
+        """Returns the medians of the device's times over the second half of some rounds, when a GPU is
+        as warm as in a step, and the mean of the host's launch times, whose slow moments add up in a
         step too.
         """
         first = self._round(number, lead_s=0.0)
@@ -201,7 +202,7 @@ class StageProber:
         limit is up to a tenth faster after a pause.
         """
         if self.device.type == "cuda":
-            time.sleep(busy_s * self.idle / (1 - self.idle))
+            time.sleep(min(MOST_REST_S, busy_s * self.idle / (1 - self.idle)))
 
     def _allocated(self) -> int:
         return devices.allocated_memory(self.device) or 0

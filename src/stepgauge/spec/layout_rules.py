@@ -67,18 +67,20 @@ def _check_network(layout: Layout, model: Network, *, batch: int, compile: str) 
         _check_context(layout, model)
 
 
-def check_recorded(layout: Layout, *, device: str, compile: str, accumulation: int) -> None:
+def check_recorded(
+    layout: Layout, model: Network | UserModel, *, device: str, accumulation: int
+) -> None:
     """Raises ValueError if the layout's step cannot be captured as CUDA graphs: the stages of a
     pipeline, or the whole step of a tensor axis.
     """
     if device.startswith("cpu"):
         raise ValueError("cuda_graphs needs a GPU; device is 'cpu'")
     if layout.tensor == layout.ranks > 1 and not layout.torch_tensor:
-        _check_recorded_step(compile=compile, accumulation=accumulation)
+        _check_recorded_step(model, accumulation=accumulation)
         return
     if layout.pipeline == 1 or layout.tensor > 1 or layout.context > 1:
         raise ValueError(
-            f"cuda_graphs needs a tensor axis alone, or a pipeline without tensor and context axes; "
+            f"cuda_graphs needs our tensor axis alone, or a pipeline without tensor and context axes; "
             f"layout is {str(layout)!r}: choose one such as 'tp2 overlap' or 'pp2 1f1b m4 dp2'"
         )
     if WRAPPERS[layout.wrapper].shards("gradients"):
@@ -88,11 +90,11 @@ def check_recorded(layout: Layout, *, device: str, compile: str, accumulation: i
         )
 
 
-def _check_recorded_step(*, compile: str, accumulation: int) -> None:
-    if compile == "reduce-overhead":
+def _check_recorded_step(model: Network | UserModel, *, accumulation: int) -> None:
+    if isinstance(model, UserModel):
         raise ValueError(
-            f"cuda_graphs is True; compile is {compile!r}, which captures CUDA graphs itself: choose "
-            f"blocks"
+            "cuda_graphs is True; the step of a tensor axis can be recorded for presets only, because "
+            "a user's batches may have any form"
         )
     if accumulation > 1:
         raise ValueError(

@@ -99,8 +99,8 @@ class LayoutSpec(OfNetwork, OnBackend):
         if self.cuda_graphs:
             check_recorded(
                 self.parsed_layout,
+                self.model,
                 device=self.device,
-                compile=self.compile,
                 accumulation=self.accumulation,
             )
 

@@ -3,8 +3,8 @@ that say when a box is full or free.
 
 On GPUs this is torch's symmetric memory. Its own signals are kernels that spin on a multiprocessor,
 as NCCL's receives do: a matrix product that runs at the same time takes a quarter longer. Here a flag
-is set by a copy of four bytes, and a stream waits for it with the driver's cuStreamWaitValue32.
-Neither needs a multiprocessor. The way out: a wait in torch's symmetric memory that needs none
+is set by a copy of four bytes, and a stream waits for it with the driver's cuStreamWaitValue32 or
+cuStreamBatchMemOp. Neither needs a multiprocessor. The way out: a wait in torch's symmetric memory that needs none
 either (`torch.distributed._symmetric_memory` has only `wait_signal`, a kernel).
 """
 
@@ -24,7 +24,8 @@ from torch import Tensor
 from stepgauge.runtime.world import gathered_objects
 
 SHARED_MEMORY = Path("/dev/shm")
-# Flags count messages modulo this number, which must be larger than the number of boxes.
+# Flags that count messages (those of pipelines) count modulo this number, which must be larger than the
+# number of boxes.
 VALUES = 1024
 ALIGNMENT = 512
 _WAIT_UNTIL_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ

@@ -14,12 +14,13 @@ kind are used alternately: turn k uses box k mod 2, and all ranks count turns al
 each rank gets a message from each other. Before this rank writes another rank's box in turn k, it has
 received that rank's message of turn k - 1. That rank sent it after its streams had finished turn
 k - 2, the last turn that read this box, because every stream starts a turn after the calling stream,
-which waits for all of them at the end of a turn (`order`, `turn_on`). The same holds for the flags,
+which waits for all of them at the end of a turn (`order`, `fork`, `turn_on`). The same holds for the flags,
 so each box has its own: a flag that a rank has not cleared yet is not set again.
 
 Why there is no deadlock. A rank's n-th wait in a turn comes after its own n-th message of that turn, in
-the order of launches and, on a GPU, by events. So the messages are sent even if the driver serves the
-streams one after the other, and on a CPU, where the host does each operation at once.
+the order of launches and, on a GPU, by events. If a turn of each kind runs at once, the wait for the
+inbox comes after the tells of the outbox. So the messages are sent even if the driver serves the streams
+one after the other, and on a CPU, where the host does each operation at once.
 
 Turns can be captured in a CUDA graph: flags are always 1 or 0, and `captured` lets all ranks meet
 before and after a replay, since the turns of two replays need not alternate boxes.
@@ -59,7 +60,7 @@ class Exchange:
 
     receivers  the other ranks, in the order in which this rank sends to them
     senders    the other ranks, in the order in which they send to this rank
-    lanes      of "send", "tell" and "receive", the names of the streams that take turns
+    lanes      of "send", "tell" and "receive", the names of the streams that share the messages
     handles    stream name -> CUDA stream handle; empty on a CPU
     """
 
@@ -119,10 +120,12 @@ class Exchange:
         self._turns = [0, 0]
         if self._streams:
             self._current = torch.cuda.current_stream(self.device)
-        self._meet(0)
-        yield
-        self._meet(1)
-        self._turns, self._current = turns, current
+        try:
+            self._meet(0)
+            yield
+            self._meet(1)
+        finally:
+            self._turns, self._current = turns, current
 
     def _meet(self, meeting: int) -> None:
         """Makes the calling stream wait until those of all ranks are here."""
@@ -163,8 +166,7 @@ class Exchange:
         """Makes these lanes wait for the work launched so far on the calling stream."""
         if self._streams:
             self._events[""].record(self._current)
-            for lane in self.lanes[name]:
-                self._streams[lane].wait_event(self._events[""])
+            self._let_wait(name, self._events[""])
 
     def join(self, name: str) -> None:
         """Makes the calling stream wait for the work launched so far on these lanes."""
@@ -181,8 +183,11 @@ class Exchange:
     def begin_sending(self) -> None:
         """Makes the lanes of "send" wait for the point that `mark_ready` recorded."""
         if self._streams:
-            for lane in self.lanes["send"]:
-                self._streams[lane].wait_event(self._ready)
+            self._let_wait("send", self._ready)
+
+    def _let_wait(self, name: str, event: Any) -> None:
+        for lane in self.lanes[name]:
+            self._streams[lane].wait_event(event)
 
     def mark_sent(self, message: int, lane: str) -> None:
         """Records the point on the lane after this rank's message of that number in a turn."""
@@ -232,12 +237,13 @@ class Inbox:
             memory.copy(target + place, source + number * nbytes, nbytes, stream)
 
     def pieces(self, ranks: range) -> Tensor:
-        """Returns the pieces of these other ranks, in the order of `senders`. The calling stream waits
-        for them.
+        """Returns the pieces of these other ranks. The calling stream waits for them. To be called for
+        groups in the order of `senders`.
         """
         length = self._piece.shape[1]
-        self._received += len(ranks)
-        self._exchange.wait_until_sent(self._received - 1)
+        for _ in ranks:
+            self._exchange.wait_until_sent(self._received)
+            self._received += 1
         self._exchange.wait(ranks, self._box)
         return self._whole.narrow(1, ranks.start * length, len(ranks) * length)
 
@@ -304,6 +310,11 @@ class Outbox:
 _groups: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()
 _exchanges: weakref.WeakKeyDictionary[dist.ProcessGroup, Exchange] = weakref.WeakKeyDictionary()
 
+# Exchanges whose addresses a CUDA graph has. They stay, even if a larger one has replaced them.
+_captured: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Exchange]] = (
+    weakref.WeakKeyDictionary()
+)
+
 
 def register(group: dist.ProcessGroup) -> None:
     """Lets `exchange_of` find the group by its name, because a compiled graph only has the name."""
@@ -313,9 +324,12 @@ def register(group: dist.ProcessGroup) -> None:
 @contextlib.contextmanager
 def captured_turns(group: dist.ProcessGroup) -> Iterator[None]:
     """Encloses work that the current stream captures in a CUDA graph. All ranks must have run the same
-    work before, must capture it, and must replay it equally often.
+    work before, must capture it, and must replay it equally often. Replays and other turns must not run
+    at the same time; the graph must be destroyed before the group.
     """
     exchange = _exchanges.get(group)
+    if exchange and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        _captured.setdefault(group, []).append(exchange)
     with exchange.captured() if exchange else contextlib.nullcontext():
         yield
 

@@ -124,6 +124,7 @@ def _column_backward(
         inbox.send(to_own=True)
         outbox.receive_own()
         outbox.tell(*exchange.receivers)
+        exchange.order("tell", "")
         _multiply_rows(gradient_BTF, inbox.whole(), out=weight_gradient)
     return outbox.parts_NBQD, weight_gradient
 
