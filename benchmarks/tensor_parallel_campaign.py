@@ -63,7 +63,7 @@ from stepgauge.measure.timing import time_phases
 from stepgauge.models.parts import ATTENTIONS
 from stepgauge.models.rotary import rotary_tables
 from stepgauge.models.transformer import TransformerLM, compiled
-from stepgauge.parallel.tensor_parallel import TensorParallel, overlapped, parallelize_tensor
+from stepgauge.parallel.tensor_parallel import TensorParallel, parallelize_tensor
 from stepgauge.parallel.tensor_parallel.exchange import captured_turns
 from stepgauge.runtime.launch import RankError, launch
 from stepgauge.runtime.recording import on_capture_stream, record
@@ -99,7 +99,7 @@ def spec_of(width: int, d_ff: int, heads: int, length: int, blocks: int) -> Mode
 SMALL = spec_of(64, 96, 4, 32, 2)
 WIDE = spec_of(4096, 11008, 32, 2048, 2)
 LENGTH = 8192
-LEAST_ROWS = overlapped.LEAST_ROWS
+LEAST_ROWS = plan.LEAST_ROWS
 
 
 def full_size(length: int) -> ModelSpec:
@@ -407,7 +407,7 @@ def run(way: str, options: Options, folder: str) -> dict[str, object]:
     """Runs on every rank: checks and times a way, and returns its row."""
     device = torch.device("cpu" if options.small else f"cuda:{torch.cuda.current_device()}")
     plan.LEAST_OVERLAPPED_BYTES = 0  # also where overlap is expected to lose
-    overlapped.LEAST_ROWS = 0 if way == "by piece" else LEAST_ROWS
+    plan.LEAST_ROWS = 0 if way == "by piece" else LEAST_ROWS
     errors = check(way, options, device) if options.length == LENGTH else {}
     restart_hang_timer()
     dtype = torch.float32 if options.small else torch.bfloat16

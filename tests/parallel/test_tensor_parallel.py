@@ -25,20 +25,15 @@ from stepgauge.kernels.linear_cross_entropy.partial import partial_backward, par
 from stepgauge.models.bert import BertForMaskedLM
 from stepgauge.models.transformer import TransformerLM
 from stepgauge.parallel.communication.peer_memory import MemoryOperation
-from stepgauge.parallel.tensor_parallel import overlapped, parallelize_tensor
+from stepgauge.parallel.tensor_parallel import parallelize_tensor
 from stepgauge.parallel.tensor_parallel.exchange import captured_turns, exchange_of
-from stepgauge.parallel.tensor_parallel.overlapped import (
-    LEAST_ROWS,
-    gathered_product,
-    grouped,
-    scattered_product,
-)
+from stepgauge.parallel.tensor_parallel.overlapped import gathered_product, scattered_product
 from stepgauge.parallel.tensor_parallel.vocabulary_loss import PartialLoss
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan import tensor as plan
-from stepgauge.spec.plan.tensor import Count, Rule, Section
+from stepgauge.spec.plan.tensor import LEAST_ROWS, Count, Rule, Section, grouped
 from stepgauge.spec.plan.tensor_tables import table_of
 from stepgauge.spec.plan.transformers_tables import table_of_config
 
@@ -316,7 +311,7 @@ def overlapped_differences():
     least, plan.LEAST_OVERLAPPED_BYTES = plan.LEAST_OVERLAPPED_BYTES, 0
     differences = {}
     for name, least_rows in zip(OVERLAPPED, (0, LEAST_ROWS), strict=True):
-        overlapped.LEAST_ROWS = least_rows
+        plan.LEAST_ROWS = least_rows
         differences[name, "overlapped"] = difference(name, overlap=True)
     if dist.get_world_size() == 2:  # nothing here depends on the number of ranks
         differences["compiled"] = difference("default", overlap=True, prepare=compile_blocks)

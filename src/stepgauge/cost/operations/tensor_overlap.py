@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from stepgauge.cost.operations.terms import Arithmetic, Term
+from stepgauge.spec.plan.tensor import grouped
 
 
 def beside_products(
@@ -16,21 +17,24 @@ def beside_products(
 ) -> Iterator[Term]:
     """Yields the collective with the products that hide it, and the sum after a reduce-scatter.
 
-    The product with a `weight` (outputs, inputs) runs in one piece per rank, and all pieces but one
-    hide the collective. In backward, the weight-gradient product also hides a reduce-scatter, because
-    it can run later. The second all-gather of a column layer's input, in backward, is hidden by both
-    products, and left out here.
+    The products have a `weight` (outputs, inputs). An all-gather is hidden by the product of the rank's
+    own rows, since the pieces of all other ranks arrive at the same time. A reduce-scatter in forward
+    begins after the first group of pieces, and is hidden by the others and the own piece; in backward,
+    it is hidden by the product of the weight gradient. The second all-gather of a column layer's input,
+    in backward, is hidden by both products, and left out here.
     """
-    (n, k), rows, dtype = weight, tokens * (ranks - 1) // ranks, arithmetic.dtype
+    (n, k), dtype, piece = weight, arithmetic.dtype, tokens // ranks
     is_scatter = collective.operation == "reduce_scatter"
-    if phase == "forward":
-        products = [Term("", f"matmul nt {dtype}", (rows, n, k))]
+    if is_scatter and phase == "backward":
+        product = Term("", f"matmul tn {dtype}", (n, k, tokens))
     else:
-        products = [Term("", f"matmul nn {dtype}", (rows, k, n))]
-        if is_scatter:
-            products.append(Term("", f"matmul tn {dtype}", (n, k, tokens)))
-    yield dataclasses.replace(collective, hidden_by=tuple(products))
+        rows = (
+            tokens - len(grouped(range(1, ranks), rows=piece)[0]) * piece if is_scatter else piece
+        )
+        sizes = (rows, n, k) if phase == "forward" else (rows, k, n)
+        product = Term("", f"matmul {'nt' if phase == 'forward' else 'nn'} {dtype}", sizes)
+    yield dataclasses.replace(collective, hidden_by=(product,))
     if is_scatter:  # compiled, the sum is fused, and only the other ranks' pieces are read extra
-        piece = collective.sizes[0] / ranks
+        numel = collective.sizes[0] / ranks
         name = f"{collective.name}.sum"
-        yield from arithmetic.passes(name, piece, eager=ranks + 1, compiled=ranks - 1)
+        yield from arithmetic.passes(name, numel, eager=ranks + 1, compiled=ranks - 1)

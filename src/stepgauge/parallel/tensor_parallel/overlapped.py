@@ -15,7 +15,6 @@ inside.
 Legend: B batch, T sequence, D width of the stream, F features of this rank, N ranks, Q = T/N.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,10 +30,7 @@ from stepgauge.parallel.tensor_parallel.exchange import (
     exchange_of,
     num_ranks,
 )
-
-# Pieces of fewer rows are multiplied together: a product of 2048 rows leaves many multiprocessors
-# idle while its last tiles are computed.
-LEAST_ROWS = 4096
+from stepgauge.spec.plan.tensor import grouped
 
 
 def gathered_product(x_BQD: Tensor, weight_FD: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -232,20 +228,6 @@ def _multiply_scattered(exchange: Exchange, x_BTF: Tensor, matrix: Tensor) -> Ou
     own = exchange.rank
     _multiply(rows_of(x_BTF, own, ranks), matrix, out=outbox.parts_NBQD[own])
     return outbox
-
-
-def grouped(ranks: Sequence[int], *, rows: int) -> list[range]:
-    """Returns the ranks in the same order, in groups whose pieces are multiplied by one product: ranks
-    next to each other, until their pieces of `rows` rows make LEAST_ROWS.
-    """
-    groups: list[range] = []
-    for rank in ranks:
-        last = groups[-1] if groups else range(0)
-        if rank in (last.start - 1, last.stop) and 0 < len(last) * rows < LEAST_ROWS:
-            groups[-1] = range(min(rank, last.start), max(rank + 1, last.stop))
-        else:
-            groups.append(range(rank, rank + 1))
-    return groups
 
 
 def rows_of(x_BTD: Tensor, group: range | int, ranks: int) -> Tensor:

@@ -145,6 +145,25 @@ def overlaps(stream_bytes: int, ranks: int, *, replayed: bool = False) -> bool:
     return stream_bytes // ranks >= least
 
 
+# Pieces of fewer rows are multiplied together: a product of 2048 rows leaves many multiprocessors
+# idle while its last tiles are computed.
+LEAST_ROWS = 4096
+
+
+def grouped(ranks: Sequence[int], *, rows: int) -> list[range]:
+    """Returns the ranks in the same order, in groups whose pieces are multiplied by one product: ranks
+    next to each other, until their pieces of `rows` rows make LEAST_ROWS.
+    """
+    groups: list[range] = []
+    for rank in ranks:
+        last = groups[-1] if groups else range(0)
+        if rank in (last.start - 1, last.stop) and 0 < len(last) * rows < LEAST_ROWS:
+            groups[-1] = range(min(rank, last.start), max(rank + 1, last.stop))
+        else:
+            groups.append(range(rank, rank + 1))
+    return groups
+
+
 @dataclasses.dataclass(frozen=True)
 class Count:
     """An attribute of a module that holds a count, such as the number of heads, and must be set to
