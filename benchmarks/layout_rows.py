@@ -113,6 +113,7 @@ class Rows:
                     yield row("1f1b", n, compile=compile, micro_batches=m)
         for name in ("zbv", "dualpipev", "interleaved"):
             yield row(name, n, balance="step")
+            yield row(name, n, balance="step", compile="off")
         yield row("zbv", n, fill=True)
         yield row("zbv", n, fill=True, balance="step")
         for m, name in itertools.product((16, 32), ("zbv", "1f1b", "torch-1f1b")):

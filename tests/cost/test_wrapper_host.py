@@ -232,11 +232,13 @@ def test_a_layout_without_host_times_gets_those_of_its_tensor_axis():
         hooked = hooks_of(on, "bucketed", work, Layout.parse("dp2 bucketed tp2"))
         assert hooked["backward"] != Hooks()
     layout = Layout.parse("dp2 zero1 tp2 overlap")
-    assert unknown_host(CalibratedMachine(DGX), work, layout) == (
+    assert unknown_host(CalibratedMachine(DGX), work, layout, replayed=False) == (
         "host cost assumed to be that of h200-sxm (calibrate --ranks measures it): tp2, zero1; host "
         "cost not measured and left out (calibrate --ranks measures it): what overlap adds"
     )
-    assert not unknown_host(CalibratedMachine(H200), work, Layout.parse("dp2 zero1 tp2"))
+    assert not unknown_host(CalibratedMachine(DGX), work, layout, replayed=True)
+    known = Layout.parse("dp2 zero1 tp2")
+    assert not unknown_host(CalibratedMachine(H200), work, known, replayed=False)
 
 
 def test_a_layout_adds_to_a_host_what_it_adds_to_the_typical_one():

@@ -65,7 +65,7 @@ def predict_data_parallel(
     sequences = spec.batch * spec.ranks
     metrics |= rates(work, machine, simulated.step_ms, sequences=sequences, ranks=spec.ranks)
     rows = step_rows(step.operations, step.prices, simulated)
-    note = unknown_host(machine, work, layout)
+    note = unknown_host(machine, work, layout, replayed=spec.cuda_graphs)
     memory = peak_of(step.operations, layout)
     return modelled(spec, machine, metrics, rows, memory, late_us=simulated.late_us, note=note)
 

@@ -95,7 +95,8 @@ def predict_layout(
         metrics["bubble"] = Sample.exact(step.bubble, "fraction of the step")
     sequences = spec.batch * spec.accumulation
     metrics |= rates(spec, machine, step.step_ms, sequences=sequences, ranks=spec.ranks)
-    note = unknown_host(machine, parts.stages[0].spec, spec.parsed_layout)
+    work, layout = parts.stages[0].spec, spec.parsed_layout
+    note = unknown_host(machine, work, layout, replayed=spec.cuda_graphs)
     record = modelled(
         spec, machine, metrics, step.rows, parts.memory(), late_us=step.late_us, note=note
     )

@@ -63,8 +63,14 @@ def _includes_hooks(work: WorkSpec, machine: CalibratedMachine, layout: Layout) 
     return measured is not None and measured.part == launched
 
 
-def unknown_host(machine: CalibratedMachine, work: WorkSpec, layout: Layout) -> str:
-    """Returns a note if the hardware file lacks host times that the layout needs; otherwise ""."""
+def unknown_host(
+    machine: CalibratedMachine, work: WorkSpec, layout: Layout, *, replayed: bool
+) -> str:
+    """Returns a note if the hardware file lacks host times that the layout needs; otherwise "". A step
+    that is replayed from CUDA graphs needs none.
+    """
+    if replayed:
+        return ""
     if work.device.startswith("cpu") or layout.ranks == 1 or timed_blocks(work, machine, layout):
         return ""
     launched, measured = layout.launched, measured_launches(work, machine, layout)
