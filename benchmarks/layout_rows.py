@@ -158,7 +158,8 @@ class Rows:
         yield self.layout(model, "none", 1)
         yield self.layout(model, "dp2 zero1 tp2 overlap", 2)
         yield self.layout(model, "dp2 zero3 tp2 overlap", 2)
-        yield self.layout(model, "tp4 overlap", 2, cuda_graphs=True)
+        for layout in ("tp4 overlap", "dp2 zero1 tp2 overlap"):
+            yield self.layout(model, layout, 2, cuda_graphs=True)
         for layout in ("tp4 overlap", "dp2 zero1 cp2", "pp4 zbv m8", "dp2 zero1 pp2 zbv m4"):
             yield self.layout(model, layout, 8 if "pp" in layout else 2)
 

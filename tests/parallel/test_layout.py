@@ -136,7 +136,8 @@ def test_two_ranks_are_one_process():
 def test_four_ranks_are_one_process():
     checks = [(gathers_of_sharded_stages,), (missing_in_shares_of_uneven_parts,)]
     checks += [(differences_of_recorded_steps, layout) for layout in RECORDED]
-    checks += [(differences_of_recorded_steps, "tp4 overlap", 1)]
+    recorded_steps = ("tp4 overlap", "dp2 zero1 tp2 overlap")
+    checks += [(differences_of_recorded_steps, layout, 1) for layout in recorded_steps]
     checks += [(sums_of_means, layout) for layout in ADDED_TO_MEANS]
     checks += [(with_blocks_compiled, "dp2 zero3 tp2 overlap", "grouped", "sgd")]
     require_no_differences(4, differences_of(ON_FOUR) + checks)

@@ -75,7 +75,12 @@ def test_each_layout_is_a_row_with_its_own_name():
         ("tp2 torch-tp", {"compile": "blocks"}, "fails under torch-tp in torch 2.13: choose off"),
         ("dp2 tp2 torch-tp", {}, "supports no other axis and no overlap: choose 'tp2 torch-tp'"),
         ("pp2 1f1b m2", {"cuda_graphs": True}, "cuda_graphs needs a GPU; device is 'cpu'"),
-        ("tp2 dp2", {"cuda_graphs": True, "device": "cuda"}, "needs our tensor axis alone, or a pipeline"),
+        ("dp2", {"cuda_graphs": True, "device": "cuda"}, "needs our tensor axis or a pipeline, besides"),
+        (
+            "tp2 dp2 zero2",
+            {"cuda_graphs": True, "device": "cuda"},
+            "only the communication of none, naive, overlapped, bucketed, zero1 in the",
+        ),
         (
             "tp2",
             {"cuda_graphs": True, "device": "cuda", "accumulation": 2},

@@ -66,7 +66,7 @@ def test_a_list_of_values_makes_a_row_for_each(tmp_path):
         ("[[rows]]\nsize='nano'\nbatch='x'", "batch is 'x'; it must be a whole number"),
         ("[[rows]]\nsize='nano'\nlayout='dp2'\nbatch=3", "which 2 data ranks do not divide"),
         ("[[rows]]\nsize='nano'\nlayout='dp2'\ndata='text'", "data is no option of a step over 2"),
-        ("[[rows]]\nsize='nano'\ncuda_graphs=true", "cuda_graphs needs our tensor axis alone, or"),
+        ("[[rows]]\nsize='nano'\ncuda_graphs=true", "cuda_graphs needs our tensor axis or a"),
         ("[[rows]]\nsize='vast'", "size is 'vast'"),
     ],
 )

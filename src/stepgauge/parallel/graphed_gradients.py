@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stepgauge.parallel.counted_mean import weighted
 from stepgauge.parallel.training import Groups, OptimizerClass, Parallel, Parallelise
 from stepgauge.parallel.trial import trial
 from stepgauge.runtime.recording import WARM_UPS, Call, Recorder, parameter_locations
@@ -32,6 +33,8 @@ class GraphedGradients:
 
     context  entered around the module's forward, such as autocast
     around   entered around forward and backward
+    weight   called with the batch, returns the weight of its mean loss on this rank in the mean over
+             ranks; part of the graph. None: 1
     """
 
     def __init__(
@@ -39,10 +42,12 @@ class GraphedGradients:
         module: nn.Module,
         recorder: Recorder,
         context: Context = contextlib.nullcontext,
+        *,
         around: Context = contextlib.nullcontext,
+        weight: Callable[[Sequence[Tensor]], Tensor] | None = None,
     ):
         self.module, self._recorder = module, recorder
-        self._context, self._around = context, around
+        self._context, self._around, self._weight = context, around, weight
         self._replay: Call | None = None
         self._batch: list[Tensor] = []  # the graph's input
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
@@ -79,8 +84,10 @@ class GraphedGradients:
 
     def _run(self) -> tuple[Tensor, list[Tensor]]:
         with self._around():
+            weight = None if self._weight is None else self._weight(self._batch)
             with self._context():
                 loss = self.module(*self._batch)
+            loss = loss if weight is None else weighted(loss, weight)
             loss.backward()
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         return loss.detach(), gradients

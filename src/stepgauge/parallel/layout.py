@@ -239,7 +239,12 @@ class SpreadNetwork:
         """Returns forward and backward as one graph, or None if the network does not record."""
         if self.network.graphs is None:
             return None
-        return self.tensor[0].recorded_step(self.network.graphs, self.network.context)
+        return self.tensor[0].recorded_step(
+            self.network.graphs,
+            self.network.context,
+            wrapped=self.data.modules[0],
+            weight=self._weight if self.mean and self.mean.group else None,
+        )
 
     @property
     def axis_names(self) -> tuple[str, ...]:

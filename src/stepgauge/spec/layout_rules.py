@@ -68,21 +68,27 @@ def _check_network(layout: Layout, model: Network, *, batch: int, compile: str) 
 
 
 def check_recorded(
-    layout: Layout, model: Network | UserModel, *, device: str, accumulation: int
+    layout: Layout,
+    model: Network | UserModel,
+    *,
+    device: str,
+    accumulation: int,
+    reduce_dtype: str,
 ) -> None:
     """Raises ValueError if the layout's step cannot be captured as CUDA graphs: the stages of a
-    pipeline, or the whole step of a tensor axis.
+    pipeline, or forward and backward of a tensor axis, with or without a data axis.
     """
     if device.startswith("cpu"):
         raise ValueError("cuda_graphs needs a GPU; device is 'cpu'")
-    if layout.tensor == layout.ranks > 1 and not layout.torch_tensor:
-        _check_recorded_step(model, accumulation=accumulation)
-        return
-    if layout.pipeline == 1 or layout.tensor > 1 or layout.context > 1:
+    has_tensor, has_pipeline = layout.tensor > 1, layout.pipeline > 1
+    if layout.context > 1 or layout.torch_tensor or has_tensor == has_pipeline:
         raise ValueError(
-            f"cuda_graphs needs our tensor axis alone, or a pipeline without tensor and context axes; "
-            f"layout is {str(layout)!r}: choose one such as 'tp2 overlap' or 'pp2 1f1b m4 dp2'"
+            f"cuda_graphs needs our tensor axis or a pipeline, besides a data axis; layout is "
+            f"{str(layout)!r}: choose one such as 'tp2 overlap' or 'pp2 1f1b m4 dp2'"
         )
+    if has_tensor:
+        _check_recorded_step(layout, model, accumulation=accumulation, reduce_dtype=reduce_dtype)
+        return
     if WRAPPERS[layout.wrapper].shards("gradients"):
         raise ValueError(
             f"cuda_graphs needs weights and gradients at fixed addresses; {layout.wrapper} frees "
@@ -90,7 +96,15 @@ def check_recorded(
         )
 
 
-def _check_recorded_step(model: Network | UserModel, *, accumulation: int) -> None:
+def _check_recorded_step(
+    layout: Layout, model: Network | UserModel, *, accumulation: int, reduce_dtype: str
+) -> None:
+    recorded = ", ".join(name for name, each in WRAPPERS.items() if each.recorded)
+    if not WRAPPERS[layout.wrapper].recorded or reduce_dtype != "own":
+        raise ValueError(
+            f"cuda_graphs is True; layout is {str(layout)!r} with reduce_dtype {reduce_dtype!r}, and "
+            f"only the communication of {recorded} in the gradients' own dtype can be captured"
+        )
     if isinstance(model, UserModel):
         raise ValueError(
             "cuda_graphs is True; the step of a tensor axis can be recorded for presets only, because "

@@ -68,7 +68,7 @@ class LayoutSpec(OfNetwork, OnBackend):
     cuda_graphs: bool = option(
         False,
         "Capture forward and backward in CUDA graphs and replay them: of each pipeline stage, or of "
-        "a tensor axis alone",
+        "the whole step with a tensor axis",
         flag_value=True,
         label="changed",
     )
@@ -102,6 +102,7 @@ class LayoutSpec(OfNetwork, OnBackend):
                 self.model,
                 device=self.device,
                 accumulation=self.accumulation,
+                reduce_dtype=self.reduce_dtype,
             )
 
     def canonical(self) -> Self:

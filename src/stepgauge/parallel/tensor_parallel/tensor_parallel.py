@@ -12,7 +12,7 @@ whole weight is the whole gradient.
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -88,7 +88,12 @@ class TensorParallel:
             yield parameter, elements
 
     def recorded_step(
-        self, recorder: Recorder, context: Context = contextlib.nullcontext
+        self,
+        recorder: Recorder,
+        context: Context = contextlib.nullcontext,
+        *,
+        wrapped: nn.Module | None = None,
+        weight: Callable[[Sequence[Tensor]], Tensor] | None = None,
     ) -> GraphedGradients:
         """Returns forward and backward of the module as one graph, to be called with a batch and 1. The
         host then launches one graph per step; smaller collectives overlap.
@@ -97,10 +102,16 @@ class TensorParallel:
             loss = step((tokens, targets), 1)
 
         context  entered around forward, such as autocast
+        wrapped  the module in a data parallel wrapper, whose communication is recorded too
+        weight   see GraphedGradients
         """
         self.stream.replayed = True
         return GraphedGradients(
-            self.module, recorder, context, lambda: captured_turns(self.stream.group)
+            wrapped or self.module,
+            recorder,
+            context,
+            around=lambda: captured_turns(self.stream.group),
+            weight=weight,
         )
 
     def clip_gradients(self, max_norm: float) -> Tensor:
