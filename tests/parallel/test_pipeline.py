@@ -18,7 +18,7 @@ from stepgauge.cost.pipeline.timeline import Durations, simulate
 from stepgauge.parallel.communication import peer_memory
 from stepgauge.parallel.pipeline import Pipeline
 from stepgauge.parallel.pipeline.host_lead import COMPUTATIONS, HostLead
-from stepgauge.parallel.pipeline.split import SplitBackward, Watch
+from stepgauge.parallel.pipeline.split import SplitBackward, Watch, _is_plain_linear
 from stepgauge.parallel.pipeline.step import PipelineStep
 from stepgauge.parallel.pipeline.transfers import Transfers
 from stepgauge.parallel.zero import ShardedOptimizer
@@ -87,7 +87,6 @@ def difference_from_one_process(schedule_name, name):
     modules, ties, share = network(name, schedule.num_stages)
     reference = copy.deepcopy(modules)
     transport = "copies" if name in ("list", "tied") else "messages"
-    peer_memory.VALUES = 2 * micro_batches + 1  # in this process: the flags' values repeat
     pipeline = Pipeline(
         modules,
         schedule,
@@ -119,6 +118,49 @@ def difference_from_one_process(schedule_name, name):
         update(pipeline.parameters())
         update(reference_parameters)
     return difference_in_weights(pipeline, reference, STEPS)
+
+
+class Failing(nn.Linear):
+    fails = False
+
+    def forward(self, x):
+        if self.fails:
+            raise ZeroDivisionError("a bad batch")
+        return super().forward(x)
+
+
+def after_a_failed_step():
+    """Returns the errors of two steps, of which the first fails on rank 1, and the losses before and
+    after them.
+    """
+    peer_memory.WAIT_S = 1.0  # in this process
+    stages = [nn.Linear(3, 3), Failing(3, 3)]
+    schedule = build("1f1b", ranks=2, micro_batches=2)
+    pipeline = Pipeline(stages, schedule, loss=nn.functional.mse_loss, transport="copies")
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 4, 3, generator=generator)
+    losses, errors = [pipeline.step((x,), (y,))], []
+    stages[1].fails = True
+    for _ in range(2):
+        with pytest.raises(Exception) as raised:
+            pipeline.step((x + 1,), (y,))
+        errors.append(str(raised.value))
+    stages[1].fails = False
+    dist.barrier()
+    pipeline.close()
+    return errors, [*losses, pipeline.step((x,), (y,))]
+
+
+def test_a_step_after_one_that_raised_is_refused_until_the_pipeline_is_closed():
+    for errors, (before, after) in launch(after_a_failed_step, ranks=2):
+        assert "the last step of this pipeline raised" in errors[1]
+        assert "call close() on all ranks" in errors[1] and errors[0] != errors[1]
+        assert before is None or torch.equal(before, after)
+
+
+def test_complex_layers_are_not_split():
+    assert _is_plain_linear(nn.Linear(2, 2))
+    assert not _is_plain_linear(nn.Linear(2, 2, dtype=torch.complex64))
 
 
 def test_the_host_waits_for_the_computation_a_few_before_the_last(monkeypatch):

@@ -24,8 +24,8 @@ from torch import Tensor
 from stepgauge.runtime.world import gathered_objects
 
 SHARED_MEMORY = Path("/dev/shm")
-# Flags that count messages (those of pipelines) count modulo this number, which must be larger than the
-# number of boxes.
+# On a GPU, flags that count messages (those of pipelines) count modulo this number, which must be larger
+# than the number of boxes.
 VALUES = 1024
 ALIGNMENT = 512
 _WAIT_UNTIL_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
@@ -224,11 +224,11 @@ class SharedMemory(PeerMemory):
         ctypes.memmove(target, source, nbytes)
 
     def set_flag(self, rank: int, flag: int, value: int, stream: int | None = None) -> None:
-        self._flags[rank][flag] = value % VALUES
+        self._flags[rank][flag] = value
 
     def wait(self, flag: int, value: int, stream: int | None = None) -> None:
         deadline = time.monotonic() + WAIT_S
-        while int(self._own_flags[flag]) != value % VALUES:
+        while int(self._own_flags[flag]) != value:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"another rank has sent nothing for {WAIT_S:g} s")
             time.sleep(0)

@@ -38,6 +38,11 @@ class Meta(NamedTuple):
         return empty.normal_() if self.dtype.is_floating_point else empty.zero_()
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Returns the tensor with its values in memory in order, as it can be sent."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
 class StageOutputs(NamedTuple):
     """The outputs of a stage and, for each, the positions of the inputs that it depends on."""
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepgauge.parallel.communication.peer_memory import ALIGNMENT, PeerMemory, peer_memory
-from stepgauge.parallel.pipeline.interfaces import Meta
+from stepgauge.parallel.pipeline.interfaces import Meta, as_bytes
 from stepgauge.spec.plan.pipeline import Action, Channel, Schedule
 from stepgauge.spec.plan.pipeline.action import SENDS
 from stepgauge.spec.units import round_up
@@ -64,6 +64,8 @@ class PeerTransfers:
 
     All ranks of the group must create one, and prepare it, at the same time.
     """
+
+    can_restart = True  # after a step that raised, by preparing it again
 
     def __init__(self, schedule: Schedule, group: dist.ProcessGroup | None, device: torch.device):
         self._device, self._group = device, group
@@ -117,7 +119,7 @@ class PeerTransfers:
         end.messages += 1
         while self._sent and self._sent[0][0] is not None and self._sent[0][0].query():
             self._sent.popleft()
-        contiguous = [tensor.contiguous() for tensor in tensors]
+        contiguous = [as_bytes(tensor) for tensor in tensors]
         end.follow()
         if message > self._boxes:  # wait until the box's previous message has been copied out
             memory.wait(end.free_flags + box, message - self._boxes, end.handle)

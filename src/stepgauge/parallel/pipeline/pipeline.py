@@ -62,7 +62,8 @@ class Pipeline:
               loss
     share     called with targets; returns how much they count in the mean loss, such as a number of
               tokens: either in total, or per sequence, which takes one call per step. None: all
-              micro-batches count equally. A CountedMean also counts the targets of other ranks
+              micro-batches count equally. A CountedMean also counts the targets of other ranks. The
+              loss over no targets may be NaN, but its gradient times 0 must be 0
     tied      copies of one weight in several stages. Weights that modules of a list share are tied
               automatically
     reduce    called with a stage and its module when the stage's gradients of a step are complete,
@@ -127,6 +128,7 @@ class Pipeline:
         self.metas: dict[int, list[Meta]] = {}  # the inputs of each stage, set by the first step
         self.clock = Clock(self.device) if recording else None
         self._lead = HostLead(self.device)
+        self._has_failed = False  # a step has raised, and another would get its tensors
 
     def _graphed(self, number: int, stage: Stage, graphs: Recorder) -> GraphedStage:
         return GraphedStage(stage, graphs, self.schedule.in_flight(number), self.device)
@@ -142,9 +144,12 @@ class Pipeline:
 
         batches  loss and gradients are divided by this number, to average over several steps
 
-        Raises ValueError if the batch is not a multiple of the number of micro-batches.
+        Raises ValueError if the batch is not a multiple of the number of micro-batches, and RuntimeError
+        after a step that raised.
         """
+        self._require_no_failed_step()
         step = self._begin_step(inputs, targets, batches=batches)
+        self._has_failed = True  # until the step is done
         for action in self.schedule.ranks[self.rank]:
             try:
                 step.run(action)
@@ -156,7 +161,16 @@ class Pipeline:
         for number in sorted(self._tied.stages & self.modules.keys()):
             if self._reduce is not None:
                 self._reduce(number, self.modules[number])
+        self._has_failed = False
         return step.loss
+
+    def _require_no_failed_step(self) -> None:
+        if self._has_failed:
+            remedy = "call close()" if self._transfers.can_restart else "create a new pipeline"
+            raise RuntimeError(
+                f"the last step of this pipeline raised, and its tensors may still be on their way: "
+                f"{remedy} on all ranks"
+            )
 
     def _begin_step(self, inputs: Batch, targets: Batch, *, batches: int) -> PipelineStep:
         if self.clock:
@@ -217,7 +231,7 @@ class Pipeline:
         """
         parts = self.schedule.num_micro_batches
         if self._mean is None or self.schedule.num_stages - 1 not in self.stages:
-            return torch.full((parts,), 1.0 / parts, device=self.device)
+            return torch.full((parts,), 1.0 / parts, dtype=torch.float64, device=self.device)
         return self._mean.weights_of_equal(targets, parts, self.device)
 
     def clip(self, max_norm: float) -> Tensor:
@@ -257,6 +271,8 @@ class Pipeline:
     def close(self) -> None:
         """Restores the modules. The next step prepares the pipeline again."""
         self.metas = {}
+        if self._transfers.can_restart:
+            self._has_failed = False
         for stage in self.stages.values():
             stage.close()
 

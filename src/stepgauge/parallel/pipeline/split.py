@@ -177,13 +177,14 @@ class Factors:
 
 
 def _is_plain_linear(layer: nn.Module) -> bool:
-    """True if the layer computes what nn.Linear does, with a weight that is its own parameter.
+    """True if the layer computes what nn.Linear does, with a real weight that is its own parameter.
     Subclasses of nn.Linear count if they do not override forward.
     """
     return (
         isinstance(layer, nn.Linear)
         and type(layer).forward in (nn.Linear.forward, SplitLinear.forward)
         and "weight" in dict(layer.named_parameters(recurse=False))
+        and not layer.weight.is_complex()
     )
 
 

@@ -153,7 +153,8 @@ class PipelineStep:
         if not self._losses:
             return None
         losses = torch.stack([loss for _, loss in sorted(self._losses.items())])
-        return weighted(losses, self.loss_weights).sum()
+        dtype = torch.promote_types(losses.dtype, torch.float32)
+        return weighted(losses, self.loss_weights.to(dtype)).sum()
 
     def _take_gradients(self, number: int, micro_batch: int) -> Sequence[Tensor | None]:
         """Returns the gradients of a stage's outputs, one per output."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepgauge.parallel.pipeline.groups import new_groups, world_ranks
-from stepgauge.parallel.pipeline.interfaces import Meta
+from stepgauge.parallel.pipeline.interfaces import Meta, as_bytes
 from stepgauge.spec.plan.pipeline import Action, Channel, Schedule
 from stepgauge.spec.plan.pipeline.action import SENDS
 
@@ -28,6 +28,8 @@ class Transfers:
     All ranks of the world must create one at the same time. The ranks of `group` are the schedule's
     ranks; None stands for all ranks.
     """
+
+    can_restart = False  # messages of a step that raised would be received by the next
 
     def __init__(self, schedule: Schedule, group: dist.ProcessGroup | None, device: torch.device):
         self._device = device
@@ -70,7 +72,7 @@ class Transfers:
         sent = self._sent[channel]
         while sent and all(work.is_completed() for work in sent[0][0]):
             sent.popleft()
-        contiguous = [tensor.contiguous() for tensor in tensors]
+        contiguous = [as_bytes(tensor) for tensor in tensors]
         works = [_require_work(dist.isend(tensor, peer, group)) for tensor in contiguous]
         sent.append((works, contiguous))
 
@@ -128,7 +130,7 @@ def send_to_next_stage(
     )
     if rank == source:
         for output in outputs:
-            dist.send(output.contiguous(), global_rank[target], group)
+            dist.send(as_bytes(output), global_rank[target], group)
     if rank != target:
         return []
     received = [meta.empty(device) for meta in metas]
