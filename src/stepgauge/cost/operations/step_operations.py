@@ -42,9 +42,8 @@ class StepOperations(ShareSizes):
             spec.precision, is_compiled=is_compiled, gathered=self.share.gathered
         )
         stream = self.tokens * self.model.d_model * self.arithmetic.activation_bytes
-        self.overlapped = self.share.overlap and overlaps(
-            stream, self.share.tensor, replayed=self.share.replayed
-        )
+        part = self.share
+        self.overlapped = part.overlap and overlaps(stream, part.tensor, replayed=part.replayed)
         self._elementwise = Elementwise(
             self.model,
             self.arithmetic,

@@ -87,6 +87,8 @@ class Pipeline:
     ranks, or differs between ranks.
     """
 
+    _has_failed = False  # a step has raised, and another would get its tensors
+
     def __init__(
         self,
         stages: Stages,
@@ -125,10 +127,8 @@ class Pipeline:
             self.stages[number] = stage if graphs is None else self._graphed(number, stage, graphs)
         self._transfers = _transfers(transport, self.schedule, group, self.device)
         self._tied = TiedWeights(ties, self.modules, self.schedule, group)
-        self.metas: dict[int, list[Meta]] = {}  # the inputs of each stage, set by the first step
+        self.metas: dict[int, list[Meta]] = {}  # inputs by stage, set by the first step
         self.clock = Clock(self.device) if recording else None
-        self._lead = HostLead(self.device)
-        self._has_failed = False  # a step has raised, and another would get its tensors
 
     def _graphed(self, number: int, stage: Stage, graphs: Recorder) -> GraphedStage:
         return GraphedStage(stage, graphs, self.schedule.in_flight(number), self.device)
@@ -196,7 +196,7 @@ class Pipeline:
             reduce=self._reduce_early,
             weights=self._weights,
             clock=self.clock,
-            lead=self._lead,
+            lead=HostLead(self.device),
         )
 
     def _reduce_early(self, stage: int, module: nn.Module) -> None:

@@ -15,9 +15,8 @@ autograd's graph from the weights to where they meet the path of the input; that
 graph's internals, and a compiled block is a single node that it cannot split. Calling autograd.grad
 twice, for inputs and then for weights, computes every backward product twice.
 
-Everything else gets its gradient in I: norms, embeddings, biases outside linear layers, weights that
-are used without their layer or have a hook, and calls of a layer with other weights than its own or
-while it is frozen. They are cheap or rare. Outside of F and I the layers are ordinary ones.
+Everything else gets its gradient in I: norms, embeddings, complex weights, weights that are used without
+their layer or have a hook, and calls with other weights or of a frozen layer. They are cheap or rare.
 """
 
 import collections
