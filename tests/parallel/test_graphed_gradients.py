@@ -88,6 +88,17 @@ def test_changes_after_the_recording_are_refused():
         graphed(batch, 1)
 
 
+@pytest.mark.parametrize("output", [lambda x: (x.sum(),), lambda x: x])
+def test_a_module_that_does_not_return_the_loss_is_refused(output):
+    class Outputs(torch.nn.Linear):
+        def forward(self, x):
+            return output(super().forward(x))
+
+    graphed = GraphedGradients(Outputs(2, 2), RunAgain())
+    with pytest.raises(TypeError, match="a recorded step needs the loss, one number"):
+        graphed([torch.ones(3, 2)], 1)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

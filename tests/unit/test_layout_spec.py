@@ -75,6 +75,11 @@ def test_each_layout_is_a_row_with_its_own_name():
         ("tp2 torch-tp", {"compile": "blocks"}, "fails under torch-tp in torch 2.13: choose off"),
         ("dp2 tp2 torch-tp", {}, "supports no other axis and no overlap: choose 'tp2 torch-tp'"),
         ("pp2 1f1b m2", {"cuda_graphs": True}, "cuda_graphs needs a GPU; device is 'cpu'"),
+        (
+            "tp2",
+            {"cuda_graphs": True, "device": "cuda", "backend": "gloo"},
+            "backend is 'gloo', which communicates on the host",
+        ),
         ("dp2", {"cuda_graphs": True, "device": "cuda"}, "needs our tensor axis or a pipeline, besides"),
         (
             "tp2 dp2 zero2",

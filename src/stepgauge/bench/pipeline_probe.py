@@ -28,7 +28,7 @@ REPEATS, MOST_REPEATS = 4, 20
 PROBE_S = 0.5  # in 0.1 s the host's time for a computation was off by 20 %, either way
 PRODUCT_WIDTH, PRODUCT_S = 4096, 2e-4  # of a product, and roughly its time on a GPU
 MOST_PRODUCTS = 128  # a GPU queues about a thousand launches before the host has to wait
-MOST_REST_S = 0.2  # a longer pause changes nothing about a GPU's clock
+MOST_REST_S = 0.2  # so that a rank which mostly waits does not delay the others for minutes
 # Figures of stages by everything that they depend on: schedules of a sweep share stages.
 CACHE: dict[Hashable, "_StageProbe"] = {}
 
@@ -185,7 +185,7 @@ class StageProber:
 
     def _lead(self, seconds: float) -> None:
         """Keeps a GPU busy with products for about this long, with few launches; does nothing on a
-        CPU. Products take about as much power as a stage, so that the clock stays that of a step.
+        CPU. Products, because copies take little power: the clock would be higher than in a step.
 
         Their memory is freed before they have run. That is safe: on the same stream, later work that
         reuses the memory runs after them.

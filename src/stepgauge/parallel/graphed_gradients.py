@@ -29,7 +29,7 @@ class GraphedGradients:
     `zero_grad` does. The loss is `module(*batch)`. Whatever the module does in Python (shapes,
     branches, which parameters are trained) stays as it was recorded. Raises RuntimeError if a `.grad`
     is not None, and if weights have moved or their requires_grad has changed; ValueError for a batch
-    of other shapes.
+    of other shapes; TypeError if the module does not return the loss.
 
     context  entered around the module's forward, such as autocast
     around   entered around forward and backward
@@ -87,6 +87,15 @@ class GraphedGradients:
             weight = None if self._weight is None else self._weight(self._batch)
             with self._context():
                 loss = self.module(*self._batch)
+            if not isinstance(loss, Tensor) or loss.ndim:
+                what = (
+                    f"shape {tuple(loss.shape)}"
+                    if isinstance(loss, Tensor)
+                    else type(loss).__name__
+                )
+                raise TypeError(
+                    f"the module returns {what}; a recorded step needs the loss, one number"
+                )
             loss = loss if weight is None else weighted(loss, weight)
             loss.backward()
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]

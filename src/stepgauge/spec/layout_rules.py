@@ -72,6 +72,7 @@ def check_recorded(
     model: Network | UserModel,
     *,
     device: str,
+    backend: str,
     accumulation: int,
     reduce_dtype: str,
 ) -> None:
@@ -86,6 +87,8 @@ def check_recorded(
             f"cuda_graphs needs our tensor axis or a pipeline, besides a data axis; layout is "
             f"{str(layout)!r}: choose one such as 'tp2 overlap' or 'pp2 1f1b m4 dp2'"
         )
+    if has_tensor and backend == "gloo":
+        raise ValueError("cuda_graphs is True; backend is 'gloo', which communicates on the host")
     if has_tensor:
         _check_recorded_step(layout, model, accumulation=accumulation, reduce_dtype=reduce_dtype)
         return

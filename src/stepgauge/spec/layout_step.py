@@ -101,6 +101,7 @@ class LayoutSpec(OfNetwork, OnBackend):
                 self.parsed_layout,
                 self.model,
                 device=self.device,
+                backend=self.backend,
                 accumulation=self.accumulation,
                 reduce_dtype=self.reduce_dtype,
             )

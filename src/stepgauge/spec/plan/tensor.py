@@ -129,8 +129,8 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 # pays. Time of overlap relative to plain collectives, layers 4096 wide, forward and backward:
 #   two H200s, single layers, eager   pieces of 32 MiB -3 to -7 %; 16 MiB -4 %, the widest layer
 #   four H100s, compiled blocks       pieces of 64 MiB -13 %; 16 MiB +8 to +11 %
-#   four H200s, the same               16 MiB +5 %, because the host launches too slowly; replayed
-#                                     from a CUDA graph -7 %
+#   four H200s, the same              16 MiB +5 to +20 %, because the host launches too slowly;
+#                                     replayed from a CUDA graph -7 %
 # (docs/log/2026-11-22-tensor-parallel.md, 2026-11-28-four-gpus.md, 2026-11-28-graphs-and-lanes.md).
 LEAST_OVERLAPPED_BYTES = 32 * 2**20
 LEAST_REPLAYED_BYTES = 16 * 2**20
