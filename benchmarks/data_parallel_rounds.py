@@ -3,6 +3,7 @@ Each row is measured once per round, so that a drifting clock or host does not d
 
     python benchmarks/data_parallel_rounds.py OUT
     python benchmarks/data_parallel_rounds.py OUT --only narrow small
+    python benchmarks/data_parallel_rounds.py OUT --only blocks --ranks 4
     python benchmarks/data_parallel_rounds.py OUT --size nano --batch 2 --device cpu  # a trial
 
 | part | what it measures |
@@ -12,9 +13,11 @@ Each row is measured once per round, so that a drifting clock or host does not d
 | cast | as wide, with --reduce-dtype bf16 |
 | small | the size small in bf16 autocast |
 | ways | as wide, bucketed only, with different settings of the NCCL communicator |
+| blocks | 16 compiled blocks 4096 wide, 2 × 4096 tokens per GPU: zero3 by copies and by NCCL |
 
 Appends a record per row and round to OUT/records.jsonl as soon as it is measured. Its environment
-has `round` and `way` (the NCCL settings). Prints a table of medians at the end.
+has `round` and `way` (the NCCL settings, or what zero3 does not copy). Prints a table of medians at
+the end.
 """
 
 import argparse
@@ -23,9 +26,10 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +42,7 @@ from stepgauge.bench.rank_figures import kept_bytes, time_steps
 from stepgauge.bench.sweep import stamped
 from stepgauge.measure import devices
 from stepgauge.measure.timing import Phases
+from stepgauge.parallel.sharding import Sharding
 from stepgauge.parallel.wrappers import Settings, parallelise
 from stepgauge.runtime.launch import RankError, launch
 from stepgauge.runtime.world import joined_world
@@ -53,6 +58,7 @@ NCCL = {
     "no clusters": {"cga_cluster_size": 0},
     "12 blocks": {"min_ctas": 1, "max_ctas": 12},
 }
+SCATTERS_BY_NCCL, BY_NCCL = "scatters by NCCL", "by NCCL"  # the rest by copies, or nothing
 REFERENCE_ROWS = [("none", ""), ("bucketed", "")]
 SMALL_WRAPPERS = ("torch-ddp", "torch-ddp-views", "zero1", "zero2", "zero3", "torch-fsdp")
 # Part -> precision, reduce_dtype, rows as (wrapper, NCCL settings), number of rounds.
@@ -62,7 +68,21 @@ PARTS: dict[str, tuple[str, str, list[tuple[str, str]], int]] = {
     "cast": ("bf16", "bf16", [("bucketed", ""), ("torch-ddp", ""), ("zero2", "")], 1),
     "small": ("bf16", "own", [*REFERENCE_ROWS, *((wrapper, "") for wrapper in SMALL_WRAPPERS)], 2),
     "ways": ("bf16", "own", [("bucketed", name) for name in NCCL], 1),
+    "blocks": (
+        "bf16-pure",
+        "own",
+        [
+            ("none", ""),
+            ("zero3", ""),
+            ("zero3", SCATTERS_BY_NCCL),
+            ("zero3", BY_NCCL),
+            ("torch-fsdp", ""),
+        ],
+        3,
+    ),
 }
+BLOCKS = {"d_model": 4096, "d_ff": 11_008, "num_heads": 32, "vocab_size": 32_000}
+SMALL_BLOCKS = {"d_model": 64, "d_ff": 128, "num_heads": 2, "vocab_size": 64}
 
 
 def rows(arguments: argparse.Namespace) -> Iterator[tuple[int, str, DataParallelSpec]]:
@@ -70,43 +90,82 @@ def rows(arguments: argparse.Namespace) -> Iterator[tuple[int, str, DataParallel
     for number in range(max(rounds for *_, rounds in PARTS.values())):
         for part in arguments.only or PARTS:
             precision, reduce_dtype, part_rows, rounds = PARTS[part]
-            size = "small" if part == "small" and arguments.size == "2.7b" else arguments.size
-            for wrapper, nccl_settings in part_rows if number < rounds else ():
-                yield (
-                    number,
-                    nccl_settings,
-                    DataParallelSpec(
-                        model=ModelSpec.preset(size, context_length=128),
-                        size=size,
-                        wrapper=wrapper,
-                        precision=precision,
-                        optimizer="fused" if precision == "bf16-master" else "adamw",
-                        reduce_dtype=reduce_dtype,
-                        batch=arguments.batch,
-                        warmup=3,
-                        steps=arguments.steps,
-                        device=arguments.device,
-                    ),
+            for wrapper, way in part_rows if number < rounds else ():
+                spec = DataParallelSpec(
+                    **network_of(part, arguments),
+                    wrapper=wrapper,
+                    ranks=arguments.ranks,
+                    precision=precision,
+                    optimizer="fused" if precision == "bf16-master" else "adamw",
+                    reduce_dtype=reduce_dtype,
+                    warmup=3,
+                    steps=arguments.steps,
+                    device=arguments.device,
                 )
+                yield number, way, spec
+
+
+def network_of(part: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the fields of the spec that are about the network and the batch."""
+    if part == "blocks":
+        on_gpu = arguments.device == "cuda"
+        blocks = ModelSpec(
+            num_layers=16 if on_gpu else 2,
+            context_length=4096 if on_gpu else 128,
+            attention="triton" if on_gpu else "sdpa",
+            loss="fused",
+            **(BLOCKS if on_gpu else SMALL_BLOCKS),
+        )
+        return {"model": blocks, "batch": 2, "compile": "blocks" if on_gpu else "off"}
+    size = "small" if part == "small" and arguments.size == "2.7b" else arguments.size
+    preset = ModelSpec.preset(size, context_length=128)
+    return {"model": preset, "size": size, "batch": arguments.batch}
 
 
 @contextlib.contextmanager
-def settings_of(spec: DataParallelSpec, nccl_settings: str) -> Iterator[Settings]:
+def settings_of(spec: DataParallelSpec, way: str) -> Iterator[Settings]:
     """Yields the wrapper's settings, with a communicator of its own if `way` names NCCL settings."""
     autocast = PRECISIONS[spec.precision].autocast
     fields: dict[str, Any] = {
         "compute_dtype": autocast if WRAPPERS[spec.wrapper].shards("weights") else None,
         "reduce_dtype": REDUCE_DTYPES[spec.reduce_dtype],
     }
-    if nccl_settings not in NCCL or spec.device == "cpu":
+    if way == BY_NCCL:
+        fields["copied_from"] = math.inf
+    if way == SCATTERS_BY_NCCL:
+        with scatters_by_nccl():
+            yield Settings(**fields)
+        return
+    if way not in NCCL or spec.device == "cpu":
         yield Settings(**fields)
         return
     options = dist.ProcessGroupNCCL.Options()
-    for name, value in NCCL[nccl_settings].items():
+    for name, value in NCCL[way].items():
         setattr(options.config, name, value)
     group = dist.new_group(backend="nccl", pg_options=options)
     yield Settings(**fields, group=group)
     dist.destroy_process_group(group)
+
+
+@contextlib.contextmanager
+def scatters_by_nccl() -> Iterator[None]:
+    """Lets zero3 reduce gradients as it does where nothing is copied."""
+    original = Sharding.launch_scatters
+
+    def launch(sharding: Sharding, rows: Sequence[Any], messages: Sequence[Any]) -> list[Any]:
+        return original(without_copies[sharding], rows, messages)
+
+    class WithoutCopies(dict[Sharding, Sharding]):
+        def __missing__(self, sharding: Sharding) -> Sharding:
+            self[sharding] = Sharding(sharding.group, "cuda", copied_from=math.inf)
+            return self[sharding]
+
+    without_copies = WithoutCopies()
+    Sharding.launch_scatters = launch  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Sharding.launch_scatters = original  # type: ignore[method-assign]
 
 
 def write_trace(phases: Phases, path: Path, device: torch.device) -> None:
@@ -119,13 +178,13 @@ def write_trace(phases: Phases, path: Path, device: torch.device) -> None:
         profile.export_chrome_trace(str(path))
 
 
-def measure(spec: DataParallelSpec, nccl_settings: str, trace: Path | None) -> DataParallelFigures:
+def measure(spec: DataParallelSpec, way: str, trace: Path | None) -> DataParallelFigures:
     """Runs on every rank: builds the wrapped step and measures it."""
     world = joined_world()
     assert world is not None, "ranks run in a world"
     device = world.device(spec.device)
     on_device = dataclasses.replace(spec, device=str(device))
-    with settings_of(spec, nccl_settings) as settings:
+    with settings_of(spec, way) as settings:
         wrap = functools.partial(parallelise, spec.wrapper, settings=settings)
         step = build_step(on_device, parallelise=wrap, lr=LEARNING_RATE)
         batch = batch_for(spec.model, spec.batch, spec.seed + 1 + world.rank)
@@ -151,20 +210,20 @@ def measure(spec: DataParallelSpec, nccl_settings: str, trace: Path | None) -> D
 
 def campaign(arguments: argparse.Namespace, started: float) -> None:
     """Runs on every rank. Rank 0 writes the records."""
-    for number, nccl_settings, spec in rows(arguments):
+    for number, way, spec in rows(arguments):
         is_late = [time.time() - started > arguments.seconds]
         dist.broadcast_object_list(is_late)
         if is_late[0]:
-            print("no time left for round", number, spec.wrapper, nccl_settings, flush=True)
+            print("no time left for round", number, spec.wrapper, way, flush=True)
             return
         begin = time.time()
         figures: list[Any] = [None] * dist.get_world_size()
-        name = f"{spec.size}_{spec.precision}_{spec.wrapper}.json.gz"
+        name = f"{spec.size}_{spec.precision}_{spec.wrapper}_{way.replace(' ', '-')}.json.gz"
         trace = arguments.out / name if spec.wrapper in arguments.trace and not number else None
         try:
-            own: DataParallelFigures | str = measure(spec, nccl_settings, trace)
+            own: DataParallelFigures | str = measure(spec, way, trace)
         except (RuntimeError, ValueError) as error:  # for example, NCCL rejects a setting
-            own = f"{spec.wrapper} {nccl_settings}: {error}"
+            own = f"{spec.wrapper} {way}: {error}"
         dist.all_gather_object(figures, own)
         devices.free_unused_memory(torch.device(spec.device))
         if any(isinstance(each, str) for each in figures):
@@ -173,7 +232,7 @@ def campaign(arguments: argparse.Namespace, started: float) -> None:
             found = record(spec, figures)
             about = {
                 "round": number,
-                "way": nccl_settings,
+                "way": way,
                 "seconds": round(time.time() - begin, 1),
             }
             found = dataclasses.replace(found, environment={**found.environment, **about})
@@ -186,8 +245,8 @@ def table(out: Path) -> str:
     found: dict[tuple[str, ...], list[float]] = collections.defaultdict(list)
     for line in (out / "records.jsonl").read_text().splitlines():
         row = json.loads(line)
-        spec, nccl_settings = row["spec"], row["environment"]["way"]
-        key = spec["size"], spec["precision"], spec["reduce_dtype"], spec["wrapper"], nccl_settings
+        spec, way = row["spec"], row["environment"]["way"]
+        key = spec["size"], spec["precision"], spec["reduce_dtype"], spec["wrapper"], way
         found[key].append(row["metrics"]["step_ms"]["median"])
     one_gpu = {key[:2]: statistics.median(ms) for key, ms in found.items() if key[3] == "none"}
     lines = []
@@ -203,6 +262,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=150, help="start no row after this time")
     parser.add_argument("--only", nargs="*", choices=PARTS)
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--size", default="2.7b")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument(
@@ -213,7 +273,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     try:
-        launch(campaign, arguments, time.time(), ranks=2, device=arguments.device)
+        launch(campaign, arguments, time.time(), ranks=arguments.ranks, device=arguments.device)
     except RankError as error:
         print(error, error.trace, sep="\n")
     print(table(arguments.out))

@@ -44,6 +44,7 @@ from stepgauge.spec.store import RunStore
 PARTS = ("context", "sharded", "pipeline", "bert", "llama", "pairs")
 LLAMA = Path(__file__).with_name("llama-3-8b.json")
 SHAPE = {"d_model": 4096, "d_ff": 11_008, "num_heads": 32, "vocab_size": 32_000}
+CONTEXT_LAYOUTS = ("ulysses zero2", "ulysses zero3", "zero2", "zero1")
 TINY = {"d_model": 64, "d_ff": 96, "num_heads": 4, "vocab_size": 64}
 
 
@@ -75,7 +76,7 @@ class Rows:
 
     def context(self) -> Iterator[Any]:
         n, model = self.gpus, self.network(8, 32_768)
-        for layout in ("none", f"cp{n} ulysses zero2", f"cp{n} zero2", f"cp{n} zero1"):
+        for layout in ("none", *(f"cp{n} {rest}" for rest in CONTEXT_LAYOUTS)):
             yield self.layout(model, layout, 1)
         # Without communication each GPU runs alone, all at the same time. The slowest one counts.
         yield self.layout(model, f"dp{n} zero2", n)

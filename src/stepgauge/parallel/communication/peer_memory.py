@@ -83,6 +83,23 @@ def on_one_machine(group: dist.ProcessGroup | None) -> bool:
     return len(set(gathered_objects(platform.node(), group))) == 1
 
 
+def reach_each_other(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Returns True if all ranks of the group run on one machine and each sees the GPUs of the others
+    and can use their memory. All ranks must call it.
+    """
+    own = str(torch.cuda.get_device_properties(device).uuid)
+    places = gathered_objects((platform.node(), own), group)
+    number_of = {
+        str(torch.cuda.get_device_properties(number).uuid): number
+        for number in range(torch.cuda.device_count())
+    }
+    others = [number_of.get(uuid) for _, uuid in places if uuid != own]
+    reaches = len({machine for machine, _ in places}) == 1 and all(
+        other is not None and torch.cuda.can_device_access_peer(device, other) for other in others
+    )
+    return all(gathered_objects(reaches, group))
+
+
 class GpuMemory(PeerMemory):
     def __init__(
         self,

@@ -9,11 +9,10 @@ from torch.distributed.tensor import DTensor
 
 from stepgauge.parallel.autograd.parameter_hooks import post_accumulate_hooks, tensor_hooks
 from stepgauge.parallel.autograd.running_backward import at_end_of_backward
-from stepgauge.parallel.communication.collectives import launch_together
 from stepgauge.parallel.data_parallel.usage import Usage
 from stepgauge.parallel.fsdp.flat_gradients import FlatGradients
 from stepgauge.parallel.fsdp.unsharded_unit import UnshardedUnit
-from stepgauge.parallel.sharding import Sharding, sent_dtype
+from stepgauge.parallel.sharding import Sharding, flat_real, sent_dtype
 from stepgauge.spec.plan.shards import MOST_IN_FLIGHT
 
 if TYPE_CHECKING:
@@ -122,8 +121,9 @@ class GradientReductions:
             FlatGradients(of_dtype, sent_dtype(dtype, compute_dtype), self.sharding)
             for dtype, of_dtype in by_dtype.items()
         ]
-        launches = [flat.send for flat in flats]
-        works = launch_together(launches, group=self.sharding.group, device=device)
+        works = self.sharding.launch_scatters(
+            [flat_real(flat.row) for flat in flats], [flat_real(flat.message) for flat in flats]
+        )
         for flat, work in zip(flats, works, strict=True):
             flat.work = work
         self._in_flight.append(flats)

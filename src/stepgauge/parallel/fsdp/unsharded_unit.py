@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from stepgauge.parallel.autograd.parameter_hooks import num_hooks
 from stepgauge.parallel.autograd.running_backward import will_execute
-from stepgauge.parallel.communication.collectives import launch_all_gather_list
 from stepgauge.parallel.sharding import flat_real, free_memory, local_shard, sent_dtype
 
 if TYPE_CHECKING:
@@ -77,9 +76,7 @@ class UnshardedUnit:
                 outputs.append(flat_real(buffer))
                 inputs.append(flat_real(shard))
         self._works = [
-            work
-            for of_dtype in by_dtype.values()
-            for work in launch_all_gather_list(*of_dtype, sharding.group)
+            work for of_dtype in by_dtype.values() for work in sharding.launch_gathers(*of_dtype)
         ]
 
     def _padded_shards(self) -> list[Tensor]:
