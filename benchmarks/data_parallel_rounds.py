@@ -16,8 +16,8 @@ Each row is measured once per round, so that a drifting clock or host does not d
 | blocks | 16 compiled blocks 4096 wide, 2 × 4096 tokens per GPU: zero3 by copies and by NCCL |
 
 Appends a record per row and round to OUT/records.jsonl as soon as it is measured. Its environment
-has `round` and `way` (the NCCL settings, or what zero3 does not copy). Prints a table of medians at
-the end.
+has `round` and `way` (the NCCL settings, or by what zero3 sends). Prints a table of medians at the
+end.
 """
 
 import argparse
@@ -29,7 +29,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,6 @@ from stepgauge.bench.rank_figures import kept_bytes, time_steps
 from stepgauge.bench.sweep import stamped
 from stepgauge.measure import devices
 from stepgauge.measure.timing import Phases
-from stepgauge.parallel.sharding import Sharding
 from stepgauge.parallel.wrappers import Settings, parallelise
 from stepgauge.runtime.launch import RankError, launch
 from stepgauge.runtime.world import joined_world
@@ -58,7 +57,7 @@ NCCL = {
     "no clusters": {"cga_cluster_size": 0},
     "12 blocks": {"min_ctas": 1, "max_ctas": 12},
 }
-SCATTERS_BY_NCCL, BY_NCCL = "scatters by NCCL", "by NCCL"  # the rest by copies, or nothing
+BY_NCCL = "by NCCL"  # zero3 copies nothing
 REFERENCE_ROWS = [("none", ""), ("bucketed", "")]
 SMALL_WRAPPERS = ("torch-ddp", "torch-ddp-views", "zero1", "zero2", "zero3", "torch-fsdp")
 # Part -> precision, reduce_dtype, rows as (wrapper, NCCL settings), number of rounds.
@@ -74,7 +73,6 @@ PARTS: dict[str, tuple[str, str, list[tuple[str, str]], int]] = {
         [
             ("none", ""),
             ("zero3", ""),
-            ("zero3", SCATTERS_BY_NCCL),
             ("zero3", BY_NCCL),
             ("torch-fsdp", ""),
         ],
@@ -131,11 +129,7 @@ def settings_of(spec: DataParallelSpec, way: str) -> Iterator[Settings]:
         "reduce_dtype": REDUCE_DTYPES[spec.reduce_dtype],
     }
     if way == BY_NCCL:
-        fields["copied_from"] = math.inf
-    if way == SCATTERS_BY_NCCL:
-        with scatters_by_nccl():
-            yield Settings(**fields)
-        return
+        fields["copied_above"] = math.inf
     if way not in NCCL or spec.device == "cpu":
         yield Settings(**fields)
         return
@@ -145,27 +139,6 @@ def settings_of(spec: DataParallelSpec, way: str) -> Iterator[Settings]:
     group = dist.new_group(backend="nccl", pg_options=options)
     yield Settings(**fields, group=group)
     dist.destroy_process_group(group)
-
-
-@contextlib.contextmanager
-def scatters_by_nccl() -> Iterator[None]:
-    """Lets zero3 reduce gradients as it does where nothing is copied."""
-    original = Sharding.launch_scatters
-
-    def launch(sharding: Sharding, rows: Sequence[Any], messages: Sequence[Any]) -> list[Any]:
-        return original(without_copies[sharding], rows, messages)
-
-    class WithoutCopies(dict[Sharding, Sharding]):
-        def __missing__(self, sharding: Sharding) -> Sharding:
-            self[sharding] = Sharding(sharding.group, "cuda", copied_from=math.inf)
-            return self[sharding]
-
-    without_copies = WithoutCopies()
-    Sharding.launch_scatters = launch  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Sharding.launch_scatters = original  # type: ignore[method-assign]
 
 
 def write_trace(phases: Phases, path: Path, device: torch.device) -> None:

@@ -132,17 +132,17 @@ def counted():
 
 
 def count():
-    held, scatter = [], Sharding.launch_scatters
+    held, scatter = [], Sharding.launch_scatter
 
-    def scatter_and_hold(self, rows, messages):
-        held.extend(messages)  # NCCL's watchdog holds messages too
-        return scatter(self, rows, messages)
+    def scatter_and_hold(self, slice_, message):
+        held.append(message)  # NCCL's watchdog holds messages too
+        return scatter(self, slice_, message)
 
     OwnerDataParallel.device_may_wait = lambda *_: True
     for name in ("launch", "launch_to"):
         launched = getattr(GradientReducer, name)
         setattr(GradientReducer, name, late(launched))
-    Sharding.launch_scatters = scatter_and_hold
+    Sharding.launch_scatter = scatter_and_hold
     return {
         **{wrapper: count_a_step(wrapper) for wrapper in WRAPPERS},
         "waits": count_waits_of_begin(),

@@ -1,5 +1,7 @@
 """Tests all-gathers and reduce-scatters by copies against what they should compute."""
 
+import collections
+import functools
 import os
 import random
 import time
@@ -7,15 +9,16 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from tests.parallel.networks import Toy, batch
+from tests.parallel.networks import STEPS, batch, make
 
-from stepgauge.parallel.communication import stall_watch
+from stepgauge.parallel.communication import copied_collectives
 from stepgauge.parallel.communication.copied_collectives import (
     BOXES,
     CopiedCollectives,
     split_into_messages,
 )
 from stepgauge.parallel.communication.peer_memory import ALIGNMENT
+from stepgauge.parallel.communication.stall_watch import StallWatch
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
 from stepgauge.runtime.launch import RankError, launch
 
@@ -38,12 +41,15 @@ def wrong_collectives(device):
     every rank, so that most messages need several boxes. Two collectives are in flight at a time.
     """
     ranks = dist.get_world_size()
-    copies = CopiedCollectives(dist.group.WORLD, device, ranks * ALIGNMENT)
+    small = ranks * ALIGNMENT
+    copies = CopiedCollectives(dist.group.WORLD, device, gather_bytes=small, scatter_bytes=small)
     choose, checks, wrong = random.Random(0), [], []
     for turn in range(COLLECTIVES):
         dtype = choose.choice(DTYPES)
         sizes = [choose.choice(SIZES) for _ in range(choose.randint(1, 4))]
         start = gather if choose.random() < 0.5 else scatter
+        if device.type == "cuda" and turn % 2 == dist.get_rank() % 2:
+            torch.cuda._sleep(2_000_000)  # this rank is late
         checks.append((turn, start, dtype, sizes, *start(copies, turn, dtype, sizes)))
         if len(checks) == 2:
             *about, work, is_right = checks.pop(0)
@@ -71,25 +77,50 @@ def gather(copies, turn, dtype, sizes):
 
 
 def scatter(copies, turn, dtype, sizes):
-    rank, ranks, size = dist.get_rank(), dist.get_world_size(), sizes[0]
-    messages = [values(each, turn, 0, ranks * size, dtype) for each in range(ranks)]
-    row = torch.full((size,), torch.nan, dtype=dtype)
-    mean = torch.stack(messages).double().mean(0).view(ranks, size)[rank]
-    return copies.reduce_scatter_mean(row, messages[rank]), lambda: torch.allclose(
-        row.double(), mean, rtol=0, atol=2 * torch.finfo(dtype).eps
+    """The rows are not multiples of the number of ranks; some ranks have none."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    wholes = [
+        [
+            values(each, turn, number, 3 * size, dtype).view(size, 3)
+            for number, size in enumerate(sizes)
+        ]
+        for each in range(ranks)
+    ]
+    means = [torch.stack(of_tensor).double().mean(0) for of_tensor in zip(*wholes, strict=True)]
+    rows = [-(-size // ranks) for size in sizes]
+    expected = [mean[rank * n : (rank + 1) * n] for mean, n in zip(means, rows, strict=True)]
+    slices = [torch.full(each.shape, torch.nan, dtype=dtype) for each in expected]
+    return copies.reduce_scatter_mean(slices, wholes[rank]), lambda: all(
+        torch.allclose(a.double(), b, rtol=0, atol=2 * torch.finfo(dtype).eps)
+        for a, b in zip(slices, expected, strict=True)
     )
 
 
 def difference_in_training():
-    by_collectives, by_copies = trained(torch.inf), trained(0)
-    return max(float((a - b).abs().max()) for a, b in zip(by_collectives, by_copies, strict=True))
+    """Returns the largest difference between weights trained with and without copies, by dtype in which
+    they are sent, and how many collectives were copied.
+    """
+    counted = collections.Counter()
+    for name in ("all_gather", "reduce_scatter_mean"):
+        method = getattr(CopiedCollectives, name)
+        setattr(CopiedCollectives, name, functools.partialmethod(count, counted, name, method))
+    differences = {}
+    for dtype in (None, torch.bfloat16):
+        pairs = zip(trained(torch.inf, dtype), trained(0, dtype), strict=True)
+        differences[dtype] = max(float((a - b).abs().max()) for a, b in pairs)
+    return differences, counted
 
 
-def trained(copied_from):
-    torch.manual_seed(0)
-    module = FullyShardedDataParallel(Toy(), copied_from=copied_from)
+def count(self, counted, name, method, *tensors):
+    counted[name] += 1
+    return method(self, *tensors)
+
+
+def trained(copied_above, dtype):
+    module = make("transformer").float()
+    module = FullyShardedDataParallel(module, dtype, copied_above=copied_above)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    for step in range(3):
+    for step in range(STEPS):
         optimizer.zero_grad()
         module(*batch(step, 0, dist.get_rank())).backward()
         optimizer.step()
@@ -98,7 +129,12 @@ def trained(copied_from):
 
 def check(ranks):
     assert [wrong for wrong, _ in ranks] == [[]] * len(ranks)
-    assert max(difference for _, difference in ranks) < 1e-6
+    for _, (differences, counted) in ranks:
+        assert differences[None] < 1e-6
+        assert differences[torch.bfloat16] < 4e-3
+        # 3 units: all gather in forward, two in backward again, but the last only in the first step.
+        assert counted["reduce_scatter_mean"] == 2 * STEPS * 3
+        assert counted["all_gather"] == 2 * (STEPS * 5 - (STEPS - 1))
 
 
 def test_collectives_and_zero3_by_copies():
@@ -121,7 +157,7 @@ def test_a_rank_that_waits_for_ever_is_ended():
 
 
 def gather_alone():
-    stall_watch.LIMIT_S = 3.0
+    copied_collectives.StallWatch = lambda memory, device, _: StallWatch(memory, device, 3.0)
     rank, device = dist.get_rank(), torch.device("cuda", dist.get_rank())
     copies = CopiedCollectives(dist.group.WORLD, device)
     shard, whole = torch.ones(1000, device=device), torch.zeros(2000, device=device)

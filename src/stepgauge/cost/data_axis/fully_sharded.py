@@ -13,7 +13,7 @@ from stepgauge.cost.streams.program import (
     Program,
     RankStep,
 )
-from stepgauge.spec.plan.shards import COPIED_FROM, MOST_IN_FLIGHT, PREFETCHED
+from stepgauge.spec.plan.shards import COPIED_ABOVE, MOST_IN_FLIGHT, PREFETCHED
 
 
 class FullySharded(DataParallelCost):
@@ -138,7 +138,7 @@ class FullySharded(DataParallelCost):
         """Sends values in the dtype of activations."""
         nbytes = numel * self.arithmetic.activation_bytes
         us = self.prices.collective(operation, nbytes, "data").us
-        if self.copies and nbytes > COPIED_FROM and self.prices.can_copy("data"):
+        if self.copies and nbytes > COPIED_ABOVE and self.prices.can_copy("data"):
             operation = COPIED + operation
         return program.send(name, DATA, us, operation)
 

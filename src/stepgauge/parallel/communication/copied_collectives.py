@@ -1,11 +1,12 @@
 """All-gathers and reduce-scatters between the GPUs of one machine, by copies.
 
-NCCL's kernels take multiprocessors from the products that run at the same time. Copy engines take
-none. A message travels in pieces through boxes in memory that the peers can reach (peer_memory.py):
+NCCL's kernels take multiprocessors from the products that run at the same time. Copy engines, which
+move bytes between GPUs, take none; short kernels copy within a GPU and average. A message travels in
+pieces through boxes in memory that the peers can reach (peer_memory.py):
 
 - All-gather: each rank copies a piece of its tensor into a box of its own; each peer copies it out.
-- Reduce-scatter: each rank copies a piece of each peer's row into that peer's box, which has a place
-  for every rank; the peer then averages the places. Means are computed in fp32 and rounded once.
+- Reduce-scatter: each rank copies a piece of each peer's rows into that peer's box, which has a place
+  for every rank; the peer then averages them with its own.
 
 Why nothing is read too early: a rank sets a flag on a peer after its copy, on the same stream, and
 the peer's stream waits for the flag and clears it.
@@ -31,27 +32,29 @@ from torch import Tensor
 
 from stepgauge.parallel.communication.peer_memory import ALIGNMENT, PeerMemory, peer_memory
 from stepgauge.parallel.communication.stall_watch import StallWatch
-from stepgauge.spec.units import round_up
+from stepgauge.spec.units import ceil_div, round_up
 
 BOXES = 2  # per kind of collective: one is read while the next is written
-BOX_BYTES = 2**26
+# Copies within a GPU need multiprocessors, so the one into a box waits for the running kernels. A piece
+# should therefore be all that a rank has of a large block. Scatters need no such copy.
+GATHER_BOX_BYTES, SCATTER_BOX_BYTES = 2**28, 2**26
 Part = tuple[int, int, int]  # number of a tensor, its first byte, number of bytes
 
 
 class CopiedCollectives:
     """The collectives of a group. All ranks must create it, and use it, in the same way."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, box_bytes: int = BOX_BYTES):
-        self._rank, self._ranks, self.device = group.rank(), group.size(), device
-        self._box_bytes = box_bytes
-        num_boxes = 2 * BOXES
-        num_flags = num_boxes * self._ranks
-        self._memory: PeerMemory = peer_memory(num_boxes, box_bytes, num_flags, device, group)
-        peers = [(self._rank + step) % self._ranks for step in range(1, self._ranks)]
-        self._gather, self._scatter = (
-            BoxTurns(self._memory, self._rank, peers, range(first, first + BOXES), device)
-            for first in (0, BOXES)
-        )
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        gather_bytes: int = GATHER_BOX_BYTES,
+        scatter_bytes: int = SCATTER_BOX_BYTES,
+    ):
+        self._rank, self._ranks = group.rank(), group.size()
+        self._gather = BoxTurns(group, device, gather_bytes)
+        self._scatter = BoxTurns(group, device, scatter_bytes)
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> "CopiesWork":
         """Starts to write the inputs of all N ranks, in rank order, into each output of N times the
@@ -62,11 +65,11 @@ class CopiedCollectives:
         return work
 
     def _gather_pieces(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        turns, memory, handle = self._gather, self._memory, self._gather.handle
+        turns, memory, handle = self._gather, self._gather.memory, self._gather.handle
         sizes = [part.nbytes for part in inputs]
         sources = [part.data_ptr() for part in inputs]
         targets = [whole.data_ptr() for whole in outputs]
-        for parts in split_into_messages(sizes, self._box_bytes):
+        for parts in split_into_messages(sizes, turns.box_bytes):
             box = turns.next_box()
             own = memory.address(self._rank, box)
             for (tensor, first, nbytes), place in _placed(parts):
@@ -83,57 +86,87 @@ class CopiedCollectives:
             if nbytes:
                 memory.copy(target + self._rank * nbytes, source, nbytes, handle)
 
-    def reduce_scatter_mean(self, row: Tensor, message: Tensor) -> "CopiesWork":
-        """Starts to write this rank's N-th of the message, averaged over the N ranks, into `row`.
-        Both are contiguous and of one floating-point dtype.
+    def reduce_scatter_mean(
+        self, slices: Sequence[Tensor], wholes: Sequence[Tensor]
+    ) -> "CopiesWork":
+        """Starts to write this rank's rows of each whole tensor, averaged over the N ranks, into its
+        slice. Each rank has ceil(rows/N) rows, the last ones fewer or none. All tensors are contiguous
+        and of one floating-point dtype.
         """
-        with self._scatter.running([row, message]) as work:
-            self._scatter_pieces(row, message)
+        with self._scatter.running([*slices, *wholes]) as work:
+            self._scatter_pieces(slices, wholes)
         return work
 
-    def _scatter_pieces(self, row: Tensor, message: Tensor) -> None:
-        turns, memory, handle = self._scatter, self._memory, self._scatter.handle
-        place_bytes = self._box_bytes // self._ranks // ALIGNMENT * ALIGNMENT
-        for ((_, first, nbytes),) in split_into_messages([row.nbytes], place_bytes):
+    def _scatter_pieces(self, slices: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
+        turns, memory = self._scatter, self._scatter.memory
+        place_bytes = turns.box_bytes // self._ranks // ALIGNMENT * ALIGNMENT
+        of_rank = [_bytes_of_rank(whole, self._ranks) for whole in wholes]
+        for parts in split_into_messages(of_rank, place_bytes):
             box = turns.next_box()
-            for rank in (*turns.peers, self._rank):
-                source = message.data_ptr() + rank * row.nbytes + first
-                target = memory.address(rank, box) + self._rank * place_bytes
-                memory.copy(target, source, nbytes, handle)
-                if rank != self._rank:
-                    turns.tell(rank, box)
+            for peer in turns.peers:
+                target = memory.address(peer, box) + self._rank * place_bytes
+                for (tensor, first, nbytes), place in _placed(parts):
+                    start = peer * of_rank[tensor] + first
+                    if (count := min(nbytes, wholes[tensor].nbytes - start)) > 0:
+                        source = wholes[tensor].data_ptr() + start
+                        memory.copy(target + place, source, count, turns.handle)
+                turns.tell(peer, box)
             turns.wait(turns.peers, box)
-            places = memory.box(self._rank, box)[: self._ranks * place_bytes]
-            parts = places.view(self._ranks, -1)[:, :nbytes].view(row.dtype)
-            mean = row.view(torch.uint8)[first : first + nbytes].view(row.dtype)
-            with turns.on_stream():
-                torch.mean(parts, 0, out=mean)
+            received = memory.box(self._rank, box)
+            for (tensor, first, nbytes), place in _placed(parts):
+                mean = _bytes(slices[tensor], first, nbytes)
+                start = self._rank * of_rank[tensor] + first
+                addends = [
+                    _bytes(wholes[tensor], start, mean.nbytes)
+                    if rank == self._rank
+                    else received[rank * place_bytes + place :][: mean.nbytes].view(mean.dtype)
+                    for rank in range(self._ranks)
+                ]
+                with turns.on_stream():
+                    average(addends, mean)
+
+
+def _bytes_of_rank(whole: Tensor, ranks: int) -> int:
+    """Returns the bytes of the rows that the first rank has; the last ones may have fewer."""
+    rows = whole.shape[0]
+    return ceil_div(rows, ranks) * (whole.nbytes // rows) if rows else 0
+
+
+def _bytes(tensor: Tensor, first: int, nbytes: int) -> Tensor:
+    """Returns these bytes of a contiguous tensor, or those of them that it has, as a flat view."""
+    size = tensor.element_size()
+    return tensor.view(-1)[first // size : (first + nbytes) // size]
+
+
+def average(addends: Sequence[Tensor], mean: Tensor) -> None:
+    """Writes the mean of at least two tensors. It is rounded once for each addend but the first, as in
+    NCCL's ring; torch.mean, which rounds once, takes three times as long.
+    """
+    if mean.numel():
+        left = addends[0]
+        for count, right in enumerate(addends[1:], start=2):
+            torch.lerp(left, right, 1 / count, out=mean)
+            left = mean
 
 
 class BoxTurns:
-    """Boxes that every rank has and that are used in turn, with a stream for the copies.
+    """Boxes that every rank of a group has and that are used in turn, with a stream for the copies.
 
     peers   the other ranks; each rank begins with another one
     handle  of the stream; None on a CPU
     """
 
-    def __init__(
-        self,
-        memory: PeerMemory,
-        rank: int,
-        peers: Sequence[int],
-        boxes: range,
-        device: torch.device,
-    ):
-        self.peers, self.handle = tuple(peers), None
-        self._memory, self._boxes, self._device = memory, boxes, device
-        self._rank, self._ranks = rank, len(peers) + 1
-        self._stream: Any = None
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, box_bytes: int):
+        self.box_bytes, self._device = box_bytes, device
+        self._rank, self._ranks = group.rank(), group.size()
+        self.peers = tuple((self._rank + step) % self._ranks for step in range(1, self._ranks))
+        self.memory: PeerMemory = peer_memory(BOXES, box_bytes, BOXES * self._ranks, device, group)
+        self.handle, self._stream, self._turns = None, None, 0
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
             self.handle = self._stream.cuda_stream
-            self._watch = StallWatch(memory, device, rank)
-        self._turns = 0
+            timeout: Any = group.get_group_store().timeout  # type: ignore[attr-defined]
+            self._watch = StallWatch(self.memory, device, timeout.total_seconds())
 
     @contextlib.contextmanager
     def running(self, tensors: Sequence[Tensor]) -> Iterator["CopiesWork"]:
@@ -141,11 +174,12 @@ class BoxTurns:
         the work launched so far on the current stream.
         """
         if self._stream is None:
-            yield CopiesWork(None, self._device, ())
+            yield CopiesWork()
             return
         with torch.cuda.device(self._device):
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            yield CopiesWork(event := torch.cuda.Event(), self._device, tensors)
+            caller = torch.cuda.current_stream(self._device)
+            self._stream.wait_stream(caller)
+            yield CopiesWork(event := torch.cuda.Event(), caller, tensors)
             event.record(self._stream)
             self._watch.mark(self._stream.cuda_stream)
 
@@ -156,32 +190,38 @@ class BoxTurns:
     def next_box(self) -> int:
         """Starts the next turn; returns its box."""
         self._turns += 1
-        return self._boxes[self._turns % len(self._boxes)]
+        return self._turns % BOXES
 
     def tell(self, peer: int, box: int) -> None:
         """Sets this rank's flag for the box on a peer, after the copies so far."""
-        self._memory.set_flag(peer, box * self._ranks + self._rank, 1, self.handle)
+        self.memory.set_flag(peer, box * self._ranks + self._rank, 1, self.handle)
 
     def wait(self, peers: Sequence[int], box: int) -> None:
         """Makes later copies wait until these peers have set their flags for the box."""
         flags = tuple(box * self._ranks + peer for peer in peers)
-        self._memory.consume(flags, self.handle)
+        self.memory.consume(flags, self.handle)
 
 
 class CopiesWork:
     """A collective that has been started. It keeps its tensors until it has been waited for.
 
-    event  at its end; None on a CPU, where it is done
+    event   at its end; None on a CPU, where it is done
+    caller  the stream that started it, in whose memory the tensors are
     """
 
-    def __init__(self, event: Any, device: torch.device, tensors: Sequence[Tensor]):
-        self._event, self._device, self._tensors = event, device, tensors
+    def __init__(self, event: Any = None, caller: Any = None, tensors: Sequence[Tensor] = ()):
+        self._event, self._caller, self._tensors = event, caller, tensors
 
     def wait(self) -> None:
         """Makes the current stream wait until the collective is done."""
         if self._event is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._event)
+            torch.cuda.current_stream(self._caller.device).wait_event(self._event)
         self._tensors = ()
+
+    def __del__(self) -> None:
+        """After an error nobody waits, but the tensors' memory must not be used again too early."""
+        if self._tensors:
+            self._caller.wait_event(self._event)
 
 
 def split_into_messages(sizes: Sequence[int], most: int) -> Iterator[list[Part]]:
@@ -212,16 +252,17 @@ def _placed(parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
         place += round_up(part[2], ALIGNMENT)
 
 
-_of_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, CopiedCollectives]
-_of_groups = weakref.WeakKeyDictionary()
+_of_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, CopiedCollectives]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def copied_collectives(group: dist.ProcessGroup, device: torch.device) -> CopiedCollectives:
-    """Returns the collectives of the group, which have boxes of 4 × BOX_BYTES. All ranks must call it
-    at the same place of their program.
+    """Returns the collectives of the group. All ranks must call it at the same place of their program:
+    the first call allocates their boxes.
     """
-    found = _of_groups.get(group)
-    if found is None or found.device != device:
+    by_device = _of_groups.setdefault(group, {})
+    if device not in by_device:
         with torch.inference_mode(False):  # the boxes are kept and also used in training
-            found = _of_groups[group] = CopiedCollectives(group, device)
-    return found
+            by_device[device] = CopiedCollectives(group, device)
+    return by_device[device]

@@ -12,22 +12,25 @@ import time
 import weakref
 
 import torch
+import torch.distributed as dist
 
 from stepgauge.parallel.communication.peer_memory import VALUES, PeerMemory
 
-LIMIT_S = 600.0  # the default timeout of NCCL's collectives in torch
 POLL_S = 1.0
 
 
 class StallWatch:
-    """Counts the copies that a stream has been given and those that it has done."""
+    """Counts the copies that a stream has been given and those that it has done.
 
-    def __init__(self, memory: PeerMemory, device: torch.device, rank: int):
-        self._memory, self.rank = memory, rank
+    limit_s  ends the process if copies take longer
+    """
+
+    def __init__(self, memory: PeerMemory, device: torch.device, limit_s: float):
+        self._memory = memory
         self._numbers = torch.arange(VALUES, dtype=torch.int32, device=device)
         self._done = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
         self._given = 0
-        threading.Thread(target=_watch, args=(weakref.ref(self), LIMIT_S), daemon=True).start()
+        threading.Thread(target=_watch, args=(weakref.ref(self), limit_s), daemon=True).start()
 
     def mark(self, stream: int) -> None:
         """To be called when the stream has been given copies."""
@@ -48,7 +51,7 @@ def _watch(reference: "weakref.ref[StallWatch]", limit_s: float) -> None:
             last, since = done, time.monotonic()
         if time.monotonic() - since > limit_s:
             print(
-                f"rank {watch.rank} has waited {limit_s:g} s for copies of another rank: do all ranks "
+                f"rank {dist.get_rank()} has waited {limit_s:g} s for copies of another rank: do all ranks "
                 f"call the same modules in the same order, and backward equally often?",
                 file=sys.stderr,
                 flush=True,

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from stepgauge.parallel.communication.reducer import require_dense
 from stepgauge.parallel.sharding import (
     Sharding,
+    flat_real,
     free_memory,
     local_shard,
     sharded_like,
@@ -25,11 +26,8 @@ from stepgauge.parallel.sharding import (
 class FlatGradients:
     """Whole gradients of parameters of one dtype, on their way to this rank's shards of the means.
 
-    A gradient of None counts as zero.
-
-    message  one row for each rank, with that rank's rows of every gradient, in the dtype `dtype`
-    row      what a reduce-scatter of the message gives this rank
-    work     the reduce-scatter
+    The message has one row for each rank, with that rank's rows of every gradient, in the dtype
+    `dtype`. A reduce-scatter gives each rank its row. A gradient of None counts as zero.
     """
 
     def __init__(
@@ -39,14 +37,17 @@ class FlatGradients:
         sharding: Sharding,
     ):
         self._used = {parameter: g is not None for parameter, g in gradients.items()}
-        self.work: Any = None
+        self._sharding, self.work = sharding, None
         self._lengths = [
             sharding.rows_per_rank(p.shape[0]) * math.prod(p.shape[1:]) for p in gradients
         ]
         device = local_shard(next(iter(gradients))).device
-        self.row = torch.empty(sum(self._lengths), dtype=dtype, device=device)
-        self.message = self.row.new_empty(sharding.ranks, len(self.row))
-        pack([_dense(g, p, self.row) for p, g in gradients.items()], self.message)
+        self._row = torch.empty(sum(self._lengths), dtype=dtype, device=device)
+        self._message = self._row.new_empty(sharding.ranks, len(self._row))
+        pack([dense(g, p, self._row) for p, g in gradients.items()], self._message)
+
+    def send(self) -> Any:
+        return self._sharding.launch_scatter(flat_real(self._row), flat_real(self._message))
 
     def receive(self) -> Iterator[tuple[nn.Parameter, DTensor, bool]]:
         """Waits, then yields each parameter, its mean gradient in the parameter's dtype and sharded
@@ -54,15 +55,15 @@ class FlatGradients:
         """
         if self.work is not None:
             self.work.wait()
-        free_memory(self.message)
+        free_memory(self._message)
         # Each mean gets its own memory: deepcopy needs that, and it can then be freed separately.
         means = [torch.empty_like(local_shard(parameter)) for parameter in self._used]
         arrived = [
             padded[: mean.numel()].view(mean.shape)
-            for padded, mean in zip(self.row.split(self._lengths), means, strict=True)
+            for padded, mean in zip(self._row.split(self._lengths), means, strict=True)
         ]
         torch._foreach_copy_(means, arrived)
-        free_memory(self.row)
+        free_memory(self._row)
         for (parameter, used), mean in zip(self._used.items(), means, strict=True):
             yield parameter, sharded_like(parameter, mean), used
 
@@ -77,7 +78,7 @@ def pack(gradients: Sequence[Tensor], message: Tensor) -> None:
         torch._chunk_cat(nonempty, dim=0, num_chunks=len(message), out=message)
 
 
-def _dense(gradient: Tensor | None, parameter: nn.Parameter, row: Tensor) -> Tensor:
+def dense(gradient: Tensor | None, parameter: nn.Parameter, row: Tensor) -> Tensor:
     """Returns the gradient, or zeros for None. Raises ValueError for a sparse gradient."""
     if gradient is None:
         return row.new_zeros(()).expand(parameter.shape)

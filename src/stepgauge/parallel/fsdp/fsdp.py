@@ -47,7 +47,7 @@ class FullyShardedDataParallel(nn.Module):
     by shards raises RuntimeError. Backward raises RuntimeError under create_graph=True, and for
     weights that were written since forward.
 
-    copied_from  bytes; weights and gradients of larger units are moved by copy engines, which take no
+    copied_above  bytes; weights and gradients of larger units are moved by copy engines, which take no
                  multiprocessor from kernels that run at the same time. All ranks must be on one
                  machine. None: 64 MiB if they are, and each GPU reaches the memory of the others
 
@@ -60,13 +60,13 @@ class FullyShardedDataParallel(nn.Module):
         compute_dtype: torch.dtype | None = None,
         *,
         group: dist.ProcessGroup | None = None,
-        copied_from: float | None = None,
+        copied_above: float | None = None,
     ):
         super().__init__()
         prepare_replicas(module, group, may_lack_values=True)
         self.compute_dtype = compute_dtype
         self.module = module
-        sharding = Sharding(group, device_of(module).type, copied_from=copied_from)
+        sharding = Sharding(group, device_of(module).type, copied_above=copied_above)
         self._prefetcher, self._reductions = Prefetcher(sharding), GradientReductions(sharding)
         places = _places_of_parameters(module)
         blocks = [block for block in repeated_blocks(module) if block is not module]

@@ -87,6 +87,10 @@ class Prefetcher:
             if following not in self._prefetched and following.unsharded is None:
                 self._prefetched[following] = following.unshard()
 
+    def is_at_last_call(self) -> bool:
+        """Returns True in a forward that has called as many units as the previous one."""
+        return self._is_active and len(self._calls) == len(self._expected)
+
     def after_forward(self, unsharded: UnshardedUnit) -> None:
         """Records a call that needs a backward."""
         if self._is_active:

@@ -45,8 +45,8 @@ class ShardedUnit:
     name     of the module
     module   during whose forward the weights are whole
     places   for each weight, where it is a parameter: several places if it is tied
-    is_root  True for the unit of the whole module: it stays whole between forward and backward,
-             because its backward comes first
+    is_root  True for the unit of the whole module: it stays whole between forward and backward, as the
+             unit that is called last does, because its backward comes first
 
     placed     the UnshardedUnit whose weights are in place of the shards; None if the shards are
     unsharded  the UnshardedUnit whose weights were gathered last, if they are still whole
@@ -210,7 +210,11 @@ class ShardedUnit:
         for tensor in hooked:
             tensor.register_hook(functools.partial(_before_backward, unsharded))
         is_recomputed = self.reductions.is_running  # by checkpointing: backward follows at once
-        if not is_recomputed and not (self.is_root and torch.is_grad_enabled() and computed):
+        # The backward of these comes first, and soon.
+        is_first_in_backward = self.is_root or self.prefetcher.is_at_last_call()
+        if not is_recomputed and not (
+            is_first_in_backward and torch.is_grad_enabled() and computed
+        ):
             unsharded.reshard()
         if computed:
             self.prefetcher.after_forward(unsharded)

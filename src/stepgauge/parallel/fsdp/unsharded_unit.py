@@ -68,7 +68,8 @@ class UnshardedUnit:
             shard.new_empty(shard.shape[0] * sharding.ranks, *shard.shape[1:]) for shard in shards
         ]
         for buffer in self.buffers:
-            buffer.untyped_storage().resize_(buffer.nbytes)
+            if not buffer.untyped_storage().nbytes():  # resizing to the same size copies the values
+                buffer.untyped_storage().resize_(buffer.nbytes)
         by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         for buffer, shard in zip(self.buffers, shards, strict=True):
             if shard.numel():

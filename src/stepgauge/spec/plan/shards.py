@@ -13,7 +13,7 @@ MAX_BUCKETS_PER_OWNER = 4  # in one launch of ZeRO 2, so that no bucket waits fo
 # ZeRO 3: units whose gradients are in flight at once. More would only take memory.
 MOST_IN_FLIGHT = 2
 # ZeRO 3: larger messages between GPUs of one machine are moved by copy engines, bytes.
-COPIED_FROM = 2**26
+COPIED_ABOVE = 2**26
 PREFETCHED = 1  # ZeRO 3: units whose weights are gathered ahead, in forward and in backward
 
 
