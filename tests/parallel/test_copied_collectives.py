@@ -13,7 +13,6 @@ from tests.parallel.networks import STEPS, batch, make
 
 from stepgauge.parallel.communication import copied_collectives
 from stepgauge.parallel.communication.copied_collectives import (
-    BOXES,
     CopiedCollectives,
     split_into_messages,
 )
@@ -21,6 +20,7 @@ from stepgauge.parallel.communication.peer_memory import ALIGNMENT
 from stepgauge.parallel.communication.stall_watch import StallWatch
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
 from stepgauge.runtime.launch import RankError, launch
+from stepgauge.spec.plan.shards import COPY_BOXES
 
 RANKS = 3
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -181,4 +181,4 @@ def test_messages_have_all_bytes_once():
             assert not seen[number] & new
             seen[number] |= new
     assert [len(each) for each in seen] == sizes
-    assert len(messages) > 2 * BOXES, "boxes are used again"
+    assert len(messages) > 2 * COPY_BOXES, "boxes are used again"

@@ -25,6 +25,7 @@ class FullySharded(DataParallelCost):
 
     every_pass = True
     copies = True  # large messages between GPUs of one machine
+    keeps_last = True  # the unit that is called last stays whole from forward to backward
 
     def __init__(self, sending: Sending, step: RankStep):
         self.sending, self.prices = sending, step.prices
@@ -70,9 +71,10 @@ class FullySharded(DataParallelCost):
         if group.name not in self._elements:
             return
         place = self._begun[phase]
-        self._gather_unit(program, phase, place)
-        program.wait(self._gathers[phase, place])
-        self.copy_out(program, group.name, self._elements[group.name])
+        if phase == "forward" or place or not self.keeps_last:
+            self._gather_unit(program, phase, place)
+            program.wait(self._gathers[phase, place])
+            self.copy_out(program, group.name, self._elements[group.name])
         for following in range(place + 1, place + 1 + PREFETCHED):
             self._gather_unit(program, phase, following)
         self._begun[phase] += 1

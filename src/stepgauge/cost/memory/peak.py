@@ -28,7 +28,14 @@ from stepgauge.spec.plan.pipeline import Schedule, check
 from stepgauge.spec.plan.pipeline.action import BACKWARD, WEIGHT, Action
 from stepgauge.spec.plan.pipeline.check import Held, live
 from stepgauge.spec.plan.pipeline.schedules import stages_per_rank
-from stepgauge.spec.plan.shards import MOST_IN_FLIGHT, PREFETCHED
+from stepgauge.spec.plan.shards import (
+    COPIED_ABOVE,
+    COPY_BOXES,
+    GATHER_BOX_BYTES,
+    MOST_IN_FLIGHT,
+    PREFETCHED,
+    SCATTER_BOX_BYTES,
+)
 from stepgauge.spec.units import MIB, round_up
 
 # cuBLAS takes 32 MiB on Hopper, once for forward's thread and once for autograd's. torch counts them
@@ -186,6 +193,7 @@ class _Static:
 
     ends  ZeRO 3: whole weights of embedding and head
     unit  ZeRO 3: whole weights of one block; 0 for other wrappers
+    last  ZeRO 3: whole weights of the block that is called last, which keeps them until its backward
     """
 
     parameters: float
@@ -193,6 +201,7 @@ class _Static:
     state: float
     gradients: float
     unit: float
+    last: float
 
 
 def _static(operations: StepOperations, layout: Layout, *, accumulates: bool) -> _Static:
@@ -223,6 +232,7 @@ def _static(operations: StepOperations, layout: Layout, *, accumulates: bool) ->
         state=2 * of("optimizer state", state / 2),
         gradients=of("gradients", arithmetic.weight_bytes),
         unit=unit if sharded else 0.0,
+        last=unit if sharded and not wrapper.is_torch else 0.0,
     )
 
 
@@ -272,7 +282,7 @@ def _levels(
 
     gradients_before_last = head_gradients + (layers - together) * block_gradients
     levels = {
-        "loss": level(0.0, keeps.total, loss_bytes(operations)),
+        "loss": level(0.0, keeps.total, loss_bytes(operations) + static.last),
         "first block of backward": level(head_gradients, keeps.blocks, in_block + first_units),
         "last block of backward": level(gradients_before_last, last_blocks, in_block + last_units),
         "end of backward": level(gradients, 0.0, operations.stream_bytes + last_units),
@@ -281,10 +291,10 @@ def _levels(
         # A loss over parts of the vocabulary holds most in forward. Any other has bf16 logits there,
         # half as large as their gradients.
         part = 1.0 if operations.share.tensor > 1 else 0.5
-        copies = layers * weight_copy_bytes(operations)
+        weights = layers * weight_copy_bytes(operations) + static.last
         if operations.arithmetic.is_compiled:  # compiled blocks cast their weights again
-            copies = 0.0
-        levels["end of forward"] = level(0.0, keeps.total, copies + part * loss_bytes(operations))
+            weights = static.last
+        levels["end of forward"] = level(0.0, keeps.total, weights + part * loss_bytes(operations))
     return levels
 
 
@@ -321,6 +331,8 @@ def _memory(
     outside = [Item("CUDA context", CUDA_CONTEXT, ASSUMED)]
     if buffers:
         outside.append(Item("tensor-parallel buffers", buffers))
+    if layout.wrapper == "zero3" and static.unit > COPIED_ABOVE:
+        outside.append(Item("boxes of copies", COPY_BOXES * (GATHER_BOX_BYTES + SCATTER_BOX_BYTES)))
     if layout.sizes:
         outside.append(Item("communicators", COMMUNICATOR * len(layout.sizes), ASSUMED))
     return Memory([item for item in items if item.bytes], outside, moment)

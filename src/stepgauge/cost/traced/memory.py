@@ -41,7 +41,11 @@ def traced_memory(
             for name, size in whole.items()
         }
         if layout.gathers_weights:
-            parts["unsharded weights"] = _unsharded(operations, bool(moment.get("gradients")))
+            parts["unsharded weights"] = _unsharded(
+                operations,
+                in_backward=bool(moment.get("gradients")),
+                keeps_last=not WRAPPERS[layout.wrapper].is_torch,
+            )
         return parts
 
     peak = max(map(held, moments), key=lambda parts: sum(parts.values()))
@@ -176,11 +180,10 @@ def _share(
     return most_owned(operations, ranks) / operations.num_parameters
 
 
-def _unsharded(operations: TracedOperations, in_backward: bool) -> float:
+def _unsharded(operations: TracedOperations, *, in_backward: bool, keeps_last: bool) -> float:
     """Returns the bytes of unsharded weights and gradients of ZeRO 3, as in memory/peak.py."""
     largest = max(operations.units.values(), default=0)
     ends = operations.num_parameters - sum(operations.units.values())
-    units = (
-        1 + PREFETCHED + MOST_IN_FLIGHT if in_backward else 0
-    )  # during the loss, no unit is gathered
+    # During the loss at most the unit that was called last is whole.
+    units = 1 + PREFETCHED + MOST_IN_FLIGHT if in_backward else int(keeps_last)
     return (ends + units * largest) * operations.arithmetic.activation_bytes

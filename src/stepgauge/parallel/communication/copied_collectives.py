@@ -32,12 +32,9 @@ from torch import Tensor
 
 from stepgauge.parallel.communication.peer_memory import ALIGNMENT, PeerMemory, peer_memory
 from stepgauge.parallel.communication.stall_watch import StallWatch
+from stepgauge.spec.plan.shards import COPY_BOXES, GATHER_BOX_BYTES, SCATTER_BOX_BYTES
 from stepgauge.spec.units import ceil_div, round_up
 
-BOXES = 2  # per kind of collective: one is read while the next is written
-# Copies within a GPU need multiprocessors, so the one into a box waits for the running kernels. A piece
-# should therefore be all that a rank has of a large block. Scatters need no such copy.
-GATHER_BOX_BYTES, SCATTER_BOX_BYTES = 2**28, 2**26
 Part = tuple[int, int, int]  # number of a tensor, its first byte, number of bytes
 
 
@@ -160,7 +157,9 @@ class BoxTurns:
         self.box_bytes, self._device = box_bytes, device
         self._rank, self._ranks = group.rank(), group.size()
         self.peers = tuple((self._rank + step) % self._ranks for step in range(1, self._ranks))
-        self.memory: PeerMemory = peer_memory(BOXES, box_bytes, BOXES * self._ranks, device, group)
+        self.memory: PeerMemory = peer_memory(
+            COPY_BOXES, box_bytes, COPY_BOXES * self._ranks, device, group
+        )
         self.handle, self._stream, self._turns = None, None, 0
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
@@ -190,7 +189,7 @@ class BoxTurns:
     def next_box(self) -> int:
         """Starts the next turn; returns its box."""
         self._turns += 1
-        return self._turns % BOXES
+        return self._turns % COPY_BOXES
 
     def tell(self, peer: int, box: int) -> None:
         """Sets this rank's flag for the box on a peer, after the copies so far."""

@@ -8,17 +8,20 @@ A weight's way through a step:
    (`UnshardedUnit.unshard`), unless the `Prefetcher` has started that already. `place_for_forward`
    makes it a tensor of autograd (`GatherWeights`) and puts it in place of the shard.
 3. After that forward, `ShardedUnit.after_forward` puts the shard back and frees the memory of the
-   whole weight. It also registers a hook on the unit's outputs.
+   whole weight, except in the unit that is called last. It also registers a hook on the unit's
+   outputs.
 4. In backward, that hook (`_before_backward`) gathers the whole weight again, into the tensor that
    autograd has saved.
 5. `GatherWeights.backward` gets the whole gradients of the unit. It frees the whole weights and calls
    `GradientReductions.reduce`, which packs the gradients (`FlatGradients`) and starts a
-   reduce-scatter.
+   reduce-scatter. Between GPUs of one machine, copies move large weights and gradients, which are not
+   packed then (`CopiedGradients`).
 6. When later units need the room, or at the end of backward, this rank's part of the mean is added
    to the `.grad` of the shard.
 
 The parts, in the order in which to read them: `fsdp`, `sharded_unit`, `replaced_weight`,
-`unsharded_unit`, `gradient_reductions`, `flat_gradients`, `prefetcher`, `call_order`, `residency`.
+`unsharded_unit`, `gradient_reductions`, `flat_gradients`, `copied_gradients`, `prefetcher`,
+`call_order`, `residency`.
 """
 
 from stepgauge.parallel.fsdp.fsdp import FullyShardedDataParallel
