@@ -63,7 +63,12 @@ SMALL_WRAPPERS = ("torch-ddp", "torch-ddp-views", "zero1", "zero2", "zero3", "to
 # Part -> precision, reduce_dtype, rows as (wrapper, NCCL settings), number of rounds.
 PARTS: dict[str, tuple[str, str, list[tuple[str, str]], int]] = {
     "narrow": ("bf16-master", "own", [*REFERENCE_ROWS, ("torch-ddp", ""), ("zero2", "")], 3),
-    "wide": ("bf16", "own", [*REFERENCE_ROWS, ("zero3", ""), ("torch-fsdp", "")], 3),
+    "wide": (
+        "bf16",
+        "own",
+        [*REFERENCE_ROWS, ("zero3", ""), ("zero3", BY_NCCL), ("torch-fsdp", "")],
+        3,
+    ),
     "cast": ("bf16", "bf16", [("bucketed", ""), ("torch-ddp", ""), ("zero2", "")], 1),
     "small": ("bf16", "own", [*REFERENCE_ROWS, *((wrapper, "") for wrapper in SMALL_WRAPPERS)], 2),
     "ways": ("bf16", "own", [("bucketed", name) for name in NCCL], 1),
