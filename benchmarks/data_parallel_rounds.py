@@ -13,11 +13,10 @@ Each row is measured once per round, so that a drifting clock or host does not d
 | cast | as wide, with --reduce-dtype bf16 |
 | small | the size small in bf16 autocast |
 | ways | as wide, bucketed only, with different settings of the NCCL communicator |
-| blocks | 16 compiled blocks 4096 wide, 2 × 4096 tokens per GPU: zero3 by copies and by NCCL |
+| blocks | 16 compiled blocks 4096 wide, 2 × 4096 tokens per GPU: ZeRO 3 |
 
 Appends a record per row and round to OUT/records.jsonl as soon as it is measured. Its environment
-has `round` and `way` (the NCCL settings, or by what zero3 sends). Prints a table of medians at the
-end.
+has `round` and `way` (the NCCL settings). Prints a table of medians at the end.
 """
 
 import argparse
@@ -26,7 +25,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -57,18 +55,12 @@ NCCL = {
     "no clusters": {"cga_cluster_size": 0},
     "12 blocks": {"min_ctas": 1, "max_ctas": 12},
 }
-BY_NCCL = "by NCCL"  # zero3 copies nothing
 REFERENCE_ROWS = [("none", ""), ("bucketed", "")]
 SMALL_WRAPPERS = ("torch-ddp", "torch-ddp-views", "zero1", "zero2", "zero3", "torch-fsdp")
 # Part -> precision, reduce_dtype, rows as (wrapper, NCCL settings), number of rounds.
 PARTS: dict[str, tuple[str, str, list[tuple[str, str]], int]] = {
     "narrow": ("bf16-master", "own", [*REFERENCE_ROWS, ("torch-ddp", ""), ("zero2", "")], 3),
-    "wide": (
-        "bf16",
-        "own",
-        [*REFERENCE_ROWS, ("zero3", ""), ("zero3", BY_NCCL), ("torch-fsdp", "")],
-        3,
-    ),
+    "wide": ("bf16", "own", [*REFERENCE_ROWS, ("zero3", ""), ("torch-fsdp", "")], 3),
     "cast": ("bf16", "bf16", [("bucketed", ""), ("torch-ddp", ""), ("zero2", "")], 1),
     "small": ("bf16", "own", [*REFERENCE_ROWS, *((wrapper, "") for wrapper in SMALL_WRAPPERS)], 2),
     "ways": ("bf16", "own", [("bucketed", name) for name in NCCL], 1),
@@ -78,7 +70,6 @@ PARTS: dict[str, tuple[str, str, list[tuple[str, str]], int]] = {
         [
             ("none", ""),
             ("zero3", ""),
-            ("zero3", BY_NCCL),
             ("torch-fsdp", ""),
         ],
         3,
@@ -133,8 +124,6 @@ def settings_of(spec: DataParallelSpec, way: str) -> Iterator[Settings]:
         "compute_dtype": autocast if WRAPPERS[spec.wrapper].shards("weights") else None,
         "reduce_dtype": REDUCE_DTYPES[spec.reduce_dtype],
     }
-    if way == BY_NCCL:
-        fields["copied_above"] = math.inf
     if way not in NCCL or spec.device == "cpu":
         yield Settings(**fields)
         return

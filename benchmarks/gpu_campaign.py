@@ -12,7 +12,7 @@ other-tests        1  200  those of kernels, measure, bench, train, calibrate
 calibration        1  350  calibrates one GPU and its host
 rounds             2  110  data_parallel_rounds.py: our wrappers and torch's
 layouts            2  170  layout_rows.py: Llama 3 8B and one long sequence
-blocks2            2   90  data_parallel_rounds.py: ZeRO 3 by copies and by NCCL
+blocks2            2   90  data_parallel_rounds.py: ZeRO 3 next to fully_shard
 blocks4            4   90  the same on four GPUs
 tensor2            2   90  tensor_parallel_campaign.py: ours next to torch's
 tensor4            4   90  the same on four GPUs

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgauge.cost.data_axis.fully_sharded import FullySharded
 from stepgauge.cost.data_parallel import predict_data_parallel
 from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.step_operations import StepOperations
@@ -235,19 +234,10 @@ def test_unknown_links_and_wrappers_are_refused():
         predict_data_parallel(two_ranks("torch-ddp", reduce_dtype="bf16"), linked(1e9))
 
 
-def test_copies_do_not_slow_down_products_beside_them(monkeypatch):
-    by_copies = predict_data_parallel(two_ranks("zero3", precision="bf16"), H200)
-    monkeypatch.setattr(FullySharded, "copies", False)
-    by_nccl = predict_data_parallel(two_ranks("zero3", precision="bf16"), H200)
-    for phase in ("forward_ms", "backward_ms"):
-        assert by_copies.median(phase) < by_nccl.median(phase)
-
-
-def test_torchs_wrappers_copy_weights_and_broadcast_them_one_rank_after_another(monkeypatch):
+def test_torchs_wrappers_copy_weights_and_broadcast_them_one_rank_after_another():
     """fully_shard copies each weight out of its buffer, in forward and in backward; the redundancy
     optimizer broadcasts half of the weights after the other half.
     """
-    monkeypatch.setattr(FullySharded, "copies", False)
     on = {name: predict_data_parallel(two_ranks(name, precision="bf16"), H200)
         for name in ("zero3", "torch-fsdp", "torch-ddp", "torch-zero1")}  # fmt: skip
     ours, torchs = on["zero3"].median("forward_ms"), on["torch-fsdp"].median("forward_ms")

@@ -45,14 +45,12 @@ class Settings:
     bucket_mb      size of a bucket in MB (10^6 bytes)
     compute_dtype  in which fully sharded modules compute and communicate
     reduce_dtype   in which the other wrappers average gradients; None means the parameters' dtype
-    copied_above    bytes from which fully sharded modules move messages by copies, as there
     """
 
     bucket_mb: float = 25.0
     compute_dtype: torch.dtype | None = None
     group: dist.ProcessGroup | None = None
     reduce_dtype: torch.dtype | None = None
-    copied_above: float | None = None
 
     @property
     def of_reductions(self) -> dict[str, Any]:
@@ -238,12 +236,7 @@ def _wrapped(wrapper: str, module: nn.Module, settings: Settings) -> nn.Module:
     if wrapper == "none":
         return module
     if wrapper == "zero3":
-        return FullyShardedDataParallel(
-            module,
-            settings.compute_dtype,
-            group=settings.group,
-            copied_above=settings.copied_above,
-        )
+        return FullyShardedDataParallel(module, settings.compute_dtype, group=settings.group)
     return REPLICATING[wrapper](module, settings)
 
 

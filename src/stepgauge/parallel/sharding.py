@@ -1,7 +1,5 @@
 """Tensors sharded along their first dimension, as DTensors, and how shards are sent."""
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,49 +8,23 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from stepgauge.parallel.communication.collectives import (
-    launch_all_gather_list,
-    reduce_scatter_flat,
-)
-from stepgauge.parallel.communication.copied_collectives import (
-    CopiedCollectives,
-    copied_collectives,
-)
-from stepgauge.parallel.communication.peer_memory import reach_each_other
+from stepgauge.parallel.communication.collectives import reduce_scatter_flat
 from stepgauge.parallel.communication.reducer import GradientReducer
-from stepgauge.spec.plan.shards import COPIED_ABOVE
 from stepgauge.spec.units import ceil_div
 
 
 class Sharding(GradientReducer):
-    """The ranks that tensors are sharded over, and how they are gathered and reduced.
+    """The ranks that tensors are sharded over."""
 
-    copied_above  bytes; larger messages are moved by copies, for which all ranks must be on one
-                  machine. None: COPIED_ABOVE between GPUs of one machine that reach each other's
-                  memory, no message elsewhere
-    """
-
-    def __init__(
-        self, group: Any = None, device_type: str = "cpu", *, copied_above: float | None = None
-    ):
+    def __init__(self, group: Any = None, device_type: str = "cpu"):
         super().__init__(group)
-        self._copied_above = copied_above
-        self._least_copied: float | None = None  # unknown before the first message
         # DTensor's caches take meshes of the same ranks and names to be equal, and would compute over
         # the first group of these ranks.
         names = None if self.group is dist.group.WORLD else (self.group.group_name,)
         self.mesh = DeviceMesh.from_group(self.group, device_type, mesh_dim_names=names)
 
     def __reduce__(self) -> Any:
-        return _unpickled, (self.mesh.device_type, self._copied_above)
-
-    def launch_gathers(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Any]:
-        """Starts to write the inputs of all ranks into the outputs, which are flat and of one dtype.
-        Returns the works to wait for.
-        """
-        if copier := self.copier_for(sum(each.nbytes for each in outputs), outputs[0].device):
-            return [copier.all_gather(outputs, inputs)]
-        return launch_all_gather_list(outputs, inputs, self.group)
+        return Sharding, (None, self.mesh.device_type)
 
     def launch_scatter(self, slice_: Tensor, message: Tensor) -> Any:
         """Starts a reduce-scatter of the message, whose values it overwrites: this rank's slice gets
@@ -60,19 +32,6 @@ class Sharding(GradientReducer):
         """
         operation = self.begin_mean([message])
         return reduce_scatter_flat(slice_, message, group=self.group, op=operation, async_op=True)
-
-    def copier_for(self, nbytes: int, device: torch.device) -> CopiedCollectives | None:
-        """Returns what moves a message of this size by copies; None if a collective does. All ranks must
-        call it, in the same order: the first call compares them, and the first copy allocates memory.
-        """
-        if self.ranks == 1:
-            return None
-        if self._least_copied is None:
-            self._least_copied = self._copied_above
-        if self._least_copied is None:
-            usable = self.is_nccl(device) and reach_each_other(self.group, device)
-            self._least_copied = COPIED_ABOVE if usable else math.inf
-        return copied_collectives(self.group, device) if nbytes > self._least_copied else None
 
     def shard(self, whole: Tensor) -> DTensor:
         """Returns this rank's shard of a tensor that all ranks have whole."""
@@ -87,10 +46,6 @@ class Sharding(GradientReducer):
     def rows_per_rank(self, rows: int) -> int:
         """Returns the rows of each rank's shard, with the padding of the last ranks."""
         return ceil_div(rows, self.ranks)
-
-
-def _unpickled(device_type: str, copied_above: float | None) -> Sharding:
-    return Sharding(None, device_type, copied_above=copied_above)
 
 
 def require_steps_on_shards(optimizer: torch.optim.Optimizer) -> None:

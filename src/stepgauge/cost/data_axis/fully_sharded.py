@@ -3,7 +3,6 @@
 from stepgauge.cost.data_axis.buckets import Sending, num_gradients
 from stepgauge.cost.data_axis.wrapper_host import hooks_of
 from stepgauge.cost.operations.terms import TRAFFIC, Term, strided_copy
-from stepgauge.cost.rates.contention import COPIED
 from stepgauge.cost.rates.prices import Prices
 from stepgauge.cost.streams.program import (
     DATA,
@@ -13,7 +12,7 @@ from stepgauge.cost.streams.program import (
     Program,
     RankStep,
 )
-from stepgauge.spec.plan.shards import COPIED_ABOVE, MOST_IN_FLIGHT, PREFETCHED
+from stepgauge.spec.plan.shards import MOST_IN_FLIGHT, PREFETCHED
 
 
 class FullySharded(DataParallelCost):
@@ -24,7 +23,6 @@ class FullySharded(DataParallelCost):
     """
 
     every_pass = True
-    copies = True  # large messages between GPUs of one machine
     keeps_last = True  # the unit that is called last stays whole from forward to backward
 
     def __init__(self, sending: Sending, step: RankStep):
@@ -128,21 +126,19 @@ class FullySharded(DataParallelCost):
         """Gathers weights in the dtype of activations; each rank casts its shard first."""
         if self.arithmetic.activation_bytes < self.arithmetic.weight_bytes:
             self._cast(program, f"{name} cast", numel)
-        return self._send(program, f"gather {name}", "all_gather", numel)
+        us = self.prices.collective(
+            "all_gather", numel * self.arithmetic.activation_bytes, "data"
+        ).us
+        return program.send(f"gather {name}", DATA, us, "all_gather")
 
     def _reduce(self, program: Program, name: str, numel: int) -> None:
         packed = self.packed_gradients(numel)
         program.compute(packed.name, self.prices.us(packed), TRAFFIC)
-        sent = self._send(program, f"reduce {name}", "reduce_scatter", numel)
+        us = self.prices.collective(
+            "reduce_scatter", numel * self.arithmetic.activation_bytes, "data"
+        ).us
+        sent = program.send(f"reduce {name}", DATA, us, "reduce_scatter")
         self._reductions.append((sent, numel))
-
-    def _send(self, program: Program, name: str, operation: str, numel: int) -> int:
-        """Sends values in the dtype of activations."""
-        nbytes = numel * self.arithmetic.activation_bytes
-        us = self.prices.collective(operation, nbytes, "data").us
-        if self.copies and nbytes > COPIED_ABOVE and self.prices.can_copy("data"):
-            operation = COPIED + operation
-        return program.send(name, DATA, us, operation)
 
     def _finish_reduction(self, program: Program) -> None:
         """Waits for the oldest reduction and casts its result to the weights' dtype."""

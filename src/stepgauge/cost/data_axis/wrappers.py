@@ -62,7 +62,7 @@ class TorchFullyShard(FullySharded):
     gradients into one buffer.
     """
 
-    copies = keeps_last = False
+    keeps_last = False
 
     def copy_out(self, program: Program, name: str, numel: int) -> None:
         nbytes = 2 * numel * self.arithmetic.activation_bytes

@@ -28,14 +28,7 @@ from stepgauge.spec.plan.pipeline import Schedule, check
 from stepgauge.spec.plan.pipeline.action import BACKWARD, WEIGHT, Action
 from stepgauge.spec.plan.pipeline.check import Held, live
 from stepgauge.spec.plan.pipeline.schedules import stages_per_rank
-from stepgauge.spec.plan.shards import (
-    COPIED_ABOVE,
-    COPY_BOXES,
-    GATHER_BOX_BYTES,
-    MOST_IN_FLIGHT,
-    PREFETCHED,
-    SCATTER_BOX_BYTES,
-)
+from stepgauge.spec.plan.shards import MOST_IN_FLIGHT, PREFETCHED
 from stepgauge.spec.units import MIB, round_up
 
 # cuBLAS takes 32 MiB on Hopper, once for forward's thread and once for autograd's. torch counts them
@@ -331,8 +324,6 @@ def _memory(
     outside = [Item("CUDA context", CUDA_CONTEXT, ASSUMED)]
     if buffers:
         outside.append(Item("tensor-parallel buffers", buffers))
-    if layout.wrapper == "zero3" and static.unit > COPIED_ABOVE:
-        outside.append(Item("boxes of copies", COPY_BOXES * (GATHER_BOX_BYTES + SCATTER_BOX_BYTES)))
     if layout.sizes:
         outside.append(Item("communicators", COMMUNICATOR * len(layout.sizes), ASSUMED))
     return Memory([item for item in items if item.bytes], outside, moment)

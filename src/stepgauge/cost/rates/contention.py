@@ -24,12 +24,6 @@ class Slowdown:
 DEFAULT_SLOWDOWN = Slowdown(1.37, 1.18, ASSUMED)
 
 
-# Copy engines move these collectives: they are "copied all_gather" instead of "all_gather".
-COPIED = "copied "
-# Copies beside a matrix product did not slow it down (docs/log/2026-11-22-tensor-parallel.md).
-BY_COPIES = Slowdown(1.0, 1.0, ASSUMED)
-
-
 class ContentionTable:
     """The contention table of a hardware file; DEFAULT_SLOWDOWN for what it does not have.
 
@@ -42,8 +36,6 @@ class ContentionTable:
 
     def of(self, operation: str, collective: str, axis: str, us: float = math.inf) -> Slowdown:
         """Returns the slowdown of an operation that takes `us` and a collective on the axis."""
-        if collective.startswith(COPIED):
-            return BY_COPIES
         key = kernel_class(operation, us), collective, axis
         if key not in self._cache:
             row = self._hardware.contention_of(operation, collective, self._ranks[axis], us)

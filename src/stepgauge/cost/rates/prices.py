@@ -128,10 +128,6 @@ class Prices:
             operation, nbytes, self.axes[axis], backend=self.backend
         )
 
-    def can_copy(self, axis: str) -> bool:
-        """Returns True if copy engines can move messages between the ranks of the axis."""
-        return self.backend == NCCL and self.axes[axis].nodes == 1
-
     def transfer(self, nbytes: float, axis: str = "pipeline") -> Estimate:
         """Returns the time to send to the next rank of the axis; for a pipeline, to the next stage."""
         if axis == self._without:

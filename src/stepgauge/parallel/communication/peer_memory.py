@@ -83,25 +83,6 @@ def on_one_machine(group: dist.ProcessGroup | None) -> bool:
     return len(set(gathered_objects(platform.node(), group))) == 1
 
 
-def reach_each_other(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Returns True if all ranks of the group run on one machine and each sees the GPUs of the others,
-    under the same numbers, and can use their memory. All ranks must call it.
-    """
-    own = str(torch.cuda.get_device_properties(device).uuid)
-    number = torch.cuda.current_device() if device.index is None else device.index
-    places = gathered_objects((platform.node(), own, number), group)
-    number_of = {
-        str(torch.cuda.get_device_properties(number).uuid): number
-        for number in range(torch.cuda.device_count())
-    }
-    reaches = len({machine for machine, *_ in places}) == 1 and all(
-        number_of.get(uuid) == its_number
-        and (uuid == own or torch.cuda.can_device_access_peer(device, its_number))
-        for _, uuid, its_number in places
-    )
-    return all(gathered_objects(reaches, group))
-
-
 class GpuMemory(PeerMemory):
     def __init__(
         self,

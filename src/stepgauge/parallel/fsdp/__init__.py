@@ -14,14 +14,12 @@ A weight's way through a step:
    autograd has saved.
 5. `GatherWeights.backward` gets the whole gradients of the unit. It frees the whole weights and calls
    `GradientReductions.reduce`, which packs the gradients (`FlatGradients`) and starts a
-   reduce-scatter. Between GPUs of one machine, copies move large weights and gradients, which are not
-   packed then (`CopiedGradients`).
+   reduce-scatter.
 6. When later units need the room, or at the end of backward, this rank's part of the mean is added
    to the `.grad` of the shard.
 
 The parts, in the order in which to read them: `fsdp`, `sharded_unit`, `replaced_weight`,
-`unsharded_unit`, `gradient_reductions`, `flat_gradients`, `copied_gradients`, `prefetcher`,
-`call_order`, `residency`.
+`unsharded_unit`, `gradient_reductions`, `flat_gradients`, `prefetcher`, `call_order`, `residency`.
 """
 
 from stepgauge.parallel.fsdp.fsdp import FullyShardedDataParallel

@@ -44,7 +44,7 @@ class FlatGradients:
         device = local_shard(next(iter(gradients))).device
         self._row = torch.empty(sum(self._lengths), dtype=dtype, device=device)
         self._message = self._row.new_empty(sharding.ranks, len(self._row))
-        pack([dense(g, p, self._row) for p, g in gradients.items()], self._message)
+        pack([_dense(g, p, self._row) for p, g in gradients.items()], self._message)
 
     def send(self) -> Any:
         return self._sharding.launch_scatter(flat_real(self._row), flat_real(self._message))
@@ -78,7 +78,7 @@ def pack(gradients: Sequence[Tensor], message: Tensor) -> None:
         torch._chunk_cat(nonempty, dim=0, num_chunks=len(message), out=message)
 
 
-def dense(gradient: Tensor | None, parameter: nn.Parameter, row: Tensor) -> Tensor:
+def _dense(gradient: Tensor | None, parameter: nn.Parameter, row: Tensor) -> Tensor:
     """Returns the gradient, or zeros for None. Raises ValueError for a sparse gradient."""
     if gradient is None:
         return row.new_zeros(()).expand(parameter.shape)

@@ -47,10 +47,6 @@ class FullyShardedDataParallel(nn.Module):
     by shards raises RuntimeError. Backward raises RuntimeError under create_graph=True, and for
     weights that were written since forward.
 
-    copied_above  bytes; weights and gradients of larger units are moved by copy engines, which take no
-                 multiprocessor from kernels that run at the same time. All ranks must be on one
-                 machine. None: 64 MiB if they are, and each GPU reaches the memory of the others
-
     residency  keeps all weights whole over several forward and backward passes
     """
 
@@ -60,13 +56,12 @@ class FullyShardedDataParallel(nn.Module):
         compute_dtype: torch.dtype | None = None,
         *,
         group: dist.ProcessGroup | None = None,
-        copied_above: float | None = None,
     ):
         super().__init__()
         prepare_replicas(module, group, may_lack_values=True)
         self.compute_dtype = compute_dtype
         self.module = module
-        sharding = Sharding(group, device_of(module).type, copied_above=copied_above)
+        sharding = Sharding(group, device_of(module).type)
         self._prefetcher, self._reductions = Prefetcher(sharding), GradientReductions(sharding)
         places = _places_of_parameters(module)
         blocks = [block for block in repeated_blocks(module) if block is not module]

@@ -11,7 +11,6 @@ from stepgauge.parallel.autograd.parameter_hooks import post_accumulate_hooks, t
 from stepgauge.parallel.autograd.running_backward import at_end_of_backward
 from stepgauge.parallel.communication.collectives import launch_together
 from stepgauge.parallel.data_parallel.usage import Usage
-from stepgauge.parallel.fsdp.copied_gradients import CopiedGradients
 from stepgauge.parallel.fsdp.flat_gradients import FlatGradients
 from stepgauge.parallel.fsdp.unsharded_unit import UnshardedUnit
 from stepgauge.parallel.sharding import Sharding, sent_dtype
@@ -47,7 +46,7 @@ class GradientReductions:
     def _reset_backward(self) -> None:
         """Forgets the state of a backward."""
         self.is_running = False
-        self._in_flight: list[list[FlatGradients | CopiedGradients]] = []  # one list per unit
+        self._in_flight: list[list[FlatGradients]] = []  # one list per unit
         self._used: set[nn.Parameter] = set()
         # Means of weights that a part of this backward did not use on this rank.
         self._unused_here: list[tuple[nn.Parameter, DTensor]] = []
@@ -119,21 +118,15 @@ class GradientReductions:
         by_dtype: dict[torch.dtype, dict[nn.Parameter, Tensor | None]] = {}
         for parameter, gradient in gradients.items():
             by_dtype.setdefault(parameter.dtype, {})[parameter] = gradient
-        flats, copied = [], []
-        for dtype, of_dtype in by_dtype.items():
-            sent = sent_dtype(dtype, compute_dtype)
-            nbytes = sum(parameter.numel() for parameter in of_dtype) * sent.itemsize
-            if copier := self.sharding.copier_for(nbytes, device):
-                copied.append(CopiedGradients(of_dtype, sent, copier))
-            else:
-                flats.append(FlatGradients(of_dtype, sent, self.sharding))
-        for each in copied:  # after everything that may raise
-            each.send()
+        flats = [
+            FlatGradients(of_dtype, sent_dtype(dtype, compute_dtype), self.sharding)
+            for dtype, of_dtype in by_dtype.items()
+        ]
         launches = [flat.send for flat in flats]
         works = launch_together(launches, group=self.sharding.group, device=device)
         for flat, work in zip(flats, works, strict=True):
             flat.work = work
-        self._in_flight.append([*copied, *flats])
+        self._in_flight.append(flats)
 
     @torch.no_grad()
     def _receive_oldest(self) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from stepgauge.parallel.autograd.parameter_hooks import num_hooks
 from stepgauge.parallel.autograd.running_backward import will_execute
+from stepgauge.parallel.communication.collectives import launch_all_gather_list
 from stepgauge.parallel.sharding import flat_real, free_memory, local_shard, sent_dtype
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class UnshardedUnit:
             shard.new_empty(shard.shape[0] * sharding.ranks, *shard.shape[1:]) for shard in shards
         ]
         for buffer in self.buffers:
-            if not buffer.untyped_storage().nbytes():  # resizing to the same size copies the values
+            if not buffer.untyped_storage().nbytes():  # resizing to the same size would copy
                 buffer.untyped_storage().resize_(buffer.nbytes)
         by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         for buffer, shard in zip(self.buffers, shards, strict=True):
@@ -77,7 +78,9 @@ class UnshardedUnit:
                 outputs.append(flat_real(buffer))
                 inputs.append(flat_real(shard))
         self._works = [
-            work for of_dtype in by_dtype.values() for work in sharding.launch_gathers(*of_dtype)
+            work
+            for of_dtype in by_dtype.values()
+            for work in launch_all_gather_list(*of_dtype, sharding.group)
         ]
 
     def _padded_shards(self) -> list[Tensor]:

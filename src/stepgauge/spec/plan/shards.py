@@ -12,12 +12,6 @@ UPDATE_PART_BYTES, MIN_UPDATE_PARTS, MAX_UPDATE_PARTS = 2**28, 2, 8
 MAX_BUCKETS_PER_OWNER = 4  # in one launch of ZeRO 2, so that no bucket waits for long
 # ZeRO 3: units whose gradients are in flight at once. More would only take memory.
 MOST_IN_FLIGHT = 2
-# ZeRO 3: larger messages between GPUs of one machine are moved by copy engines, bytes.
-COPIED_ABOVE = 2**26
-# Each rank has boxes of both sizes for that. Copies within a GPU need multiprocessors, so the one into a
-# box waits for the running kernels: a box takes all that a rank has of a large block. Gradients need no
-# such copy.
-COPY_BOXES, GATHER_BOX_BYTES, SCATTER_BOX_BYTES = 2, 2**28, 2**26
 PREFETCHED = 1  # ZeRO 3: units whose weights are gathered ahead, in forward and in backward
 
 
