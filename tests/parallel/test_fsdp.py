@@ -263,6 +263,25 @@ def noting(late):
         ShardedUnit.after_forward, GradientReductions.reduce = after, reduce
 
 
+def allocates_each_buffer_once():
+    """Resizing a storage to its own size allocates it again and, on a GPU, copies it."""
+    resize, sizes = torch.UntypedStorage.resize_, []
+
+    def noting_resize(storage, size):
+        sizes.append((storage.nbytes(), size))
+        return resize(storage, size)
+
+    torch.UntypedStorage.resize_ = noting_resize
+    try:
+        parallel = FullyShardedDataParallel(transformer())
+        for _ in range(2):
+            parallel(*batch(0, 0, 0)).backward()
+    finally:
+        torch.UntypedStorage.resize_ = resize
+    assert sizes
+    assert all(before != after for before, after in sizes if after), sizes
+
+
 def frees_weights():
     """Few units are whole at any time, and none after a step."""
     assert most_alive(FullyShardedDataParallel(transformer(6))) <= 4
@@ -560,6 +579,7 @@ CHECKS = {
     "parameters are shards": parameters_are_shards,
     "compiled blocks": compiled_blocks,
     "prefetches": prefetches,
+    "fresh buffers": allocates_each_buffer_once,
     "frees weights": frees_weights,
     "frees frozen weights": frees_frozen_weights,
     "order": different_orders,
