@@ -55,19 +55,19 @@ class HeadExchange(SplitSequences):
         num_groups = num_head_groups(k_BKQW.shape[1], ranks)
 
         def by_group(x_BHQW: Tensor) -> Sequence[Tensor]:
-            return x_BHQW.transpose(1, 2).unflatten(2, (num_groups, ranks, -1)).unbind(2)
+            x_BQGNhW = x_BHQW.transpose(1, 2).unflatten(2, (num_groups, ranks, -1))
+            return x_BQGNhW.permute(2, 3, 0, 1, 4, 5).unbind()
 
-        def launch(x_BQNhW: Tensor) -> Tensor:
-            x_NBQhW: Tensor = _Launch.apply(x_BQNhW.permute(2, 0, 1, 3, 4), group)
-            return x_NBQhW
-
-        # q, k and v of the first group are sent before those of the second, so that the first
-        # attention only waits for its own.
-        qkv_GBQNhW = [by_group(x) for x in (q_BHQW, k_BKQW, v_BKQW)]
-        in_flight_NBQhW = [[launch(x[g]) for x in qkv_GBQNhW] for g in range(num_groups)]
+        # Queries, keys and values of a group are one message. NCCL's kernel for the second group then
+        # starts before attention on the first group; a kernel that comes later waits for
+        # multiprocessors until that attention has ended.
+        qkv_GNBQhW = list(zip(*map(by_group, (q_BHQW, k_BKQW, v_BKQW)), strict=True))
+        heads = [x_NBQhW.shape[3] for x_NBQhW in qkv_GNBQhW[0]]
+        in_flight_NBQhW = [_Launch.apply(torch.cat(qkv, 3), group) for qkv in qkv_GNBQhW]
         outputs_NBQhW = []
-        for of_group in in_flight_NBQhW:
-            qkv_BhTW = [_all_tokens(_Wait.apply(x, group)) for x in of_group]
+        for x_NBQhW in in_flight_NBQhW:
+            qkv_NBQhW = _Wait.apply(x_NBQhW, group).split(heads, 3)
+            qkv_BhTW = map(_all_tokens, qkv_NBQhW)
             o_BhNQW = attention(*qkv_BhTW).unflatten(2, (ranks, -1))
             outputs_NBQhW.append(_Launch.apply(o_BhNQW.permute(2, 0, 3, 1, 4), group))
         parts_BQNhW = [_Wait.apply(x, group).permute(1, 2, 0, 3, 4) for x in outputs_NBQhW]
