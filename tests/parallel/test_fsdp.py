@@ -407,6 +407,26 @@ def only_floating_dtypes_are_cast():
     assert torch.allclose(gradient, expected, rtol=1e-5)
 
 
+class UnusedLast(nn.Module):
+    """Computes three blocks and returns the result of the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        second = self.blocks[1](self.blocks[0](x))
+        self.blocks[2](second)
+        return second
+
+
+def frees_a_last_block_that_backward_does_not_reach():
+    parallel = FullyShardedDataParallel(UnusedLast())
+    for _ in range(3):
+        parallel(torch.ones(2, 4)).sum().backward()
+        require_none_is_whole(parallel)
+
+
 def frees_after_part_of_a_backward():
     """A backward that does not reach all weights leaves none of them whole."""
     parallel = FullyShardedDataParallel(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))))
@@ -573,6 +593,7 @@ CHECKS = {
     "losses kept elsewhere": losses_kept_elsewhere,
     "refusals": refusals,
     "part of a backward": frees_after_part_of_a_backward,
+    "unused last block": frees_a_last_block_that_backward_does_not_reach,
     "no parameters": no_parameters,
     "two groups of the same ranks": two_groups,
     "dtypes": only_floating_dtypes_are_cast,

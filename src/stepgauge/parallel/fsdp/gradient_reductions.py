@@ -1,5 +1,6 @@
 """Reduces the whole gradients of a sharded module's units into the shards."""
 
+import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ class GradientReductions:
         self._usage: Usage | None = None
         # The gradients that a failed backward left, with their versions.
         self._incomplete: list[tuple[Tensor, int]] = []
+        self._kept: weakref.WeakSet[UnshardedUnit] = weakref.WeakSet()
         self._reset_backward()
 
     def _reset_backward(self) -> None:
@@ -70,7 +72,13 @@ class GradientReductions:
             self.is_running = True
             # The graph that create_graph=True builds needs the whole weights.
             self._keeps_unsharded = torch.is_grad_enabled()
+            self._unsharded = dict.fromkeys(self._kept)
+            self._kept.clear()
             at_end_of_backward(self._end_backward, device)
+
+    def free_after_backward(self, unsharded: UnshardedUnit) -> None:
+        """Makes the next backward free these whole weights at its end, even if it does not use them."""
+        self._kept.add(unsharded)
 
     def free_at_end(self, unsharded: UnshardedUnit) -> None:
         """Makes the running backward free these whole weights at its end, if they still are whole

@@ -210,14 +210,16 @@ class ShardedUnit:
         for tensor in hooked:
             tensor.register_hook(functools.partial(_before_backward, unsharded))
         is_recomputed = self.reductions.is_running  # by checkpointing: backward follows at once
-        # The backward of these comes first, and soon.
-        is_first_in_backward = self.is_root or self.prefetcher.is_at_last_call()
-        if not is_recomputed and not (
-            is_first_in_backward and torch.is_grad_enabled() and computed
-        ):
+        stays = torch.is_grad_enabled() and computed and self._is_first_in_backward()
+        if stays and not self.is_root:
+            self.reductions.free_after_backward(unsharded)
+        elif not (stays or is_recomputed):
             unsharded.reshard()
         if computed:
             self.prefetcher.after_forward(unsharded)
+
+    def _is_first_in_backward(self) -> bool:
+        return self.is_root or self.prefetcher.is_at_last_call()
 
 
 def _tensors_of(output: Any) -> Iterator[Tensor]:
