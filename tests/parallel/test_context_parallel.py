@@ -104,7 +104,8 @@ def compare_penalty(context):
         (loss + sum(each.square().sum() for each in gradients)).backward()
 
     torch.manual_seed(0)
-    *wholes, factor = (torch.randn(2, 8, 16, 4, dtype=torch.float64) for _ in range(4))
+    widths = (4, 4, 6, 6)  # values may be wider than keys
+    *wholes, factor = (torch.randn(2, 8, 16, width, dtype=torch.float64) for width in widths)
     pieces = [context.piece(x, dim=2).requires_grad_() for x in wholes]
     wholes = [x.requires_grad_() for x in wholes]
     backward(plain, wholes, factor)

@@ -10,10 +10,11 @@ attention runs on the first. One autograd function launches a collective and ano
 backward, which runs them in reverse, overlaps just as much.
 
 Legend: B batch, H query heads, K key heads, T tokens, Q = T/N tokens of a rank, W head width, N
-ranks, G groups, h heads of a rank and group.
+ranks, G groups, h heads of a rank and group, L values of a token and group.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,12 +63,16 @@ class HeadExchange(SplitSequences):
         # starts before attention on the first group; a kernel that comes later waits for
         # multiprocessors until that attention has ended.
         qkv_GNBQhW = list(zip(*map(by_group, (q_BHQW, k_BKQW, v_BKQW)), strict=True))
-        heads = [x_NBQhW.shape[3] for x_NBQhW in qkv_GNBQhW[0]]
-        in_flight_NBQhW = [_Launch.apply(torch.cat(qkv, 3), group) for qkv in qkv_GNBQhW]
+        shapes_hW = [x_NBQhW.shape[3:] for x_NBQhW in qkv_GNBQhW[0]]
+        in_flight_NBQL = [
+            _Launch.apply(torch.cat([x_NBQhW.flatten(3) for x_NBQhW in qkv], 3), group)
+            for qkv in qkv_GNBQhW
+        ]
         outputs_NBQhW = []
-        for x_NBQhW in in_flight_NBQhW:
-            qkv_NBQhW = _Wait.apply(x_NBQhW, group).split(heads, 3)
-            qkv_BhTW = map(_all_tokens, qkv_NBQhW)
+        for x_NBQL in in_flight_NBQL:
+            qkv_NBQL = _Wait.apply(x_NBQL, group).split([math.prod(hW) for hW in shapes_hW], 3)
+            pairs = zip(qkv_NBQL, shapes_hW, strict=True)
+            qkv_BhTW = [_all_tokens(each_NBQL.unflatten(3, hW)) for each_NBQL, hW in pairs]
             o_BhNQW = attention(*qkv_BhTW).unflatten(2, (ranks, -1))
             outputs_NBQhW.append(_Launch.apply(o_BhNQW.permute(2, 0, 3, 1, 4), group))
         parts_BQNhW = [_Wait.apply(x, group).permute(1, 2, 0, 3, 4) for x in outputs_NBQhW]
