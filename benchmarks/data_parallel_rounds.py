@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from layout_rows import SHAPE, TINY
 
 from stepgauge.bench.build import LEARNING_RATE
 from stepgauge.bench.data_parallel import DataParallelFigures, record
@@ -64,19 +65,8 @@ PARTS: dict[str, tuple[str, str, list[tuple[str, str]], int]] = {
     "cast": ("bf16", "bf16", [("bucketed", ""), ("torch-ddp", ""), ("zero2", "")], 1),
     "small": ("bf16", "own", [*REFERENCE_ROWS, *((wrapper, "") for wrapper in SMALL_WRAPPERS)], 2),
     "ways": ("bf16", "own", [("bucketed", name) for name in NCCL], 1),
-    "blocks": (
-        "bf16-pure",
-        "own",
-        [
-            ("none", ""),
-            ("zero3", ""),
-            ("torch-fsdp", ""),
-        ],
-        3,
-    ),
+    "blocks": ("bf16-pure", "own", [("none", ""), ("zero3", ""), ("torch-fsdp", "")], 3),
 }
-BLOCKS = {"d_model": 4096, "d_ff": 11_008, "num_heads": 32, "vocab_size": 32_000}
-SMALL_BLOCKS = {"d_model": 64, "d_ff": 128, "num_heads": 2, "vocab_size": 64}
 
 
 def rows(arguments: argparse.Namespace) -> Iterator[tuple[int, str, DataParallelSpec]]:
@@ -84,51 +74,51 @@ def rows(arguments: argparse.Namespace) -> Iterator[tuple[int, str, DataParallel
     for number in range(max(rounds for *_, rounds in PARTS.values())):
         for part in arguments.only or PARTS:
             precision, reduce_dtype, part_rows, rounds = PARTS[part]
-            for wrapper, way in part_rows if number < rounds else ():
-                spec = DataParallelSpec(
-                    **network_of(part, arguments),
-                    wrapper=wrapper,
-                    ranks=arguments.ranks,
-                    precision=precision,
-                    optimizer="fused" if precision == "bf16-master" else "adamw",
-                    reduce_dtype=reduce_dtype,
-                    warmup=3,
-                    steps=arguments.steps,
-                    device=arguments.device,
+            for wrapper, nccl_settings in part_rows if number < rounds else ():
+                yield (
+                    number,
+                    nccl_settings,
+                    DataParallelSpec(
+                        **network_of(part, arguments),
+                        wrapper=wrapper,
+                        ranks=arguments.ranks,
+                        precision=precision,
+                        optimizer="fused" if precision == "bf16-master" else "adamw",
+                        reduce_dtype=reduce_dtype,
+                        warmup=3,
+                        steps=arguments.steps,
+                        device=arguments.device,
+                    ),
                 )
-                yield number, way, spec
 
 
 def network_of(part: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the fields of the spec that are about the network and the batch."""
-    if part == "blocks":
-        on_gpu = arguments.device == "cuda"
-        blocks = ModelSpec(
-            num_layers=16 if on_gpu else 2,
-            context_length=4096 if on_gpu else 128,
-            attention="triton" if on_gpu else "sdpa",
-            loss="fused",
-            **(BLOCKS if on_gpu else SMALL_BLOCKS),
-        )
-        return {"model": blocks, "batch": 2, "compile": "blocks" if on_gpu else "off"}
-    size = "small" if part == "small" and arguments.size == "2.7b" else arguments.size
-    preset = ModelSpec.preset(size, context_length=128)
-    return {"model": preset, "size": size, "batch": arguments.batch}
+    if part != "blocks":
+        size = "small" if part == "small" and arguments.size == "2.7b" else arguments.size
+        preset = ModelSpec.preset(size, context_length=128)
+        return {"model": preset, "size": size, "batch": arguments.batch}
+    if arguments.device == "cpu":
+        return {"model": ModelSpec(num_layers=2, context_length=128, **TINY), "batch": 2}
+    blocks = ModelSpec(
+        num_layers=16, context_length=4096, attention="triton", loss="fused", **SHAPE
+    )
+    return {"model": blocks, "batch": 2, "compile": "blocks"}
 
 
 @contextlib.contextmanager
-def settings_of(spec: DataParallelSpec, way: str) -> Iterator[Settings]:
+def settings_of(spec: DataParallelSpec, nccl_settings: str) -> Iterator[Settings]:
     """Yields the wrapper's settings, with a communicator of its own if `way` names NCCL settings."""
     autocast = PRECISIONS[spec.precision].autocast
     fields: dict[str, Any] = {
         "compute_dtype": autocast if WRAPPERS[spec.wrapper].shards("weights") else None,
         "reduce_dtype": REDUCE_DTYPES[spec.reduce_dtype],
     }
-    if way not in NCCL or spec.device == "cpu":
+    if nccl_settings not in NCCL or spec.device == "cpu":
         yield Settings(**fields)
         return
     options = dist.ProcessGroupNCCL.Options()
-    for name, value in NCCL[way].items():
+    for name, value in NCCL[nccl_settings].items():
         setattr(options.config, name, value)
     group = dist.new_group(backend="nccl", pg_options=options)
     yield Settings(**fields, group=group)
@@ -145,13 +135,13 @@ def write_trace(phases: Phases, path: Path, device: torch.device) -> None:
         profile.export_chrome_trace(str(path))
 
 
-def measure(spec: DataParallelSpec, way: str, trace: Path | None) -> DataParallelFigures:
+def measure(spec: DataParallelSpec, nccl_settings: str, trace: Path | None) -> DataParallelFigures:
     """Runs on every rank: builds the wrapped step and measures it."""
     world = joined_world()
     assert world is not None, "ranks run in a world"
     device = world.device(spec.device)
     on_device = dataclasses.replace(spec, device=str(device))
-    with settings_of(spec, way) as settings:
+    with settings_of(spec, nccl_settings) as settings:
         wrap = functools.partial(parallelise, spec.wrapper, settings=settings)
         step = build_step(on_device, parallelise=wrap, lr=LEARNING_RATE)
         batch = batch_for(spec.model, spec.batch, spec.seed + 1 + world.rank)
@@ -177,20 +167,20 @@ def measure(spec: DataParallelSpec, way: str, trace: Path | None) -> DataParalle
 
 def campaign(arguments: argparse.Namespace, started: float) -> None:
     """Runs on every rank. Rank 0 writes the records."""
-    for number, way, spec in rows(arguments):
+    for number, nccl_settings, spec in rows(arguments):
         is_late = [time.time() - started > arguments.seconds]
         dist.broadcast_object_list(is_late)
         if is_late[0]:
-            print("no time left for round", number, spec.wrapper, way, flush=True)
+            print("no time left for round", number, spec.wrapper, nccl_settings, flush=True)
             return
         begin = time.time()
         figures: list[Any] = [None] * dist.get_world_size()
-        name = f"{spec.size}_{spec.precision}_{spec.wrapper}_{way.replace(' ', '-')}.json.gz"
+        name = f"{spec.size}_{spec.precision}_{spec.wrapper}.json.gz"
         trace = arguments.out / name if spec.wrapper in arguments.trace and not number else None
         try:
-            own: DataParallelFigures | str = measure(spec, way, trace)
+            own: DataParallelFigures | str = measure(spec, nccl_settings, trace)
         except (RuntimeError, ValueError) as error:  # for example, NCCL rejects a setting
-            own = f"{spec.wrapper} {way}: {error}"
+            own = f"{spec.wrapper} {nccl_settings}: {error}"
         dist.all_gather_object(figures, own)
         devices.free_unused_memory(torch.device(spec.device))
         if any(isinstance(each, str) for each in figures):
@@ -199,7 +189,7 @@ def campaign(arguments: argparse.Namespace, started: float) -> None:
             found = record(spec, figures)
             about = {
                 "round": number,
-                "way": way,
+                "way": nccl_settings,
                 "seconds": round(time.time() - begin, 1),
             }
             found = dataclasses.replace(found, environment={**found.environment, **about})
@@ -212,8 +202,8 @@ def table(out: Path) -> str:
     found: dict[tuple[str, ...], list[float]] = collections.defaultdict(list)
     for line in (out / "records.jsonl").read_text().splitlines():
         row = json.loads(line)
-        spec, way = row["spec"], row["environment"]["way"]
-        key = spec["size"], spec["precision"], spec["reduce_dtype"], spec["wrapper"], way
+        spec, nccl_settings = row["spec"], row["environment"]["way"]
+        key = spec["size"], spec["precision"], spec["reduce_dtype"], spec["wrapper"], nccl_settings
         found[key].append(row["metrics"]["step_ms"]["median"])
     one_gpu = {key[:2]: statistics.median(ms) for key, ms in found.items() if key[3] == "none"}
     lines = []

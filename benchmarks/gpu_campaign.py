@@ -13,7 +13,6 @@ calibration        1  350  calibrates one GPU and its host
 rounds             2  110  data_parallel_rounds.py: our wrappers and torch's
 layouts            2  170  layout_rows.py: Llama 3 8B and one long sequence
 blocks2            2   90  data_parallel_rounds.py: ZeRO 3 next to fully_shard
-blocks4            4   90  the same on four GPUs
 tensor2            2   90  tensor_parallel_campaign.py: ours next to torch's
 tensor4            4   90  the same on four GPUs
 sharded4           4   80  layout_rows.py: ZeRO 3 next to torch's fully_shard
@@ -90,11 +89,11 @@ def tests(gpus: int, workers: int, paths: Sequence[str]) -> Step:
     return Step(gpus, pytest, 220, small=["-n", "2"], on_gpus=["-n", str(workers)])
 
 
-def rounds(gpus: int, parts: Sequence[str]) -> Step:
+def rounds(parts: Sequence[str]) -> Step:
     script = str(HERE / "data_parallel_rounds.py")
     command = [script, "{work}", "--seconds", "{seconds}", "--only", *parts]
     small = ["--size", "nano", "--batch", "2", "--steps", "2", "--device", "cpu"]
-    return Step(gpus, command, 150, small=small, on_gpus=["--ranks", str(gpus)])
+    return Step(2, command, 150, small=small)
 
 
 def rows(gpus: int, limit: int, parts: Sequence[str], only: Sequence[str] = ("",)) -> Step:
@@ -128,12 +127,11 @@ def steps() -> dict[str, Step]:
         "parallel-tests": tests(2, 8, TWO_GPU_TESTS),
         "other-tests": tests(1, 10, OTHER_TESTS),
         "calibration": validation(1, 450, ["calibrate"]),
-        "rounds": rounds(2, ["narrow", "small", "wide"]),
+        "rounds": rounds(["narrow", "small", "wide"]),
         "layouts": rows(
             2, 240, ["llama", "context"], ["none", "tp2 overlap", "ulysses", "dp2 zero2"]
         ),
-        "blocks2": rounds(2, ["blocks"]),
-        "blocks4": rounds(4, ["blocks"]),
+        "blocks2": rounds(["blocks"]),
         "tensor2": tensor(2),
         "tensor4": tensor(4),
         "sharded4": rows(4, 120, ["sharded"]),

@@ -32,6 +32,8 @@ class Wrapper:
     packs           copies gradients into one buffer even if they could be sent in place
     keeps_buckets   keeps buffers for all buckets, in addition to the gradients
     reduce_dtype    can reduce gradients in another dtype
+    keeps_last      shards weights, but those of the block that is called last stay whole from forward
+                    to backward
     is_torch        implemented by torch, for comparison
     resumes         its checkpoint can be loaded on another number of ranks
     graphs          works with torch.compile's CUDA graphs, which need weights at fixed addresses
@@ -48,6 +50,7 @@ class Wrapper:
     packs: bool = False
     keeps_buckets: bool = False
     reduce_dtype: bool = False
+    keeps_last: bool = False
     is_torch: bool = False
     resumes: bool = True
     graphs: bool = True
@@ -94,7 +97,7 @@ WRAPPERS: Mapping[str, Wrapper] = MappingProxyType(
         "zero2": Wrapper(
             gradient_sends=1, weight_sends=1, stage=2, buckets=True, reduce_dtype=True
         ),
-        "zero3": Wrapper(gradient_sends=1, weight_sends=2, stage=3, graphs=False),
+        "zero3": Wrapper(gradient_sends=1, weight_sends=2, stage=3, keeps_last=True, graphs=False),
         "torch-ddp": Wrapper(
             gradient_sends=2, buckets=True, keeps_buckets=True, reduce_dtype=True, is_torch=True
         ),

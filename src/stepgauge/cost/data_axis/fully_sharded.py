@@ -12,6 +12,7 @@ from stepgauge.cost.streams.program import (
     Program,
     RankStep,
 )
+from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.plan.shards import MOST_IN_FLIGHT, PREFETCHED
 
 
@@ -23,11 +24,11 @@ class FullySharded(DataParallelCost):
     """
 
     every_pass = True
-    keeps_last = True  # the unit that is called last stays whole from forward to backward
 
     def __init__(self, sending: Sending, step: RankStep):
         self.sending, self.prices = sending, step.prices
         self.arithmetic = step.operations.arithmetic
+        self._keeps_last = WRAPPERS[sending.wrapper].keeps_last
         self._elements = step.operations.units
         self._ends = step.operations.num_parameters - sum(self._elements.values())
         self._hooks = hooks_of(
@@ -69,7 +70,8 @@ class FullySharded(DataParallelCost):
         if group.name not in self._elements:
             return
         place = self._begun[phase]
-        if phase == "forward" or place or not self.keeps_last:
+        is_whole = phase == "backward" and place == 0 and self._keeps_last
+        if not is_whole:
             self._gather_unit(program, phase, place)
             program.wait(self._gathers[phase, place])
             self.copy_out(program, group.name, self._elements[group.name])

@@ -62,8 +62,6 @@ class TorchFullyShard(FullySharded):
     gradients into one buffer.
     """
 
-    keeps_last = False
-
     def copy_out(self, program: Program, name: str, numel: int) -> None:
         nbytes = 2 * numel * self.arithmetic.activation_bytes
         copy = Term(f"{name} copied out", TRAFFIC, (nbytes,))

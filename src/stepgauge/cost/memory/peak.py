@@ -225,7 +225,7 @@ def _static(operations: StepOperations, layout: Layout, *, accumulates: bool) ->
         state=2 * of("optimizer state", state / 2),
         gradients=of("gradients", arithmetic.weight_bytes),
         unit=unit if sharded else 0.0,
-        last=unit if sharded and not wrapper.is_torch else 0.0,
+        last=unit if sharded and wrapper.keeps_last else 0.0,
     )
 
 

@@ -44,7 +44,7 @@ def traced_memory(
             parts["unsharded weights"] = _unsharded(
                 operations,
                 in_backward=bool(moment.get("gradients")),
-                keeps_last=not WRAPPERS[layout.wrapper].is_torch,
+                keeps_last=WRAPPERS[layout.wrapper].keeps_last,
             )
         return parts
 
