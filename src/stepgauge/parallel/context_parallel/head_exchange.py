@@ -64,15 +64,10 @@ class HeadExchange(SplitSequences):
         # multiprocessors until that attention has ended.
         qkv_GNBQhW = list(zip(*map(by_group, (q_BHQW, k_BKQW, v_BKQW)), strict=True))
         shapes_hW = [x_NBQhW.shape[3:] for x_NBQhW in qkv_GNBQhW[0]]
-        in_flight_NBQL = [
-            _Launch.apply(torch.cat([x_NBQhW.flatten(3) for x_NBQhW in qkv], 3), group)
-            for qkv in qkv_GNBQhW
-        ]
+        in_flight_NBQL = [_Launch.apply(_joined(qkv_NBQhW), group) for qkv_NBQhW in qkv_GNBQhW]
         outputs_NBQhW = []
         for x_NBQL in in_flight_NBQL:
-            qkv_NBQL = _Wait.apply(x_NBQL, group).split([math.prod(hW) for hW in shapes_hW], 3)
-            pairs = zip(qkv_NBQL, shapes_hW, strict=True)
-            qkv_BhTW = [_all_tokens(each_NBQL.unflatten(3, hW)) for each_NBQL, hW in pairs]
+            qkv_BhTW = map(_all_tokens, _parted(_Wait.apply(x_NBQL, group), shapes_hW))
             o_BhNQW = attention(*qkv_BhTW).unflatten(2, (ranks, -1))
             outputs_NBQhW.append(_Launch.apply(o_BhNQW.permute(2, 0, 3, 1, 4), group))
         parts_BQNhW = [_Wait.apply(x, group).permute(1, 2, 0, 3, 4) for x in outputs_NBQhW]
@@ -107,6 +102,17 @@ class _Wait(torch.autograd.Function):
         if torch.is_grad_enabled():
             return _Launch.apply(gradient, ctx.group), None
         return _launch_all_to_all(gradient, ctx.group), None
+
+
+def _joined(parts_NBQhW: Sequence[Tensor]) -> Tensor:
+    """Returns all heads of a token next to each other. They may have different widths."""
+    return torch.cat([part_NBQhW.flatten(3) for part_NBQhW in parts_NBQhW], 3)
+
+
+def _parted(x_NBQL: Tensor, shapes_hW: Sequence[torch.Size]) -> list[Tensor]:
+    """Returns what `_joined` was given, as views."""
+    parts_NBQL = x_NBQL.split([math.prod(hW) for hW in shapes_hW], 3)
+    return [part.unflatten(3, hW) for part, hW in zip(parts_NBQL, shapes_hW, strict=True)]
 
 
 def _all_tokens(x_NBQhW: Tensor) -> Tensor:
