@@ -26,6 +26,7 @@ import dataclasses
 import functools
 import json
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -229,11 +230,15 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    failed = False
     try:
         launch(campaign, arguments, time.time(), ranks=arguments.ranks, device=arguments.device)
     except RankError as error:
         print(error, error.trace, sep="\n")
-    print(table(arguments.out))
+        failed = True
+    if (arguments.out / "records.jsonl").exists():
+        print(table(arguments.out))
+    sys.exit(int(failed))
 
 
 if __name__ == "__main__":
