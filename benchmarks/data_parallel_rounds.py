@@ -52,21 +52,33 @@ from stepgauge.train.build import batch_for, build_step
 from stepgauge.train.precision import PRECISIONS, REDUCE_DTYPES
 
 # Name -> settings of the NCCL communicator that sends the gradients.
-NCCL = {
+HIGH_PRIORITY = "high priority"  # its kernels precede the waiting blocks of other kernels
+NCCL: dict[str, dict[str, int]] = {
     "32 blocks": {"min_ctas": 32, "max_ctas": 32},
     "no clusters": {"cga_cluster_size": 0},
     "12 blocks": {"min_ctas": 1, "max_ctas": 12},
+    HIGH_PRIORITY: {},
 }
 REFERENCE_ROWS = [("none", ""), ("bucketed", "")]
 SMALL_WRAPPERS = ("torch-ddp", "torch-ddp-views", "zero1", "zero2", "zero3", "torch-fsdp")
 # Part -> precision, reduce_dtype, rows as (wrapper, NCCL settings), number of rounds.
 PARTS: dict[str, tuple[str, str, list[tuple[str, str]], int]] = {
-    "narrow": ("bf16-master", "own", [*REFERENCE_ROWS, ("torch-ddp", ""), ("zero2", "")], 3),
+    "narrow": (
+        "bf16-master",
+        "own",
+        [*REFERENCE_ROWS, ("bucketed", HIGH_PRIORITY), ("torch-ddp", ""), ("zero2", "")],
+        3,
+    ),
     "wide": ("bf16", "own", [*REFERENCE_ROWS, ("zero3", ""), ("torch-fsdp", "")], 3),
     "cast": ("bf16", "bf16", [("bucketed", ""), ("torch-ddp", ""), ("zero2", "")], 1),
     "small": ("bf16", "own", [*REFERENCE_ROWS, *((wrapper, "") for wrapper in SMALL_WRAPPERS)], 2),
     "ways": ("bf16", "own", [("bucketed", name) for name in NCCL], 1),
-    "blocks": ("bf16-pure", "own", [("none", ""), ("zero3", ""), ("torch-fsdp", "")], 3),
+    "blocks": (
+        "bf16-pure",
+        "own",
+        [("none", ""), ("zero3", ""), ("zero3", HIGH_PRIORITY), ("torch-fsdp", "")],
+        3,
+    ),
 }
 
 
@@ -118,7 +130,7 @@ def settings_of(spec: DataParallelSpec, nccl_settings: str) -> Iterator[Settings
     if nccl_settings not in NCCL or spec.device == "cpu":
         yield Settings(**fields)
         return
-    options = dist.ProcessGroupNCCL.Options()
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=nccl_settings == HIGH_PRIORITY)
     for name, value in NCCL[nccl_settings].items():
         setattr(options.config, name, value)
     group = dist.new_group(backend="nccl", pg_options=options)

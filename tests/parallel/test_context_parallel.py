@@ -58,12 +58,13 @@ def on_ranks(_):
     q = torch.randn(1, 2, 4, 8, requires_grad=True)
     context.attend(q, q, q).sum().backward()  # does not wait for other ranks
     context.communicates = True
-    heads = HeadExchange(dist.group.WORLD)
-    for is_causal in (True, False):
-        for kv_heads in (4, 8):
-            compare_heads(heads, is_causal, kv_heads, torch.float64, 1e-12)
-    compare_heads(heads, True, 4, torch.bfloat16, 2e-2)
-    compare_penalty(heads)
+    for by_copies in (True, False):
+        heads = HeadExchange(dist.group.WORLD, by_copies)
+        for is_causal in (True, False):
+            for kv_heads in (4, 8, 16):
+                compare_heads(heads, is_causal, kv_heads, torch.float64, 1e-12)
+        compare_heads(heads, True, 4, torch.bfloat16, 2e-2)
+        compare_penalty(heads)
     heads.communicates = False
     check_shapes_without_communication(heads)
     heads.communicates = True
@@ -73,7 +74,10 @@ def on_ranks(_):
     causal = functools.partial(sdpa, is_causal=True)
     compare_step(context, ring, positions="learned")
     compare_step(context, ring, compiled=True)
-    compare_step(heads, functools.partial(heads.attend, causal), compiled=True, num_kv_heads=4)
+    for by_copies in (True, False):
+        heads = HeadExchange(dist.group.WORLD, by_copies)
+        attend = functools.partial(heads.attend, causal)
+        compare_step(heads, attend, compiled=True, num_kv_heads=4)
     with pytest.raises(ValueError, match="33 tokens; context parallel over"):
         context.piece(torch.zeros(1, 33))
     compile_once()
@@ -88,7 +92,7 @@ def compare_heads(context, is_causal, kv_heads, dtype, tolerance, **sizes):
         return context.attend(functools.partial(sdpa, is_causal=is_causal), *qkv)
 
     compare_attention(
-        context, is_causal, kv_heads, dtype, tolerance, attend=attend, heads=8, **sizes
+        context, is_causal, kv_heads, dtype, tolerance, attend=attend, heads=16, **sizes
     )
 
 
@@ -229,7 +233,7 @@ def test_attention_over_gpus_equals_one_process():
 def on_gpus(_):
     """Repeats attention while the ranks take turns at being late."""
     torch.set_default_device(torch.device("cuda", torch.cuda.current_device()))
-    heads = HeadExchange(dist.group.WORLD)
+    heads = HeadExchange(dist.group.WORLD, by_copies=True)
     context = RingAttention(dist.group.WORLD, ATTENTION)
     for number in range(6):
         if context.rank == number % 2:

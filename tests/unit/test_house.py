@@ -22,6 +22,7 @@ PRIVATE_TORCH = {
     "measure/memory/autograd_engine.py": "the node that runs, and references of a storage",
     "parallel/data_parallel/bucket_gradients.py": "references of a storage",
     "parallel/autograd/running_backward.py": "which parameters the running backward reaches",
+    "parallel/communication/copied_all_to_all.py": "work that wait_tensor waits for",
     "parallel/fsdp/unsharded_unit.py": "a version for weights that are not there",
     "parallel/shares.py": "a tensor's class without its __torch_function__",
 }

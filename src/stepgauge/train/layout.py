@@ -15,6 +15,7 @@ from stepgauge.kernels.attention import partial as attention
 from stepgauge.kernels.linear_cross_entropy import partial as linear_cross_entropy
 from stepgauge.models.bert import NOT_MASKED
 from stepgauge.models.transformer import Attention, compiled
+from stepgauge.parallel.communication.peer_memory import on_one_machine
 from stepgauge.parallel.context_parallel.head_exchange import HeadExchange
 from stepgauge.parallel.context_parallel.ring_attention import PartialAttention, RingAttention
 from stepgauge.parallel.context_parallel.split_sequences import SplitSequences
@@ -261,13 +262,17 @@ def cut_sequences(module: nn.Module, group: dist.ProcessGroup, *, layout: Layout
 
     Between stages only this rank's tokens are sent; with a tensor axis, its part of them.
     """
-    heads, ring = HeadExchange(group), RingAttention(group, FUSED_ATTENTION)
-    context: SplitSequences = heads if layout.ulysses else ring
+    context: HeadExchange | RingAttention = RingAttention(group, FUSED_ATTENTION)
+    if layout.ulysses:
+        is_on_gpus = all(each.is_cuda for each in module.parameters())
+        context = HeadExchange(group, by_copies=is_on_gpus and on_one_machine(group))
     for part in module.modules():
-        if isinstance(part, Attention) and layout.ulysses:
-            part.attend = functools.partial(heads.attend, part.attend)
-        elif isinstance(part, Attention):
-            part.attend = functools.partial(ring.attend, is_causal=part.is_causal)
+        if not isinstance(part, Attention):
+            continue
+        if isinstance(context, HeadExchange):
+            part.attend = functools.partial(context.attend, part.attend)
+        else:
+            part.attend = functools.partial(context.attend, is_causal=part.is_causal)
 
     def select_tokens(
         _: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any]

@@ -44,6 +44,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stepgauge.parallel.communication.groups_by_name import group_named
 from stepgauge.parallel.communication.peer_memory import ALIGNMENT, PeerMemory, peer_memory
 from stepgauge.spec.units import round_up
 
@@ -307,18 +308,12 @@ class Outbox:
             memory.copy(target + number * nbytes, source + place, nbytes, stream)
 
 
-_groups: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()
 _exchanges: weakref.WeakKeyDictionary[dist.ProcessGroup, Exchange] = weakref.WeakKeyDictionary()
 
 # Exchanges whose addresses a CUDA graph has. They stay, even if a larger one has replaced them.
 _captured: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Exchange]] = (
     weakref.WeakKeyDictionary()
 )
-
-
-def register(group: dist.ProcessGroup) -> None:
-    """Lets `exchange_of` find the group by its name, because a compiled graph only has the name."""
-    _groups[group.group_name] = group
 
 
 @contextlib.contextmanager
@@ -334,15 +329,11 @@ def captured_turns(group: dist.ProcessGroup) -> Iterator[None]:
         yield
 
 
-def num_ranks(group_name: str) -> int:
-    return _groups[group_name].size()
-
-
 def exchange_of(group_name: str, device: torch.device, nbytes: int) -> Exchange:
     """Returns the group's exchange, with boxes of at least `nbytes`. If they are too small, all ranks
     create larger ones; the old ones are freed once nothing refers to them.
     """
-    group = _groups[group_name]
+    group = group_named(group_name)
     exchange = _exchanges.get(group)
     if exchange is None or exchange.box_bytes < nbytes or exchange.device != device:
         if device.type == "cuda":

@@ -23,19 +23,14 @@ from torch import Tensor
 
 from stepgauge.parallel.autograd.first_derivatives import without_second_derivative
 from stepgauge.parallel.autograd.operators import define_operator
-from stepgauge.parallel.tensor_parallel.exchange import (
-    Exchange,
-    Inbox,
-    Outbox,
-    exchange_of,
-    num_ranks,
-)
+from stepgauge.parallel.communication.groups_by_name import group_named
+from stepgauge.parallel.tensor_parallel.exchange import Exchange, Inbox, Outbox, exchange_of
 from stepgauge.spec.plan.tensor import grouped
 
 
 def gathered_product(x_BQD: Tensor, weight_FD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Returns y_BTF = x_BTD weightᵀ, where x_BTD is gathered from the x_BQD of all ranks. The group
-    must be known to `exchange.register`.
+    must be known to `groups_by_name.register`.
     """
     return _Column.apply(x_BQD, weight_FD, group.group_name)
 
@@ -92,7 +87,7 @@ def _sum(parts_NBQD: Tensor) -> Tensor:
 
 def _column_forward(x_BQD: Tensor, weight_FD: Tensor, group: str) -> Tensor:
     """Returns y_BTF."""
-    exchange = _exchange_for(x_BQD, group, x_BQD.shape[2], ranks=num_ranks(group))
+    exchange = _exchange_for(x_BQD, group, x_BQD.shape[2], ranks=group_named(group).size())
     y_BTF = _fake_column_forward(x_BQD, weight_FD, group)
     with exchange.turn_on("send"):
         inbox = Inbox(exchange, x_BQD)
@@ -106,7 +101,7 @@ def _column_backward(
     """Returns all ranks' summands of this rank's piece of x's gradient, and the gradient of the weight
     (empty unless wanted).
     """
-    exchange = _exchange_for(x_BQD, group, x_BQD.shape[2], ranks=num_ranks(group))
+    exchange = _exchange_for(x_BQD, group, x_BQD.shape[2], ranks=group_named(group).size())
     weight_gradient = weight_FD.new_empty(weight_FD.shape if wants_weight else 0)
     if not wants_weight:
         with exchange.turn_on("tell", "receive"):
@@ -153,18 +148,18 @@ def _row_backward(
 
 def _fake_column_forward(x_BQD: Tensor, weight_FD: Tensor, group: str) -> Tensor:
     batch, length, _ = x_BQD.shape
-    return x_BQD.new_empty((batch, num_ranks(group) * length, weight_FD.shape[0]))
+    return x_BQD.new_empty((batch, group_named(group).size() * length, weight_FD.shape[0]))
 
 
 def _fake_column_backward(
     gradient_BTF: Tensor, x_BQD: Tensor, weight_FD: Tensor, wants_weight: bool, group: str
 ) -> tuple[Tensor, Tensor]:
-    parts_NBQD = x_BQD.new_empty((num_ranks(group), *x_BQD.shape))
+    parts_NBQD = x_BQD.new_empty((group_named(group).size(), *x_BQD.shape))
     return parts_NBQD, weight_FD.new_empty(weight_FD.shape if wants_weight else 0)
 
 
 def _fake_row_forward(x_BTF: Tensor, weight_DF: Tensor, group: str) -> Tensor:
-    return x_BTF.new_empty(_parts(x_BTF, num_ranks(group), weight_DF.shape[0]))
+    return x_BTF.new_empty(_parts(x_BTF, group_named(group).size(), weight_DF.shape[0]))
 
 
 def _fake_row_backward(

@@ -43,7 +43,7 @@ class ResidualStream:
 
     by_sequence   each rank has a piece x_BQD of the stream; otherwise it has all of x_BTD
     overlap       large collectives run at the same time as the product next to them; needs
-                  by_sequence and a group known to `exchange.register`
+                  by_sequence and a group known to `groups_by_name.register`
     replayed      the step is replayed from a CUDA graph, so that smaller collectives overlap
     communicates  False leaves out the collectives, to time everything else. Results then have the
                   right shape and wrong values

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stepgauge.parallel.autograd.parameter_hooks import share_forward_hooks
+from stepgauge.parallel.communication.groups_by_name import register
 from stepgauge.parallel.communication.peer_memory import on_one_machine
 from stepgauge.parallel.graphed_gradients import Context, GraphedGradients
 from stepgauge.parallel.replicas import prepare_replicas
 from stepgauge.parallel.tensor_parallel.cuts import Cuts, cut_parameters
-from stepgauge.parallel.tensor_parallel.exchange import captured_turns, register
+from stepgauge.parallel.tensor_parallel.exchange import captured_turns
 from stepgauge.parallel.tensor_parallel.gradient_sums import GradientSum, SumHooks, gradient_sums
 from stepgauge.parallel.tensor_parallel.layers import (
     ColumnParallelLinear,

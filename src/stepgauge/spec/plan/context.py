@@ -59,10 +59,11 @@ MAX_HEAD_GROUPS = 2
 
 
 def num_head_groups(key_heads: int, ranks: int) -> int:
-    """Returns the number of groups in which heads are exchanged. With two, one group travels while
-    the other attends.
+    """Returns the number of groups in which heads are exchanged. The next group travels while one
+    attends.
     """
-    return MAX_HEAD_GROUPS if key_heads % (MAX_HEAD_GROUPS * ranks) == 0 else 1
+    numbers = range(MAX_HEAD_GROUPS, 1, -1)
+    return next((number for number in numbers if key_heads % (number * ranks) == 0), 1)
 
 
 def chunk_slice(part: str, length: int) -> slice:

@@ -1,0 +1,158 @@
+"""All-to-all between the GPUs of one machine by copy engines, which run beside any kernel.
+
+    y_N = copied_all_to_all(x_N, group.group_name)  # y_N[n] will be x_N[this rank] of rank n
+    wait_for(y_N)                                   # before y_N is read
+
+NCCL's all-to-all is a kernel: next to attention, whose blocks hold all multiprocessors, it waits until
+attention has ended. Here each rank writes its messages into an outbox, in memory that its peers can
+reach (peer_memory.py), and the copy engines of the peers fetch them.
+
+There are two outboxes, used alternately, with two flags per peer, which are 1 or 0. A rank sets a
+peer's flag "full" when its outbox is written. The peer waits for it, clears it, fetches the message
+and sets the rank's flag "free", for which the rank waits, and which it clears, before it writes this
+outbox again. So nothing is read too early or overwritten too early, however far ranks are apart.
+
+Why there is no deadlock: all ranks launch the same exchanges in the same order, and each sets its
+flags "full" before it waits for those of others, in the order of launches. So ranks proceed even if
+the driver serves all streams in that order, and on a CPU, where the host does each operation at once.
+
+Legend: N ranks.
+"""
+
+import datetime
+import itertools
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stepgauge.parallel.autograd.operators import define_operator
+from stepgauge.parallel.communication.groups_by_name import group_named
+from stepgauge.parallel.communication.peer_memory import ALIGNMENT, peer_memory
+from stepgauge.spec.units import round_up
+
+BOXES = 2
+MOST_LANES = 3  # streams that fetch from several peers at the same time
+_FULL, _FREE = 0, 1
+
+
+class _Outboxes:
+    """The outboxes, flags and streams of a rank. All ranks of the group must create it together.
+
+    receivers  the other ranks, in the order in which this rank tells them
+    senders    the other ranks, in the order in which they tell this rank
+    lanes      the streams that share the messages; [None] on a CPU
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, box_bytes: int):
+        self.rank, self.ranks = group.rank(), group.size()
+        self.device, self.box_bytes = device, box_bytes
+        self.receivers = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
+        self.senders = self.receivers[::-1]
+        self.memory = peer_memory(BOXES, box_bytes, 2 * BOXES * self.ranks, device, group)
+        self.lanes: list[Any] = [None]
+        if device.type == "cuda":
+            count = min(MOST_LANES, len(self.receivers))
+            self.lanes = [torch.cuda.Stream(device) for _ in range(count)]
+        self._exchanges = 0
+
+    def exchange(self, x_N: Tensor) -> Tensor:
+        """Starts an exchange. The result must not be read before the current stream has waited for it."""
+        box = self._exchanges % BOXES
+        if self._exchanges >= BOXES:
+            self.memory.consume(tuple(_flag(_FREE, box, rank, self.ranks) for rank in self.senders))
+        self._exchanges += 1
+        y_N = torch.empty_like(x_N)
+        self._write(x_N, y_N, box)
+        self._begin(y_N)
+        for rank, lane in zip(self.receivers, itertools.cycle(self.lanes)):
+            self._tell(rank, _FULL, box, lane)
+        for rank, lane in zip(self.senders, itertools.cycle(self.lanes)):
+            self._fetch(rank, y_N[rank], box, lane)
+        self._end(y_N)
+        return y_N
+
+    def _write(self, x_N: Tensor, y_N: Tensor, box: int) -> None:
+        """Writes the messages to other ranks into the outbox, and the own part to where it belongs."""
+        own = self.memory.box(self.rank, box)[: x_N.nbytes].view(x_N.dtype).view(x_N.shape)
+        for others in (slice(0, self.rank), slice(self.rank + 1, self.ranks)):
+            own[others].copy_(x_N[others])
+        y_N[self.rank].copy_(x_N[self.rank])
+
+    def _begin(self, y_N: Tensor) -> None:
+        """Makes the lanes wait until the outbox is written and the memory of y is not in use."""
+        if y_N.is_cuda:
+            written = torch.cuda.current_stream(self.device).record_event()
+            for lane in self.lanes:
+                lane.wait_event(written)
+
+    def _tell(self, rank: int, kind: int, box: int, lane: Any) -> None:
+        handle = None if lane is None else lane.cuda_stream
+        self.memory.set_flag(rank, _flag(kind, box, self.rank, self.ranks), 1, handle)
+
+    def _fetch(self, rank: int, message: Tensor, box: int, lane: Any) -> None:
+        handle = None if lane is None else lane.cuda_stream
+        self.memory.consume((_flag(_FULL, box, rank, self.ranks),), handle)
+        source = self.memory.address(rank, box) + self.rank * message.nbytes
+        self.memory.copy(message.data_ptr(), source, message.nbytes, handle)
+        self._tell(rank, _FREE, box, lane)
+
+    def _end(self, y_N: Tensor) -> None:
+        """Lets `wait_for` find the copies, and the allocator keep the memory of y until they are done."""
+        if y_N.is_cuda:
+            for lane in self.lanes:
+                y_N.record_stream(lane)
+            work = _Copies([lane.record_event() for lane in self.lanes])
+            # The same as torch's own copied collectives do (torch.distributed._symmetric_memory). The
+            # way out: a public name of it.
+            torch._C._distributed_c10d._register_work(y_N, work)
+
+
+class _Copies(dist.Work):
+    """Copies in flight."""
+
+    def __init__(self, events: list[Any]):
+        super().__init__()
+        self._events = events
+
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+        """Makes the current stream wait. The timeout is ignored, because no host waits."""
+        for event in self._events:
+            event.wait()
+        return True
+
+
+def _flag(kind: int, box: int, rank: int, ranks: int) -> int:
+    """Returns the number of a flag that another rank sets."""
+    return (kind * BOXES + box) * ranks + rank
+
+
+_outboxes: weakref.WeakKeyDictionary[dist.ProcessGroup, _Outboxes] = weakref.WeakKeyDictionary()
+
+
+def _outboxes_of(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> _Outboxes:
+    """Returns the group's outboxes. If they are too small, all ranks create larger ones."""
+    outboxes = _outboxes.get(group)
+    if outboxes is None or outboxes.box_bytes < nbytes or outboxes.device != device:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the constructor also waits for all ranks
+        with torch.inference_mode(False):
+            outboxes = _Outboxes(group, device, round_up(nbytes, ALIGNMENT))
+        _outboxes[group] = outboxes
+    return outboxes
+
+
+def _copied_all_to_all(x_N: Tensor, group_name: str) -> Tensor:
+    group = group_named(group_name)
+    return _outboxes_of(group, x_N.device, x_N.nbytes).exchange(x_N)
+
+
+def _fake_all_to_all(x_N: Tensor, group_name: str) -> Tensor:
+    return torch.empty_like(x_N)
+
+
+copied_all_to_all = define_operator(
+    "copied_all_to_all", "(Tensor x, str group) -> Tensor", _copied_all_to_all, _fake_all_to_all
+)
