@@ -395,6 +395,32 @@ def test_interp_scale_and_overflow(on_kernel):
 
 @needs_triton
 @interpreted_only
+def test_interp_tables_are_built_once_per_part(on_kernel, monkeypatch):
+    """A sharded optimizer steps with some parameters of a group after others."""
+    from stepgauge.kernels.adamw import tables
+
+    built, make = [], tables.Tables
+    monkeypatch.setattr(
+        tables,
+        "Tables",
+        lambda numels, *args, **named: built.append(numels) or make(numels, *args, **named),
+    )
+    fused_params, plain = parameters(), parameters()
+    a, b = FusedAdamW(fused_params, **HYPER), torch.optim.AdamW(plain, **HYPER)
+    fields = {name: value for name, value in a.param_groups[0].items() if name != "params"}
+    for seed in range(3):
+        set_gradients(seed, fused_params)
+        set_gradients(seed, plain)
+        for part in (fused_params[::2], fused_params[1::2]):
+            a.param_groups = [{**fields, "params": part}]
+            a.step()
+        b.step()
+    assert len(built) == 2
+    assert all(error(p, q) < 1e-6 for p, q in zip(fused_params, plain, strict=True))
+
+
+@needs_triton
+@interpreted_only
 def test_interp_tensor_learning_rate(on_kernel):
     fused_params, torch_params = parameters(), parameters()
     a = FusedAdamW(fused_params, **(HYPER | {"lr": torch.tensor(1e-2)}))

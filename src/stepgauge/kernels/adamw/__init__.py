@@ -15,6 +15,7 @@ from .reference import adamw_, state_dtype
 
 __all__ = ["FusedAdamW", "adamw_"]
 
+MOST_TABLES = 64  # sets of tables that are kept: a sharded optimizer steps in up to 8 parts
 _STATE = ("exp_avg", "exp_avg_sq", "master_param")  # at least float32, in the parameter's shape
 
 
@@ -118,8 +119,10 @@ class FusedAdamW(Optimizer):
             options = _options(group) | scale
             if group.get("master_weights"):
                 self._copy_writes_to_masters(group)
-            steady = self._steady_groups.get(index)
-            if steady is not None and not torch.compiler.is_compiling():
+            steady = None
+            if not torch.compiler.is_compiling():
+                steady = self._steady_groups.get(_steady_key(index, group))
+            if steady is not None:
                 addresses = steady.addresses(group["params"], self.state)
                 if addresses is not None:
                     launch(steady.tables, addresses, steady.dtypes, options)
@@ -143,12 +146,15 @@ class FusedAdamW(Optimizer):
         buckets = self._buckets(group)
         for key, rows in buckets.items():
             self._update(index, key, rows, options)
-        self._steady_groups.pop(index, None)
-        if len(buckets) == 1 and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return
+        steady_key = _steady_key(index, group)
+        self._steady_groups.pop(steady_key, None)
+        if len(buckets) == 1:
             ((key, rows),) = buckets.items()
             if key[-1] and all(type(p) in PLAIN_TYPES for p in group["params"]):
-                tables = self._tables_by_bucket[index, key][1]
-                self._steady_groups[index] = _SteadyGroup(tables, rows, self.state)
+                tables = self._tables_of(index, key, rows[0])
+                self._steady_groups[steady_key] = _SteadyGroup(tables, rows, self.state)
 
     def _buckets(self, group: dict) -> dict[tuple, tuple[list[Tensor], ...]]:
         """Groups the tensors of parameters with a gradient into buckets for one launch each."""
@@ -180,20 +186,27 @@ class FusedAdamW(Optimizer):
         return buckets
 
     def _update(self, group_index: int, key: tuple, rows: tuple, options: dict) -> None:
-        device, param_dtype, grad_dtype, _, on_kernel = key
+        _, param_dtype, grad_dtype, _, on_kernel = key
         # Fake tensors have no addresses.
         has_addresses = type(rows[0][0]) in PLAIN_TYPES
         if not on_kernel or not has_addresses or torch.compiler.is_compiling():
             lists = rows if len(rows) == 6 else (*rows, [])
             torch.ops.stepgauge.adamw_(*lists, **op_options(options))
             return
-        numels = tuple(p.numel() for p in rows[0])
-        entry = self._tables_by_bucket.get((group_index, key))
-        if entry is None or entry[0] != numels:
+        tables = self._tables_of(group_index, key, rows[0])
+        launch(tables, _tables.addresses_of(*rows), (param_dtype, grad_dtype), options)
+
+    def _tables_of(self, group_index: int, key: tuple, params: list[Tensor]):
+        """Returns the tables for these parameters; to build them takes the host 1 to 5 ms."""
+        numels = tuple(p.numel() for p in params)
+        full_key = (group_index, key, params[0].data_ptr(), numels)
+        if full_key not in self._tables_by_bucket:
+            if len(self._tables_by_bucket) >= MOST_TABLES:
+                self._tables_by_bucket.clear()
+            device, param_dtype, *_ = key
             chunk = _tables.shape_for(param_dtype).chunk
-            entry = (numels, _tables.Tables(list(numels), device, chunk=chunk))
-            self._tables_by_bucket[group_index, key] = entry
-        launch(entry[1], _tables.addresses_of(*rows), (param_dtype, grad_dtype), options)
+            self._tables_by_bucket[full_key] = _tables.Tables(list(numels), device, chunk=chunk)
+        return self._tables_by_bucket[full_key]
 
 
 class _SteadyGroup:
@@ -239,6 +252,11 @@ class _SteadyGroup:
             param_row.append(address)
             grad_row.append(grad.data_ptr())
         return param_row + grad_row + self._tail
+
+
+def _steady_key(index: int, group: dict) -> tuple:
+    """The group may have other parameters in turn, as in a sharded optimizer."""
+    return index, next(iter(group["params"]), None)
 
 
 def _options(group: dict) -> dict:
