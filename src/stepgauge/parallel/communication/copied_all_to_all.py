@@ -1,7 +1,7 @@
 """All-to-all between the GPUs of one machine by copy engines, which run beside any kernel.
 
-    y_N = copied_all_to_all(x_N, group.group_name)  # y_N[n] will be x_N[this rank] of rank n
-    wait_for(y_N)                                   # before y_N is read
+    y_M = copied_all_to_all(x_M, group.group_name)  # sends x_M[m] to the m-th other rank, for y_M
+    wait_for(y_M)                                   # before y_M is read
 
 NCCL's all-to-all is a kernel: next to attention, whose blocks hold all multiprocessors, it waits until
 attention has ended. Here each rank writes its messages into an outbox, in memory that its peers can
@@ -16,7 +16,7 @@ Why there is no deadlock: all ranks launch the same exchanges in the same order,
 flags "full" before it waits for those of others, in the order of launches. So ranks proceed even if
 the driver serves all streams in that order, and on a CPU, where the host does each operation at once.
 
-Legend: N ranks.
+Legend: M other ranks, in the order of ranks.
 """
 
 import datetime
@@ -58,32 +58,26 @@ class _Outboxes:
             self.lanes = [torch.cuda.Stream(device) for _ in range(count)]
         self._exchanges = 0
 
-    def exchange(self, x_N: Tensor) -> Tensor:
+    def exchange(self, x_M: Tensor) -> Tensor:
         """Starts an exchange. The result must not be read before the current stream has waited for it."""
         box = self._exchanges % BOXES
         if self._exchanges >= BOXES:
             self.memory.consume(tuple(_flag(_FREE, box, rank, self.ranks) for rank in self.senders))
         self._exchanges += 1
-        y_N = torch.empty_like(x_N)
-        self._write(x_N, y_N, box)
-        self._begin(y_N)
+        y_M = torch.empty_like(x_M)
+        outbox_M = self.memory.box(self.rank, box)[: x_M.nbytes].view(x_M.dtype).view(x_M.shape)
+        outbox_M.copy_(x_M)
+        self._begin(y_M)
         for rank, lane in zip(self.receivers, itertools.cycle(self.lanes)):
             self._tell(rank, _FULL, box, lane)
         for rank, lane in zip(self.senders, itertools.cycle(self.lanes)):
-            self._fetch(rank, y_N[rank], box, lane)
-        self._end(y_N)
-        return y_N
+            self._fetch(rank, y_M[_place(rank, self.rank)], box, lane)
+        self._end(y_M)
+        return y_M
 
-    def _write(self, x_N: Tensor, y_N: Tensor, box: int) -> None:
-        """Writes the messages to other ranks into the outbox, and the own part to where it belongs."""
-        own = self.memory.box(self.rank, box)[: x_N.nbytes].view(x_N.dtype).view(x_N.shape)
-        for others in (slice(0, self.rank), slice(self.rank + 1, self.ranks)):
-            own[others].copy_(x_N[others])
-        y_N[self.rank].copy_(x_N[self.rank])
-
-    def _begin(self, y_N: Tensor) -> None:
+    def _begin(self, y_M: Tensor) -> None:
         """Makes the lanes wait until the outbox is written and the memory of y is not in use."""
-        if y_N.is_cuda:
+        if y_M.is_cuda:
             written = torch.cuda.current_stream(self.device).record_event()
             for lane in self.lanes:
                 lane.wait_event(written)
@@ -95,19 +89,19 @@ class _Outboxes:
     def _fetch(self, rank: int, message: Tensor, box: int, lane: Any) -> None:
         handle = None if lane is None else lane.cuda_stream
         self.memory.consume((_flag(_FULL, box, rank, self.ranks),), handle)
-        source = self.memory.address(rank, box) + self.rank * message.nbytes
+        source = self.memory.address(rank, box) + _place(self.rank, rank) * message.nbytes
         self.memory.copy(message.data_ptr(), source, message.nbytes, handle)
         self._tell(rank, _FREE, box, lane)
 
-    def _end(self, y_N: Tensor) -> None:
+    def _end(self, y_M: Tensor) -> None:
         """Lets `wait_for` find the copies, and the allocator keep the memory of y until they are done."""
-        if y_N.is_cuda:
+        if y_M.is_cuda:
             for lane in self.lanes:
-                y_N.record_stream(lane)
+                y_M.record_stream(lane)
             work = _Copies([lane.record_event() for lane in self.lanes])
             # The same as torch's own copied collectives do (torch.distributed._symmetric_memory). The
             # way out: a public name of it.
-            torch._C._distributed_c10d._register_work(y_N, work)
+            torch._C._distributed_c10d._register_work(y_M, work)
 
 
 class _Copies(dist.Work):
@@ -122,6 +116,11 @@ class _Copies(dist.Work):
         for event in self._events:
             event.wait()
         return True
+
+
+def _place(rank: int, reference: int) -> int:
+    """Returns the index of a rank among the ranks other than the reference."""
+    return rank - (rank > reference)
 
 
 def _flag(kind: int, box: int, rank: int, ranks: int) -> int:
@@ -144,13 +143,13 @@ def _outboxes_of(group: dist.ProcessGroup, device: torch.device, nbytes: int) ->
     return outboxes
 
 
-def _copied_all_to_all(x_N: Tensor, group_name: str) -> Tensor:
+def _copied_all_to_all(x_M: Tensor, group_name: str) -> Tensor:
     group = group_named(group_name)
-    return _outboxes_of(group, x_N.device, x_N.nbytes).exchange(x_N)
+    return _outboxes_of(group, x_M.device, x_M.nbytes).exchange(x_M)
 
 
-def _fake_all_to_all(x_N: Tensor, group_name: str) -> Tensor:
-    return torch.empty_like(x_N)
+def _fake_all_to_all(x_M: Tensor, group_name: str) -> Tensor:
+    return torch.empty_like(x_M)
 
 
 copied_all_to_all = define_operator(

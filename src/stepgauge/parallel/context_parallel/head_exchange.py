@@ -6,17 +6,17 @@
 Each rank has a contiguous part of the tokens. For attention it sends some heads of its tokens to each
 other rank, and receives all tokens of its own heads. It runs any attention function on them and sends
 the outputs back. The heads are divided into groups if possible: the next group travels while attention
-runs on one. One autograd function launches an all-to-all and another waits for it, so backward, which
-runs them in reverse, overlaps just as much.
+runs on one. One autograd function launches an exchange and another waits for it, so backward, which
+runs them in reverse, overlaps just as much. A rank's own part stays where it is.
 
 Legend: B batch, H query heads, K key heads, T tokens, Q = T/N tokens of a rank, W head width, N
-ranks, G groups, h heads of a rank and group, L values of a token and group.
+ranks, M = N - 1 other ranks, G groups, h heads of a rank and group, L values of a token and message.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,23 @@ from torch import Tensor
 from stepgauge.parallel.communication.copied_all_to_all import copied_all_to_all
 from stepgauge.parallel.communication.groups_by_name import register
 from stepgauge.parallel.context_parallel.split_sequences import SplitSequences
-from stepgauge.parallel.tensor_parallel.residual_stream import launch_all_to_all, wait_for
+from stepgauge.parallel.tensor_parallel.residual_stream import exchange_with_others, wait_for
 from stepgauge.spec.plan.context import contiguous_positions, num_head_groups
+
+Tensors = Sequence[Tensor]  # x_BQhW, those of a rank and group
+
+
+class InFlight(NamedTuple):
+    """Tensors that travel.
+
+    own     those of this rank, which stay
+    others  what the other ranks send, not to be read before `_Wait`
+    shapes  (h, W) of the tensors in a message
+    """
+
+    own: Tensors
+    others: Tensor
+    shapes: list[torch.Size]
 
 
 @dataclasses.dataclass
@@ -64,105 +79,103 @@ class HeadExchange(SplitSequences):
                 f"there are {k_BKQW.shape[1]} key heads, which {self.ranks} ranks do not divide; use "
                 f"ring attention instead"
             )
+        if self.ranks == 1:
+            return attention(q_BHQW, k_BKQW, v_BKQW)
         num_groups = num_head_groups(k_BKQW.shape[1], self.ranks)
-        qkv_GNBQhW = list(
-            zip(
-                *(_by_group(x, num_groups, self.ranks) for x in (q_BHQW, k_BKQW, v_BKQW)),
-                strict=True,
-            )
+        qkv = [_pieces(x, num_groups * self.ranks) for x in (q_BHQW, k_BKQW, v_BKQW)]
+        qkv_BQhW = list(zip(*qkv, strict=True))  # by group and rank
+        following = self._send(qkv_BQhW[: self.ranks])
+        results, outputs = [], []
+        for number in range(1, num_groups + 1):
+            # The next group starts before attention: an NCCL kernel that comes later waits for
+            # multiprocessors until attention has ended.
+            group = following
+            if number < num_groups:
+                following = self._send(qkv_BQhW[number * self.ranks :][: self.ranks])
+            results.append(self._send(_attend_all(attention, self._receive(group))))
+            if number > 1:
+                outputs += self._receive(results[-2])
+        outputs += self._receive(results[-1])
+        return torch.cat([o_BQhW for (o_BQhW,) in outputs], 2).transpose(1, 2)
+
+    def _send(self, by_rank: Sequence[Tensors]) -> InFlight:
+        """Starts to send its tensors to each other rank."""
+        own, shapes_hW = by_rank[self.rank], [x_BQhW.shape[2:] for x_BQhW in by_rank[0]]
+        others = [tensors for rank, tensors in enumerate(by_rank) if rank != self.rank]
+        message_MBQL = torch.stack(
+            [torch.cat([x_BQhW.flatten(2) for x_BQhW in tensors], 2) for tensors in others]
         )
-        shapes_hW = [x_NBQhW.shape[3:] for x_NBQhW in qkv_GNBQhW[0]]
+        return InFlight(own, _Launch.apply(message_MBQL, *self._transport), shapes_hW)
 
-        def attend_all_tokens(x_NBQL: Tensor) -> Tensor:
-            o_BhTW = attention(*map(_all_tokens, _parted(x_NBQL, shapes_hW)))
-            return o_BhTW.unflatten(2, (self.ranks, -1)).permute(2, 0, 3, 1, 4)
+    def _receive(self, tensors: InFlight) -> list[Tensors]:
+        """Waits for the tensors of all ranks, and returns them by rank."""
+        sizes = [math.prod(shape) for shape in tensors.shapes]
+        by_rank: list[Tensors] = []
+        for x_BQL in _Wait.apply(tensors.others, *self._transport).unbind():
+            parts = zip(x_BQL.split(sizes, 2), tensors.shapes, strict=True)
+            by_rank.append([part_BQl.unflatten(2, shape) for part_BQl, shape in parts])
+        return [*by_rank[: self.rank], tensors.own, *by_rank[self.rank :]]
 
-        parts_NBQhW = self._exchange(map(_joined, qkv_GNBQhW), attend_all_tokens)
-        parts_BQNhW = [part.permute(1, 2, 0, 3, 4) for part in parts_NBQhW]
-        return torch.stack(parts_BQNhW, 2).flatten(2, 4).transpose(1, 2)
+    @property
+    def _transport(self) -> tuple[dist.ProcessGroup | None, bool]:
+        return self.group if self.communicates else None, self.by_copies
 
-    def _exchange(
-        self, messages: Iterator[Tensor], compute: Callable[[Tensor], Tensor]
-    ) -> list[Tensor]:
-        """Sends each message, computes a result from what has arrived, and sends it back. Returns what
-        comes back. While one result is computed, the next message and the last result travel.
 
-        The next message starts before the computation: next to attention, NCCL's kernel waits for
-        multiprocessors unless it came first.
-        """
-        transport = self.group if self.communicates else None, self.by_copies
-        following: Tensor | None = _Launch.apply(next(messages), *transport)
-        results, returned = [], []
-        while following is not None:
-            message, following = following, next(messages, None)
-            if following is not None:
-                following = _Launch.apply(following, *transport)
-            result = compute(_Wait.apply(message, *transport))
-            results.append(_Launch.apply(result, *transport))
-            returned += [_Wait.apply(each, *transport) for each in results[-2:-1]]
-        return [*returned, _Wait.apply(results[-1], *transport)]
+def _attend_all(
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor], by_rank: Sequence[Tensors]
+) -> list[Tensors]:
+    """Returns o_BQhW for each rank. The queries, keys and values of all ranks' tokens attend."""
+    qkv_BhTW = [
+        torch.cat([x_BQhW.transpose(1, 2) for x_BQhW in parts], 2)
+        for parts in zip(*by_rank, strict=True)
+    ]
+    o_BhTW = attention(*qkv_BhTW)
+    return [[o_BhQW.transpose(1, 2)] for o_BhQW in o_BhTW.chunk(len(by_rank), 2)]
 
 
 class _Launch(torch.autograd.Function):
-    """Starts to send x[n] to rank n. The result must not be read before `_Wait`."""
+    """Starts to send x[m] to the m-th other rank. The result must not be read before `_Wait`."""
 
     @staticmethod
-    def forward(ctx: Any, x_N: Tensor, group: dist.ProcessGroup | None, by_copies: bool) -> Tensor:
+    def forward(ctx: Any, x_M: Tensor, group: dist.ProcessGroup | None, by_copies: bool) -> Tensor:
         ctx.transport = group, by_copies
-        return _launch_all_to_all(x_N, group, by_copies)
+        return _launch(x_M, group, by_copies)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         if torch.is_grad_enabled():  # for second derivatives
             return _Wait.apply(gradient, *ctx.transport), None, None
-        return _wait_for(gradient, ctx.transport[0]), None, None
+        return _wait(gradient, *ctx.transport), None, None
 
 
 class _Wait(torch.autograd.Function):
-    """Waits for y, where y[n] comes from rank n."""
+    """Waits for y, where y[m] comes from the m-th other rank."""
 
     @staticmethod
-    def forward(ctx: Any, y_N: Tensor, group: dist.ProcessGroup | None, by_copies: bool) -> Tensor:
+    def forward(ctx: Any, y_M: Tensor, group: dist.ProcessGroup | None, by_copies: bool) -> Tensor:
         ctx.transport = group, by_copies
-        return _wait_for(y_N, group)
+        return _wait(y_M, group, by_copies)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         if torch.is_grad_enabled():
             return _Launch.apply(gradient, *ctx.transport), None, None
-        return _launch_all_to_all(gradient, *ctx.transport), None, None
+        return _launch(gradient, *ctx.transport), None, None
 
 
-def _by_group(x_BHQW: Tensor, num_groups: int, ranks: int) -> Sequence[Tensor]:
-    """Returns x_NBQhW of each group, as views."""
-    x_BQGNhW = x_BHQW.transpose(1, 2).unflatten(2, (num_groups, ranks, -1))
-    return x_BQGNhW.permute(2, 3, 0, 1, 4, 5).unbind()
-
-
-def _joined(parts_NBQhW: Sequence[Tensor]) -> Tensor:
-    """Returns all heads of a token next to each other. They may have different widths."""
-    return torch.cat([part_NBQhW.flatten(3) for part_NBQhW in parts_NBQhW], 3)
-
-
-def _parted(x_NBQL: Tensor, shapes_hW: Sequence[torch.Size]) -> list[Tensor]:
-    """Returns what `_joined` was given, as views."""
-    parts_NBQL = x_NBQL.split([math.prod(hW) for hW in shapes_hW], 3)
-    return [part.unflatten(3, hW) for part, hW in zip(parts_NBQL, shapes_hW, strict=True)]
-
-
-def _all_tokens(x_NBQhW: Tensor) -> Tensor:
-    """Returns x_BhTW, the tokens of all ranks in order."""
-    return x_NBQhW.permute(1, 3, 0, 2, 4).flatten(2, 3)
-
-
-def _launch_all_to_all(x_N: Tensor, group: dist.ProcessGroup | None, by_copies: bool) -> Tensor:
-    x_N = x_N.contiguous()
+def _launch(x_M: Tensor, group: dist.ProcessGroup | None, by_copies: bool) -> Tensor:
+    x_M = x_M.contiguous()
     if group is None:
-        return x_N
+        return x_M
     if by_copies:
-        return copied_all_to_all(x_N, group.group_name)
-    return launch_all_to_all(x_N, group)
+        return copied_all_to_all(x_M, group.group_name)
+    return exchange_with_others(x_M, group)
 
 
-def _wait_for(y_N: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    return y_N if group is None else wait_for(y_N)
+def _wait(y_M: Tensor, group: dist.ProcessGroup | None, by_copies: bool) -> Tensor:
+    return y_M if group is None else wait_for(y_M)
+
+
+def _pieces(x_BHQW: Tensor, count: int) -> Tensors:
+    """Returns x_BQhW for each group and rank, as views."""
+    return x_BHQW.transpose(1, 2).unflatten(2, (count, -1)).unbind(2)

@@ -173,13 +173,13 @@ def reduce_scatter(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _ops.wait_tensor(piece).transpose(0, 1)
 
 
-def launch_all_to_all(x_N: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Starts to send x[n] to rank n. Returns y, where y[n] comes from rank n; read it only after
-    `wait_for`.
+def exchange_with_others(x_M: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Starts to send x[m] to the m-th other rank. Returns y, where y[m] comes from the m-th other rank;
+    read it only after `wait_for`.
     """
-    rows = [1] * group.size()
-    y_N: Tensor = _ops.all_to_all_single(x_N, rows, rows, group.group_name)
-    return y_N
+    rows = [int(rank != group.rank()) for rank in range(group.size())]
+    y_M: Tensor = _ops.all_to_all_single(x_M, rows, rows, group.group_name)
+    return y_M
 
 
 def wait_for(y: Tensor) -> Tensor:
