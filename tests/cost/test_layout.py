@@ -110,7 +110,7 @@ def test_overlapped_collectives_expose_what_products_do_not_hide(monkeypatch):
     few = [step(name, wired(), model=short, batch=2).median("step_ms") for name in layouts]
     assert few[0] == few[1]
     buffers = [
-        row for row in beside.tables["memory"] if row[0].startswith("tensor-parallel buffers")
+        row for row in beside.tables["memory"] if row[0].startswith("buffers for other ranks")
     ]
     assert buffers[0][1] == 4 * 16 * 512 * 2560 * 2
 

@@ -76,6 +76,8 @@ def block_parts(operations: StepOperations) -> Parts:
         "feed-forward up": m * operations.up_rows * itemsize,
         "feed-forward activation": _num_kept_after_up(model, arithmetic) * m * f * itemsize,
     }
+    if operations.share.ulysses:  # attention keeps its own heads, the layer after it all heads
+        parts["exchanged attention output"] = parts["attention output"]
     keeps_product = operations.spec.checkpointing in ("selective", "feed-forward")
     if model.positions == "rope" and (keeps_product or model.qk_norm or not arithmetic.is_compiled):
         parts["rotated queries and keys"] = m * operations.rotated_width * itemsize

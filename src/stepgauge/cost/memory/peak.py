@@ -24,6 +24,7 @@ from stepgauge.cost.memory.allocator import (
 from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.spec.hardware import CUDA_CONTEXT
 from stepgauge.spec.layout import WRAPPERS, Layout
+from stepgauge.spec.plan.context import num_head_groups
 from stepgauge.spec.plan.pipeline import Schedule, check
 from stepgauge.spec.plan.pipeline.action import BACKWARD, WEIGHT, Action
 from stepgauge.spec.plan.pipeline.check import Held, live
@@ -98,7 +99,7 @@ def step_memory(
     if WRAPPERS[layout.wrapper].keeps_buckets:
         levels = {name: {**parts, "buckets": static.gradients} for name, parts in levels.items()}
     moment = max(levels, key=lambda name: sum(levels[name].values()))
-    return _memory(static, levels[moment], moment, layout, _exchange_buffers(operations))
+    return _memory(static, levels[moment], moment, layout, _peer_buffers(operations))
 
 
 def pipeline_memory(
@@ -131,7 +132,7 @@ def pipeline_memory(
             "temporaries": max(temporaries, max(loss_bytes(stages[n]) for n in own)),
             "transfer buffers": 4 * max(stages[n].stream_bytes for n in own),
         }
-        buffers = _exchange_buffers(stages[0])
+        buffers = _peer_buffers(stages[0])
         ranks.append(_memory(static, parts, f"rank {rank}", layout, buffers))
     return max(ranks, key=lambda memory: memory.peak_bytes)
 
@@ -166,7 +167,7 @@ def stage_memory(stage: StepOperations, layout: Layout) -> Memory:
         "temporaries": block_backward_bytes(stage) + keeps.recomputed,
         "transfer buffers": 4 * stage.stream_bytes,
     }
-    return _memory(static, parts, "rank 0", layout, _exchange_buffers(stage))
+    return _memory(static, parts, "rank 0", layout, _peer_buffers(stage))
 
 
 def _gradients_and_weights(stages: Sequence[StepOperations], static: "_Static") -> dict[str, float]:
@@ -302,13 +303,22 @@ def _for_weights(stage: StepOperations) -> float:
     return min(nbytes, kept(stage).total)
 
 
-def _exchange_buffers(operations: StepOperations) -> float:
-    """Returns the bytes of tensor parallelism's two inboxes and two outboxes; 0 without overlap.
+def _peer_buffers(operations: StepOperations) -> float:
+    """Returns the bytes of memory that other ranks can reach, which the caching allocator does not have.
 
-    The caching allocator does not have them (parallel/tensor_parallel/exchange.py).
+    With overlap, tensor parallelism has two inboxes and two outboxes (tensor_parallel/exchange.py).
+    Exchanged heads have two outboxes on GPUs of one machine (communication/copied_all_to_all.py).
     """
-    whole = operations.tokens * operations.model.d_model * operations.arithmetic.activation_bytes
-    return 4 * whole if operations.overlapped else 0.0
+    itemsize, share = operations.arithmetic.activation_bytes, operations.share
+    nbytes = 0.0
+    if operations.overlapped:
+        nbytes += 4 * operations.tokens * operations.model.d_model * itemsize
+    if share.ulysses:
+        key_heads = max(1, operations.model.kv_heads // share.tensor)
+        message = operations.tokens * operations.qkv_rows * itemsize
+        message /= num_head_groups(key_heads, share.context)
+        nbytes += 2 * message * (share.context - 1) / share.context
+    return nbytes
 
 
 def _memory(
@@ -323,7 +333,7 @@ def _memory(
     ]
     outside = [Item("CUDA context", CUDA_CONTEXT, ASSUMED)]
     if buffers:
-        outside.append(Item("tensor-parallel buffers", buffers))
+        outside.append(Item("buffers for other ranks", buffers))
     if layout.sizes:
         outside.append(Item("communicators", COMMUNICATOR * len(layout.sizes), ASSUMED))
     return Memory([item for item in items if item.bytes], outside, moment)

@@ -4,6 +4,9 @@ Each rank computes attention over all tokens for its share of the heads, in grou
 for queries, keys and values of the first group only. Those of the next group are sent during the
 attention of this one, and its output during the attention of the next. Backward does the same in
 reverse order, with as many bytes.
+
+What other ranks get is packed into a message and copied into an outbox, as on GPUs of one machine. What
+has arrived is copied to where attention, or the layer after it, reads it, together with the rank's own.
 """
 
 import dataclasses
@@ -35,15 +38,19 @@ class HeadExchanges:
         heads, *rest = attention.sizes
         group_attention = dataclasses.replace(attention, sizes=(heads / groups, *rest))
         qkv, output = (self.queries + self.keys) / groups, self.queries / groups
-        yield self._copy("pack", self.queries + self.keys)
+        others = (self.ranks - 1) / self.ranks
+        sent, returned = self.queries + self.keys, self.queries
+        yield self._copy("pack", 2 * others * sent)
+        yield self._copy("unpack", sent)
         yield self._exchange("exchange_qkv", qkv)
         for group in range(groups):
             yield group_attention
             if group < groups - 1:
                 yield self._exchange("exchange_qkv", qkv, group_attention)
                 yield self._exchange("exchange_output", output, group_attention)
+        yield self._copy("pack_output", 2 * others * returned)
         yield self._exchange("exchange_output", output)
-        yield self._copy("unpack", self.queries)
+        yield self._copy("unpack_output", returned)
 
     def _copy(self, name: str, values: float) -> Term:
         return Term(f"attention.{name}", TRAFFIC, (2 * values * self.itemsize,))
