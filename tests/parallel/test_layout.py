@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tests.parallel.graphs import RunAgain
+from tests.parallel.groups import in_turn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -161,7 +162,7 @@ def run_checks(checks):
     """Returns the differences that each check found, in text, if there are any."""
     torch.set_num_threads(1)
     plan.LEAST_OVERLAPPED_BYTES = plan.LEAST_REPLAYED_BYTES = 0  # in this process
-    results = {(check.__name__, *arguments): check(*arguments) for check, *arguments in checks}
+    results = in_turn({(c.__name__, *given): functools.partial(c, *given) for c, *given in checks})
     return {check: result for check, result in results.items() if result}
 
 

@@ -1,6 +1,7 @@
 """Pipelines compared with one process under SGD: loss, every gradient and every weight."""
 
 import copy
+import functools
 import itertools
 import random
 from unittest import mock
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.parallel.graphs import RunAgain
+from tests.parallel.groups import in_turn
 from tests.parallel.pipelines import batch, mean_loss, network, whole
 from tests.schedules import random_schedule
 from torch import nn
@@ -72,8 +74,8 @@ def test_a_rank_that_dies_in_an_action_ends_the_job_and_the_error_names_both(sch
 
 def all_differences(cases, others):
     torch.set_num_threads(1)
-    differences = {case: difference_from_one_process(*case) for case in cases}
-    return differences | {name: OTHERS[name]() for name in others}
+    compared = {case: functools.partial(difference_from_one_process, *case) for case in cases}
+    return in_turn(compared | {name: OTHERS[name] for name in others})
 
 
 def difference_from_one_process(schedule_name, name):

@@ -1,12 +1,14 @@
 """Unusual user modules as stages: each trains as in one process, or is refused with a reason."""
 
 import copy
+import functools
 import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tests.parallel.groups import in_turn
 from tests.parallel.test_pipeline import difference_in_weights
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -164,10 +166,12 @@ def test_unusual_stages_train_as_in_one_process():
 def all_differences():
     torch.set_num_threads(1)
     torch.manual_seed(0)  # some values cancel gradients of 1000 to 0.1, more than the tolerance
-    return {
-        f"{make.__name__} {schedule}": difference(make, schedule)
-        for make, schedule in itertools.product(CASES, (UNSPLIT, SPLIT))
-    }
+    return in_turn(
+        {
+            f"{make.__name__} {schedule}": functools.partial(difference, make, schedule)
+            for make, schedule in itertools.product(CASES, (UNSPLIT, SPLIT))
+        }
+    )
 
 
 def difference(make, schedule_name):

@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from tests.parallel.groups import in_turn
 from tests.parallel.library_networks import (
     HEAD_WIDTH,
     CountingAttention,
@@ -632,21 +633,20 @@ def messages_for_mistakes():
 def all_differences():
     torch.set_num_threads(1)
     is_two = dist.get_world_size() == 2
-    differences = {
-        (name, by_sequence): difference(name, by_sequence)
+    checks = {
+        (name, by_sequence): functools.partial(difference, name, by_sequence)
         for name in (*SPECS, "user")
         for by_sequence in ((True, False) if is_two else (True,))
     }
     adapted = ("library adapted", "library by sequence, adapted", "gpt2 adapted")
     other = ("library", "library by sequence", "counting", "gpt2", "one key head, transposed")
     other = (*other, "user with a hook")
-    for name in (*other, *adapted):
-        differences[name] = difference(name)
+    checks |= {name: functools.partial(difference, name) for name in (*other, *adapted)}
     for name in ("user", "library by sequence", "gpt2"):
-        differences[name, "penalty"] = difference_of_penalties(name)
-    differences["user", "penalty", "whole"] = difference_of_penalties("user", False)
-    differences["fused loss"] = difference(OVERLAPPED[0], True, PARTIAL_LOSS)
-    differences |= overlapped_differences()
+        checks[name, "penalty"] = functools.partial(difference_of_penalties, name)
+    checks["user", "penalty", "whole"] = functools.partial(difference_of_penalties, "user", False)
+    checks["fused loss"] = functools.partial(difference, OVERLAPPED[0], True, PARTIAL_LOSS)
+    differences = in_turn(checks) | overlapped_differences()
     if is_two:
         differences |= differences_after_changes() | {"logits": difference_of_logits()}
         differences |= differences_of_torchs_encoder()

@@ -2,8 +2,11 @@
 after SGD, up to fp32 rounding.
 """
 
+import functools
+
 import pytest
 import torch
+from tests.parallel.groups import in_turn
 from torch import nn
 
 from stepgauge.runtime.launch import launch
@@ -141,7 +144,7 @@ def test_ranks_equal_one_process(file, ranks, cases):
 def differences(file, cases):
     """Returns a description of each case that differs from one process."""
     torch.set_num_threads(1)
-    found = {case: difference(file, *case) for case in cases}
+    found = in_turn({case: functools.partial(difference, file, *case) for case in cases})
     return {case: text for case, text in found.items() if text}
 
 
