@@ -5,14 +5,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= runs/study
 
-.PHONY: study test lint types contracts check clean
+.PHONY: study test lint types types-of-package types-of-benchmarks contracts check clean
 
 study: $(VENV)/.ready
 	$(BIN)/stepgauge study --out $(OUT)
 
 # Two files at a time: half of the tests have one process, the others start ranks. Files stay in their order, in
-# which the longest are not the last.
+# which the longest are not the last. Many tests start processes, which would all compile the package where
+# PYTHONDONTWRITEBYTECODE is set.
 test: lint types contracts
+	$(BIN)/python -m compileall -q src
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: lint types contracts
@@ -21,8 +23,13 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(VENV)/.ready-dev
+types: $(VENV)/.ready-dev  # both at once: each has one process
+	$(MAKE) -j 2 types-of-package types-of-benchmarks
+
+types-of-package: $(VENV)/.ready-dev
 	$(BIN)/mypy
+
+types-of-benchmarks: $(VENV)/.ready-dev
 	$(BIN)/mypy --config-file benchmarks/mypy.ini
 
 contracts: $(VENV)/.ready-dev

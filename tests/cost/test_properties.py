@@ -73,11 +73,11 @@ def test_faster_wires_are_never_slower(model, layout, rate, ratio, accumulation)
     assert fast <= slow * (1 + 1e-9)
 
 
-@few
-@given(models, st.integers(0, 3), st.floats(0.5, 8.0), st.floats(1.0, 4.0))
+@settings(few, max_examples=4)
+@given(models, st.integers(0, 3), st.floats(0.2, 1.5), st.floats(1.0, 4.0))
 def test_more_memory_never_removes_a_layout(model, batch, memory_gib, ratio):
     """Nor does it make the first layout slower, because it only adds layouts."""
-    asked = PlanSpec(model=model, gpus=8, global_batch=8 * 2**batch, precision="bf16")
+    asked = PlanSpec(model=model, gpus=4, global_batch=8 * 2**batch, precision="bf16")
     found = []
     for gib in (memory_gib, ratio * memory_gib):
         try:

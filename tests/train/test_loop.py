@@ -75,17 +75,18 @@ def test_a_stopped_run_resumes_bit_for_bit(spec, tmp_path, precision):
     ).read_text()
 
 
-def test_killed_by_signal_at_any_moment(spec, tmp_path, corpus):
+def test_killed_by_signal_at_any_moment(stepgauge, tmp_path, corpus):
     """Kills the command itself several times, at arbitrary moments."""
     options = {"size": "nano", "context": "32", "corpus": corpus, "steps": "40", "batch": "4"}
     options |= {"checkpoint-every": "5", "evaluate-every": "20", "device": "cpu"}
-    command = [sys.executable, "-m", "stepgauge", "train"]
-    command += [word for name, value in options.items() for word in (f"--{name}", value)]
+    command = ["train", *(word for name, value in options.items() for word in (f"--{name}", value))]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    subprocess.run([*command, "--out", str(whole)], check=True, capture_output=True)
+    assert stepgauge(*command, "--out", whole)[0] == 0
     for wanted in (5, 20):
         process = subprocess.Popen(
-            [*command, "--out", str(cut)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [sys.executable, "-m", "stepgauge", *command, "--out", str(cut)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         deadline = time.monotonic() + 100
         while process.poll() is None and time.monotonic() < deadline:
@@ -95,7 +96,7 @@ def test_killed_by_signal_at_any_moment(spec, tmp_path, corpus):
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    subprocess.run([*command, "--out", str(cut)], check=True, capture_output=True)
+    assert stepgauge(*command, "--out", cut)[0] == 0
     assert (cut / CURVE_FILE).read_text() == (whole / CURVE_FILE).read_text()
 
 
