@@ -295,6 +295,14 @@ def test_ranks_that_exchange_heads_compute_some_heads_over_all_tokens():
     waits_ms = MODEL.num_layers * sent / 5e9 * 1e3
     longer = slow.median("forward_ms") - shared.median("forward_ms")
     assert 0.95 * waits_ms < longer < waits_ms, "some of it overlaps with attention in both cases"
+    half = {**asked, "model": dataclasses.replace(MODEL, context_length=2048)}
+    as_many_tokens = step("none", wired(), **half)
+    held, held_alone = (
+        {row[0]: row[1] for row in rows.tables["memory"]} for rows in (shared, as_many_tokens)
+    )
+    output = 2 * 2048 * 2560 * 2  # kept before and after it is sent back
+    assert held["activations"] - held_alone["activations"] == MODEL.num_layers * output
+    assert held["buffers for other ranks (outside)"] == 2 * 3 * output / 2 / 2, "of one group"
 
 
 def test_a_pipelines_record_notes_its_stages_and_missing_host_times():

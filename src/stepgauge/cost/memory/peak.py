@@ -314,10 +314,9 @@ def _peer_buffers(operations: StepOperations) -> float:
     if operations.overlapped:
         nbytes += 4 * operations.tokens * operations.model.d_model * itemsize
     if share.ulysses:
-        key_heads = max(1, operations.model.kv_heads // share.tensor)
-        message = operations.tokens * operations.qkv_rows * itemsize
-        message /= num_head_groups(key_heads, share.context)
-        nbytes += 2 * message * (share.context - 1) / share.context
+        groups = num_head_groups(max(1, operations.model.kv_heads // share.tensor), share.context)
+        heads = operations.tokens * operations.qkv_rows * itemsize / groups
+        nbytes += 2 * heads * (share.context - 1) / share.context
     return nbytes
 
 
