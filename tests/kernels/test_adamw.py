@@ -6,7 +6,9 @@ of time for three architectures. The tests marked gpu need a CUDA GPU.
 """
 
 import copy
+import gc
 import re
+import weakref
 
 import pytest
 
@@ -395,28 +397,52 @@ def test_interp_scale_and_overflow(on_kernel):
 
 @needs_triton
 @interpreted_only
-def test_interp_tables_are_built_once_per_part(on_kernel, monkeypatch):
-    """A sharded optimizer steps with some parameters of a group after others."""
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_interp_tables_are_built_once(num_parts, on_kernel, monkeypatch):
+    """Also for many groups of two types, and for a sharded optimizer, which steps in parts."""
     from stepgauge.kernels.adamw import tables
 
     built, make = [], tables.Tables
     monkeypatch.setattr(
         tables,
         "Tables",
-        lambda numels, *args, **named: built.append(numels) or make(numels, *args, **named),
+        lambda numels, *args, **named: built.append(1) or make(numels, *args, **named),
     )
-    fused_params, plain = parameters(), parameters()
-    a, b = FusedAdamW(fused_params, **HYPER), torch.optim.AdamW(plain, **HYPER)
-    fields = {name: value for name, value in a.param_groups[0].items() if name != "params"}
+    groups = []
+    for number in range(40):
+        narrow = parameters(torch.float16, shapes=[(4,), (2,)])
+        groups.append([*parameters(shapes=[(3, 2), (5,)]), *narrow])
+        groups[-1][0].requires_grad_(number % 2 == 0)
+    a = FusedAdamW([{"params": group} for group in groups], **HYPER)
+    fields = [{k: v for k, v in group.items() if k != "params"} for group in a.param_groups]
     for seed in range(3):
-        set_gradients(seed, fused_params)
-        set_gradients(seed, plain)
-        for part in (fused_params[::2], fused_params[1::2]):
-            a.param_groups = [{**fields, "params": part}]
+        for group in groups:
+            set_gradients(seed, [p for p in group if p.requires_grad])
+        for part in range(num_parts):
+            a.param_groups = [
+                {**each, "params": group[part::num_parts]}
+                for each, group in zip(fields, groups, strict=True)
+            ]
             a.step()
-        b.step()
-    assert len(built) == 2
-    assert all(error(p, q) < 1e-6 for p, q in zip(fused_params, plain, strict=True))
+    without_trained = 20 if num_parts == 2 else 0  # parts whose only fp32 parameter is frozen
+    assert len(built) == 2 * num_parts * 40 - without_trained
+
+
+@needs_triton
+@interpreted_only
+def test_interp_what_is_kept_of_replaced_parameters_is_freed(on_kernel):
+    optimizer, replaced = FusedAdamW(parameters(shapes=[(3,)]), **HYPER), []
+    for seed in range(5):
+        (old,) = optimizer.param_groups[0]["params"]
+        set_gradients(seed, [old])
+        optimizer.step()
+        new = torch.nn.Parameter(old.detach().clone())
+        optimizer.state[new] = optimizer.state.pop(old)
+        optimizer.param_groups[0]["params"] = [new]
+        replaced.append(weakref.ref(old))
+    del old
+    gc.collect()
+    assert sum(each() is not None for each in replaced) == 1
 
 
 @needs_triton

@@ -13,9 +13,11 @@ from stepgauge.kernels.attention.partial import partial_backward, partial_forwar
 from stepgauge.models.checkpointing import through_blocks
 from stepgauge.models.parts import sdpa
 from stepgauge.models.transformer import TransformerLM
+from stepgauge.parallel.communication import copied_all_to_all
 from stepgauge.parallel.context_parallel.head_exchange import HeadExchange
 from stepgauge.parallel.context_parallel.ring_attention import PartialAttention, RingAttention
 from stepgauge.parallel.data_parallel import BucketedDataParallel
+from stepgauge.runtime.imagined_world import imagined_world
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.context import chunk_slice, plan_ring, ring_positions
@@ -221,6 +223,55 @@ def compare_step(context, attend, *, compiled=False, **fields):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_attention_over_ranks_equals_one_process(ranks):
     assert launch(on_ranks, None, ranks=ranks) == list(range(ranks))
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """A number for each message that is sent by copies."""
+    sent = []
+
+    class Recorder:
+        def exchange(self, x):
+            sent.append(float(x.abs().sum()))
+            return x.clone()
+
+    monkeypatch.setattr(copied_all_to_all, "_outboxes_of", lambda *_: Recorder())
+    return sent
+
+
+def backward_by_copies(*, compiled=False, checkpointing="none"):
+    """One step of a block, as one of two ranks whose messages go nowhere."""
+    spec = dataclasses.replace(SPEC, num_layers=1, d_model=32, num_heads=8, num_kv_heads=8)
+    with imagined_world(2):
+        heads = HeadExchange(dist.group.WORLD, by_copies=True)
+        model = TransformerLM(spec, seed=1).double()
+        (block,) = model.blocks
+        block.attention.attend = functools.partial(
+            heads.attend, functools.partial(sdpa, is_causal=True)
+        )
+        model.through_blocks = through_blocks(checkpointing, 1)
+        if compiled:
+            block.compile(fullgraph=True)
+        tokens = torch.arange(32).reshape(2, 16) % 13
+        model(tokens, tokens, torch.arange(16)).backward()
+
+
+def test_the_compiler_keeps_the_order_of_copied_exchanges(sent, monkeypatch):
+    """It would move the second group's gradients behind the attention that they should hide."""
+    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)
+    backward_by_copies()
+    eager = sent.copy()
+    sent.clear()
+    backward_by_copies(compiled=True)
+    assert len(eager) == 8
+    assert sent == pytest.approx(eager, rel=1e-9)
+
+
+def test_heads_are_sent_once_under_selective_checkpointing(sent):
+    for checkpointing, messages in (("none", 8), ("selective", 8), ("blocks", 12)):
+        sent.clear()
+        backward_by_copies(checkpointing=checkpointing)
+        assert len(sent) == messages
 
 
 @pytest.mark.gpu

@@ -59,7 +59,10 @@ PRIVATE_NAMES = {
         {"bench/kernels/operation.py", "measure/memory/compiled.py"},
         "donated buffers and the partitioner as options of torch.compile",
     ),
-    "torch._inductor": ({"measure/memory/compiled.py"}, "the partitioner as an option of compile"),
+    "torch._inductor": (
+        {"measure/memory/compiled.py", "parallel/communication/copied_all_to_all.py"},
+        "the partitioner as an option of compile, and a tag for collectives",
+    ),
     "torch._subclasses": (
         {
             "kernels/linear_cross_entropy/__init__.py",
@@ -158,6 +161,10 @@ PRIVATE_MEMBERS = {
     "_forward_hooks": ({"parallel/autograd/parameter_hooks.py"}, FORWARD_HOOKS),
     "_forward_hooks_with_kwargs": ({"parallel/autograd/parameter_hooks.py"}, FORWARD_HOOKS),
     "_forward_hooks_always_called": ({"parallel/autograd/parameter_hooks.py"}, FORWARD_HOOKS),
+    "_CollectiveKernel": (
+        {"parallel/communication/copied_all_to_all.py"},
+        "a public tag for collectives",
+    ),
     "_cdata": (
         {
             "measure/memory/autograd_engine.py",

@@ -51,8 +51,7 @@ def in_parts(
 
 
 # Operators whose results selective checkpointing keeps. Those named stepgauge::, except
-# flash_attention and gated_product (kernels/), are used only with several ranks: overlapped.py and
-# ring_attention.py in parallel/.
+# flash_attention and gated_product (kernels/), are used only with several ranks (parallel/).
 PRODUCTS = frozenset(
     (
         "aten::mm",
@@ -75,13 +74,14 @@ ATTENTION = frozenset(
         "stepgauge::ring_attention",
     )
 )
-# Collectives within a block (residual_stream.py in parallel/). The all-gather before a product is not
-# kept: its result is as large as the shards of all ranks together.
+# Collectives within a block (residual_stream.py and copied_all_to_all.py in parallel/). The all-gather
+# before a product is not kept: its result is as large as the shards of all ranks together.
 COLLECTIVES = frozenset(
     (
         "_c10d_functional::all_reduce",
         "_c10d_functional::reduce_scatter_tensor",
         "_c10d_functional::all_to_all_single",
+        "stepgauge::copied_all_to_all",
     )
 )
 COSTLY = PRODUCTS | ATTENTION | COLLECTIVES

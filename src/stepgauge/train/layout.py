@@ -15,13 +15,14 @@ from stepgauge.kernels.attention import partial as attention
 from stepgauge.kernels.linear_cross_entropy import partial as linear_cross_entropy
 from stepgauge.models.bert import NOT_MASKED
 from stepgauge.models.transformer import Attention, compiled
-from stepgauge.parallel.communication.peer_memory import on_one_machine
+from stepgauge.parallel.communication.peer_memory import copies_reach
 from stepgauge.parallel.context_parallel.head_exchange import HeadExchange
 from stepgauge.parallel.context_parallel.ring_attention import PartialAttention, RingAttention
 from stepgauge.parallel.context_parallel.split_sequences import SplitSequences
 from stepgauge.parallel.counted_mean import CountedMean
 from stepgauge.parallel.layout import Network, mesh_of, require_one_layout, spread
 from stepgauge.parallel.pipeline import Tie
+from stepgauge.parallel.replicas import device_of
 from stepgauge.parallel.tensor_parallel.by_torch import parallelize_by_torch
 from stepgauge.parallel.tensor_parallel.vocabulary_loss import PartialLoss
 from stepgauge.parallel.training import Parallel, Parallelise
@@ -264,8 +265,9 @@ def cut_sequences(module: nn.Module, group: dist.ProcessGroup, *, layout: Layout
     """
     context: HeadExchange | RingAttention = RingAttention(group, FUSED_ATTENTION)
     if layout.ulysses:
-        is_on_gpus = all(each.is_cuda for each in module.parameters())
-        context = HeadExchange(group, by_copies=is_on_gpus and on_one_machine(group))
+        device = device_of(module)
+        by_copies = device.type == "cuda" and copies_reach(group, device)
+        context = HeadExchange(group, by_copies=by_copies)
     for part in module.modules():
         if not isinstance(part, Attention):
             continue

@@ -15,7 +15,6 @@ from .reference import adamw_, state_dtype
 
 __all__ = ["FusedAdamW", "adamw_"]
 
-MOST_TABLES = 64  # sets of tables that are kept: a sharded optimizer steps in up to 8 parts
 _STATE = ("exp_avg", "exp_avg_sq", "master_param")  # at least float32, in the parameter's shape
 
 
@@ -86,8 +85,7 @@ class FusedAdamW(Optimizer):
         self._clear_tables()
 
     def _clear_tables(self) -> None:
-        self._tables_by_bucket: dict = {}
-        self._steady_groups: dict = {}
+        self._parts: dict[tuple, _Part] = {}
         self._written: dict = {}  # parameter -> its address and version after the last step
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -119,9 +117,8 @@ class FusedAdamW(Optimizer):
             options = _options(group) | scale
             if group.get("master_weights"):
                 self._copy_writes_to_masters(group)
-            steady = None
-            if not torch.compiler.is_compiling():
-                steady = self._steady_groups.get(_steady_key(index, group))
+            is_eager = not torch.compiler.is_compiling()
+            steady = self._part_of(index, group).steady if is_eager else None
             if steady is not None:
                 addresses = steady.addresses(group["params"], self.state)
                 if addresses is not None:
@@ -142,19 +139,30 @@ class FusedAdamW(Optimizer):
                 master.copy_(torch.where(master.to(param.dtype) == param, master, wide))
                 self._written[param] = _version(param)
 
+    def _part_of(self, index: int, group: dict) -> "_Part":
+        """Returns what is kept of these parameters. A sharded optimizer steps with some parameters of a
+        group after others: each part is known by its first parameter that is updated.
+        """
+        key = index, next((p for p in group["params"] if p.grad is not None), None)
+        if key not in self._parts:
+            self._parts = {key: part for key, part in self._parts.items() if key[1] in self.state}
+            self._parts[key] = _Part()
+        return self._parts[key]
+
     def _step_group(self, index: int, group: dict, options: dict) -> None:
         buckets = self._buckets(group)
-        for key, rows in buckets.items():
-            self._update(index, key, rows, options)
         if torch.compiler.is_compiling():
+            for rows in buckets.values():
+                _run_operator(rows, options)
             return
-        steady_key = _steady_key(index, group)
-        self._steady_groups.pop(steady_key, None)
+        part = self._part_of(index, group)
+        for key, rows in buckets.items():
+            self._update(part, key, rows, options)
+        part.steady = None
         if len(buckets) == 1:
             ((key, rows),) = buckets.items()
             if key[-1] and all(type(p) in PLAIN_TYPES for p in group["params"]):
-                tables = self._tables_of(index, key, rows[0])
-                self._steady_groups[steady_key] = _SteadyGroup(tables, rows, self.state)
+                part.steady = _SteadyGroup(part.tables_of(key, rows[0]), rows, self.state)
 
     def _buckets(self, group: dict) -> dict[tuple, tuple[list[Tensor], ...]]:
         """Groups the tensors of parameters with a gradient into buckets for one launch each."""
@@ -185,28 +193,39 @@ class FusedAdamW(Optimizer):
                 row.append(tensor)
         return buckets
 
-    def _update(self, group_index: int, key: tuple, rows: tuple, options: dict) -> None:
+    def _update(self, part: "_Part", key: tuple, rows: tuple, options: dict) -> None:
         _, param_dtype, grad_dtype, _, on_kernel = key
         # Fake tensors have no addresses.
-        has_addresses = type(rows[0][0]) in PLAIN_TYPES
-        if not on_kernel or not has_addresses or torch.compiler.is_compiling():
-            lists = rows if len(rows) == 6 else (*rows, [])
-            torch.ops.stepgauge.adamw_(*lists, **op_options(options))
+        if not on_kernel or type(rows[0][0]) not in PLAIN_TYPES:
+            _run_operator(rows, options)
             return
-        tables = self._tables_of(group_index, key, rows[0])
+        tables = part.tables_of(key, rows[0])
         launch(tables, _tables.addresses_of(*rows), (param_dtype, grad_dtype), options)
 
-    def _tables_of(self, group_index: int, key: tuple, params: list[Tensor]):
-        """Returns the tables for these parameters; to build them takes the host 1 to 5 ms."""
+
+def _run_operator(rows: tuple, options: dict) -> None:
+    lists = rows if len(rows) == 6 else (*rows, [])
+    torch.ops.stepgauge.adamw_(*lists, **op_options(options))
+
+
+class _Part:
+    """What is kept from step to step of parameters that are updated in one call.
+
+    steady  the group at its last step, if it was one launch
+    """
+
+    def __init__(self):
+        self.steady: _SteadyGroup | None = None
+        self._tables: dict = {}  # bucket -> numbers of elements, tables
+
+    def tables_of(self, key: tuple, params: list[Tensor]):
+        """Returns the tables for these sizes; to build them takes the host 1 to 5 ms."""
         numels = tuple(p.numel() for p in params)
-        full_key = (group_index, key, params[0].data_ptr(), numels)
-        if full_key not in self._tables_by_bucket:
-            if len(self._tables_by_bucket) >= MOST_TABLES:
-                self._tables_by_bucket.clear()
+        if key not in self._tables or self._tables[key][0] != numels:
             device, param_dtype, *_ = key
             chunk = _tables.shape_for(param_dtype).chunk
-            self._tables_by_bucket[full_key] = _tables.Tables(list(numels), device, chunk=chunk)
-        return self._tables_by_bucket[full_key]
+            self._tables[key] = numels, _tables.Tables(list(numels), device, chunk=chunk)
+        return self._tables[key][1]
 
 
 class _SteadyGroup:
@@ -252,11 +271,6 @@ class _SteadyGroup:
             param_row.append(address)
             grad_row.append(grad.data_ptr())
         return param_row + grad_row + self._tail
-
-
-def _steady_key(index: int, group: dict) -> tuple:
-    """The group may have other parameters in turn, as in a sharded optimizer."""
-    return index, next(iter(group["params"]), None)
 
 
 def _options(group: dict) -> dict:

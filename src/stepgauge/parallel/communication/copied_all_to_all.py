@@ -5,21 +5,29 @@
 
 NCCL's all-to-all is a kernel: next to attention, whose blocks hold all multiprocessors, it waits until
 attention has ended. Here each rank writes its messages into an outbox, in memory that its peers can
-reach (peer_memory.py), and the copy engines of the peers fetch them.
+reach (peer_memory.py), and the copy engines of the peers fetch them. The path of a message:
 
-There are two outboxes, used alternately, with two flags per peer, which are 1 or 0. A rank sets a
-peer's flag "full" when its outbox is written. The peer waits for it, clears it, fetches the message
-and sets the rank's flag "free", for which the rank waits, and which it clears, before it writes this
-outbox again. So nothing is read too early or overwritten too early, however far ranks are apart.
+    sender, current stream    waits for the flag "free" of this outbox, writes the outbox
+    sender, a lane            sets the flag "full" on the receiver
+    receiver, a lane          waits for "full", copies the message into y, sets "free" on the sender
+    receiver, current stream  waits for the lane (wait_for)
 
-Why there is no deadlock: all ranks launch the same exchanges in the same order, and each sets its
-flags "full" before it waits for those of others, in the order of launches. So ranks proceed even if
-the driver serves all streams in that order, and on a CPU, where the host does each operation at once.
+Flags are 1 or 0; who waits for a flag clears it. There are two outboxes, used alternately, each with its
+own flags. So nothing is read or overwritten too early, however far ranks are apart.
+
+All ranks must launch the same exchanges in the same order. The compiler keeps the order, since it takes
+the operator for a collective. On one rank, exchanges must be launched from one stream, or from streams
+that wait for each other.
+
+Why there is no deadlock: each rank sets its flags "full" before it waits for those of others, in the
+order of launches. So ranks proceed even if the driver serves all streams in that order, and on a CPU,
+where the host does each operation at once.
 
 Legend: M other ranks, in the order of ranks.
 """
 
 import datetime
+import functools
 import itertools
 import weakref
 from typing import Any
@@ -41,8 +49,9 @@ _FULL, _FREE = 0, 1
 class _Outboxes:
     """The outboxes, flags and streams of a rank. All ranks of the group must create it together.
 
-    receivers  the other ranks, in the order in which this rank tells them
-    senders    the other ranks, in the order in which they tell this rank
+    receivers  the other ranks, in the order in which this rank tells them: 2, 3, 0 for rank 1 of 4
+    senders    the other ranks, in the order in which they tell this rank: 0, 3, 2, because each tells
+               its right neighbour first
     lanes      the streams that share the messages; [None] on a CPU
     """
 
@@ -59,19 +68,21 @@ class _Outboxes:
         self._exchanges = 0
 
     def exchange(self, x_M: Tensor) -> Tensor:
-        """Starts an exchange. The result must not be read before the current stream has waited for it."""
+        """Starts an exchange of a contiguous tensor. The result must not be read before the current
+        stream has waited for it.
+        """
+        y_M = x_M.new_empty(x_M.shape)  # first: if memory is short, no flag has been touched
         box = self._exchanges % BOXES
         if self._exchanges >= BOXES:
-            self.memory.consume(tuple(_flag(_FREE, box, rank, self.ranks) for rank in self.senders))
+            self.memory.consume(tuple(self._flag(_FREE, box, rank) for rank in self.receivers))
         self._exchanges += 1
-        y_M = torch.empty_like(x_M)
         outbox_M = self.memory.box(self.rank, box)[: x_M.nbytes].view(x_M.dtype).view(x_M.shape)
         outbox_M.copy_(x_M)
         self._begin(y_M)
-        for rank, lane in zip(self.receivers, itertools.cycle(self.lanes)):
-            self._tell(rank, _FULL, box, lane)
-        for rank, lane in zip(self.senders, itertools.cycle(self.lanes)):
-            self._fetch(rank, y_M[_place(rank, self.rank)], box, lane)
+        for receiver, lane in zip(self.receivers, itertools.cycle(self.lanes)):
+            self.memory.set_flag(receiver, self._flag(_FULL, box, self.rank), 1, _handle(lane))
+        for sender, lane in zip(self.senders, itertools.cycle(self.lanes)):
+            self._fetch(sender, y_M[place_among_others(sender, of=self.rank)], box, _handle(lane))
         self._end(y_M)
         return y_M
 
@@ -82,16 +93,12 @@ class _Outboxes:
             for lane in self.lanes:
                 lane.wait_event(written)
 
-    def _tell(self, rank: int, kind: int, box: int, lane: Any) -> None:
-        handle = None if lane is None else lane.cuda_stream
-        self.memory.set_flag(rank, _flag(kind, box, self.rank, self.ranks), 1, handle)
-
-    def _fetch(self, rank: int, message: Tensor, box: int, lane: Any) -> None:
-        handle = None if lane is None else lane.cuda_stream
-        self.memory.consume((_flag(_FULL, box, rank, self.ranks),), handle)
-        source = self.memory.address(rank, box) + _place(self.rank, rank) * message.nbytes
-        self.memory.copy(message.data_ptr(), source, message.nbytes, handle)
-        self._tell(rank, _FREE, box, lane)
+    def _fetch(self, sender: int, message: Tensor, box: int, stream: int | None) -> None:
+        self.memory.consume((self._flag(_FULL, box, sender),), stream)
+        place = place_among_others(self.rank, of=sender)
+        source = self.memory.address(sender, box) + place * message.nbytes
+        self.memory.copy(message.data_ptr(), source, message.nbytes, stream)
+        self.memory.set_flag(sender, self._flag(_FREE, box, self.rank), 1, stream)
 
     def _end(self, y_M: Tensor) -> None:
         """Lets `wait_for` find the copies, and the allocator keep the memory of y until they are done."""
@@ -102,6 +109,10 @@ class _Outboxes:
             # The same as torch's own copied collectives do (torch.distributed._symmetric_memory). The
             # way out: a public name of it.
             torch._C._distributed_c10d._register_work(y_M, work)
+
+    def _flag(self, kind: int, box: int, setter: int) -> int:
+        """Returns the number of the flag that rank `setter` sets on another rank."""
+        return (kind * BOXES + box) * self.ranks + setter
 
 
 class _Copies(dist.Work):
@@ -118,14 +129,13 @@ class _Copies(dist.Work):
         return True
 
 
-def _place(rank: int, reference: int) -> int:
-    """Returns the index of a rank among the ranks other than the reference."""
-    return rank - (rank > reference)
+def place_among_others(rank: int, *, of: int) -> int:
+    """Returns the index of a rank among the ranks other than rank `of`."""
+    return rank - (rank > of)
 
 
-def _flag(kind: int, box: int, rank: int, ranks: int) -> int:
-    """Returns the number of a flag that another rank sets."""
-    return (kind * BOXES + box) * ranks + rank
+def _handle(lane: Any) -> int | None:
+    return None if lane is None else lane.cuda_stream
 
 
 _outboxes: weakref.WeakKeyDictionary[dist.ProcessGroup, _Outboxes] = weakref.WeakKeyDictionary()
@@ -149,9 +159,26 @@ def _copied_all_to_all(x_M: Tensor, group_name: str) -> Tensor:
 
 
 def _fake_all_to_all(x_M: Tensor, group_name: str) -> Tensor:
-    return torch.empty_like(x_M)
+    _keep_order_in_compiled_graphs()
+    return x_M.new_empty(x_M.shape)
 
 
 copied_all_to_all = define_operator(
     "copied_all_to_all", "(Tensor x, str group) -> Tensor", _copied_all_to_all, _fake_all_to_all
 )
+
+
+@functools.cache
+def _keep_order_in_compiled_graphs() -> None:
+    """Makes the compiler take the operator for a collective: it would reorder any other operator whose
+    inputs are there. Called while a graph is traced, since eager programs need not import the compiler.
+    The way out: a public tag for collectives.
+    """
+    from torch._inductor import ir, lowering
+
+    def lower(x: Any, group_name: str) -> Any:
+        kernel: Any = ir._CollectiveKernel.create_out_of_place(copied_all_to_all, x, group_name)
+        return ir.TensorBox.create(kernel)
+
+    lowering.add_layout_constraint(copied_all_to_all, lowering.constrain_to_fx_strides)
+    lowering.register_lowering(copied_all_to_all, type_promotion_kind=None)(lower)

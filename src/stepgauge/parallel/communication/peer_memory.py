@@ -83,6 +83,18 @@ def on_one_machine(group: dist.ProcessGroup | None) -> bool:
     return len(set(gathered_objects(platform.node(), group))) == 1
 
 
+def copies_reach(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Returns True if all ranks run on one machine and their GPUs can read each other's memory. All
+    ranks of the group must call it; `device` is this rank's GPU.
+    """
+    own = torch.cuda.current_device() if device.index is None else device.index
+    ranks = gathered_objects((platform.node(), own), group)
+    # A rank that sees only its own GPU cannot ask about the others.
+    others = [index for _, index in ranks if index != own and index < torch.cuda.device_count()]
+    reaches = all(torch.cuda.can_device_access_peer(own, other) for other in others)
+    return len({node for node, _ in ranks}) == 1 and all(gathered_objects(reaches, group))
+
+
 class GpuMemory(PeerMemory):
     def __init__(
         self,

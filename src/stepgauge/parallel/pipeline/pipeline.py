@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stepgauge.parallel.communication.peer_memory import on_one_machine
+from stepgauge.parallel.communication.peer_memory import copies_reach
 from stepgauge.parallel.counted_mean import Count, CountedMean
 from stepgauge.parallel.data_parallel import DataParallel
 from stepgauge.parallel.pipeline.clock import Clock
@@ -350,7 +350,7 @@ def _transfers(
     transport: str, schedule: Schedule, group: dist.ProcessGroup | None, device: torch.device
 ) -> Transfers | PeerTransfers:
     if transport == "auto":
-        copies = device.type == "cuda" and on_one_machine(group)
+        copies = device.type == "cuda" and copies_reach(group, device)
         transport = "copies" if copies else "messages"
     if transport not in TRANSPORTS:
         raise ValueError(f"transport is {transport!r}; choose auto, {', '.join(TRANSPORTS)}")

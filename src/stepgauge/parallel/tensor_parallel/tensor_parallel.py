@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from stepgauge.parallel.autograd.parameter_hooks import share_forward_hooks
 from stepgauge.parallel.communication.groups_by_name import register
-from stepgauge.parallel.communication.peer_memory import on_one_machine
+from stepgauge.parallel.communication.peer_memory import copies_reach, on_one_machine
 from stepgauge.parallel.graphed_gradients import Context, GraphedGradients
-from stepgauge.parallel.replicas import prepare_replicas
+from stepgauge.parallel.replicas import device_of, prepare_replicas
 from stepgauge.parallel.tensor_parallel.cuts import Cuts, cut_parameters
 from stepgauge.parallel.tensor_parallel.exchange import captured_turns
 from stepgauge.parallel.tensor_parallel.gradient_sums import GradientSum, SumHooks, gradient_sums
@@ -209,8 +209,8 @@ def _stream(
     module: nn.Module, group: dist.ProcessGroup, by_sequence: bool, overlap: bool | None
 ) -> ResidualStream:
     if overlap is None:
-        is_on_gpus = all(each.is_cuda for each in module.parameters())
-        overlap = by_sequence and is_on_gpus and on_one_machine(group)
+        device = device_of(module)
+        overlap = by_sequence and device.type == "cuda" and copies_reach(group, device)
     if overlap and not by_sequence:
         raise ValueError("overlap is True, which needs by_sequence=True")
     if overlap and not on_one_machine(group):
