@@ -249,7 +249,7 @@ def backward_by_copies(*, compiled=False, checkpointing="none"):
         block.attention.attend = functools.partial(
             heads.attend, functools.partial(sdpa, is_causal=True)
         )
-        model.through_blocks = through_blocks(checkpointing, 1)
+        model.through_blocks = through_blocks(checkpointing, 1, compiled_blocks=compiled)
         if compiled:
             block.compile(fullgraph=True)
         tokens = torch.arange(32).reshape(2, 16) % 13
