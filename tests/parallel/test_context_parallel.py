@@ -244,7 +244,7 @@ def backward_by_copies(*, compiled=False, checkpointing="none"):
     spec = dataclasses.replace(SPEC, num_layers=1, d_model=32, num_heads=8, num_kv_heads=8)
     with imagined_world(2):
         heads = HeadExchange(dist.group.WORLD, by_copies=True)
-        model = TransformerLM(spec, seed=1).double()
+        model = TransformerLM(spec, seed=1)
         (block,) = model.blocks
         block.attention.attend = functools.partial(
             heads.attend, functools.partial(sdpa, is_causal=True)
@@ -264,7 +264,7 @@ def test_the_compiler_keeps_the_order_of_copied_exchanges(sent, monkeypatch):
     sent.clear()
     backward_by_copies(compiled=True)
     assert len(eager) == 8
-    assert sent == pytest.approx(eager, rel=1e-9)
+    assert sent == pytest.approx(eager, rel=1e-4)
 
 
 def test_heads_are_sent_once_under_selective_checkpointing(sent):
