@@ -66,6 +66,7 @@ class CollectiveOperators:
             raise ValueError(f"the model runs {name} in a group that is not an axis of its layout")
         operation = OPERATIONS[name]
         nbytes = float(max(*traced.reads.values(), *traced.writes.values()))
-        if operation == TRANSFER:  # a rank does not send its own part
-            nbytes *= (axis.ranks - 1) / axis.ranks
+        if operation == TRANSFER:  # a rank does not send its own part; the traced rank is 0
+            parts = args[2] or [1] * axis.ranks
+            nbytes *= 1 - parts[0] / sum(parts)
         return Term(name, operation, (nbytes,), axis=axis.name)
