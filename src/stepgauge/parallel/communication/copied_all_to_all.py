@@ -38,8 +38,7 @@ from torch import Tensor
 
 from stepgauge.parallel.autograd.operators import define_operator
 from stepgauge.parallel.communication.groups_by_name import group_named
-from stepgauge.parallel.communication.peer_memory import ALIGNMENT, peer_memory
-from stepgauge.spec.units import round_up
+from stepgauge.parallel.communication.peer_memory import peer_memory, with_room
 
 BOXES = 2
 MOST_LANES = 3  # streams that fetch from several peers at the same time
@@ -142,15 +141,7 @@ _outboxes: weakref.WeakKeyDictionary[dist.ProcessGroup, _Outboxes] = weakref.Wea
 
 
 def _outboxes_of(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> _Outboxes:
-    """Returns the group's outboxes. If they are too small, all ranks create larger ones."""
-    outboxes = _outboxes.get(group)
-    if outboxes is None or outboxes.box_bytes < nbytes or outboxes.device != device:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # the constructor also waits for all ranks
-        with torch.inference_mode(False):
-            outboxes = _Outboxes(group, device, round_up(nbytes, ALIGNMENT))
-        _outboxes[group] = outboxes
-    return outboxes
+    return with_room(_outboxes, group, device, nbytes, _Outboxes)
 
 
 def _copied_all_to_all(x_M: Tensor, group_name: str) -> Tensor:

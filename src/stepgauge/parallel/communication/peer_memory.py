@@ -13,15 +13,18 @@ import os
 import platform
 import tempfile
 import time
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from stepgauge.runtime.world import gathered_objects
+from stepgauge.spec.units import round_up
 
 SHARED_MEMORY = Path("/dev/shm")
 # On a GPU, flags that count messages (those of pipelines) count modulo this number, which must be larger
@@ -93,6 +96,35 @@ def copies_reach(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     others = [index for _, index in ranks if index != own and index < torch.cuda.device_count()]
     reaches = all(torch.cuda.can_device_access_peer(own, other) for other in others)
     return len({node for node, _ in ranks}) == 1 and all(gathered_objects(reaches, group))
+
+
+class HasBoxes(Protocol):
+    """An object of one rank of a group, with boxes of `box_bytes` on a device."""
+
+    device: torch.device
+    box_bytes: int
+
+
+Boxes = TypeVar("Boxes", bound=HasBoxes)
+
+
+def with_room(
+    by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Boxes],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    nbytes: int,
+    make: Callable[[dist.ProcessGroup, torch.device, int], Boxes],
+) -> Boxes:
+    """Returns the group's object with boxes of at least `nbytes`. If it is missing or its boxes are too
+    small, all ranks make one with larger boxes; the old one is freed once nothing refers to it.
+    """
+    boxes = by_group.get(group)
+    if boxes is None or boxes.box_bytes < nbytes or boxes.device != device:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # `make` also waits for all ranks
+        with torch.inference_mode(False):
+            boxes = by_group[group] = make(group, device, round_up(nbytes, ALIGNMENT))
+    return boxes
 
 
 class GpuMemory(PeerMemory):

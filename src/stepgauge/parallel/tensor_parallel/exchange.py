@@ -45,8 +45,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepgauge.parallel.communication.groups_by_name import group_named
-from stepgauge.parallel.communication.peer_memory import ALIGNMENT, PeerMemory, peer_memory
-from stepgauge.spec.units import round_up
+from stepgauge.parallel.communication.peer_memory import PeerMemory, peer_memory, with_room
 
 BOXES = 2  # per kind: one is read while the next is written
 _INBOX, _OUTBOX = 0, 1
@@ -330,15 +329,5 @@ def captured_turns(group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def exchange_of(group_name: str, device: torch.device, nbytes: int) -> Exchange:
-    """Returns the group's exchange, with boxes of at least `nbytes`. If they are too small, all ranks
-    create larger ones; the old ones are freed once nothing refers to them.
-    """
-    group = group_named(group_name)
-    exchange = _exchanges.get(group)
-    if exchange is None or exchange.box_bytes < nbytes or exchange.device != device:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # the constructor also waits for all ranks
-        with torch.inference_mode(False):
-            exchange = Exchange(group, device, round_up(nbytes, ALIGNMENT))
-        _exchanges[group] = exchange
-    return exchange
+    """Returns the group's exchange, with boxes of at least `nbytes`. All ranks must call it."""
+    return with_room(_exchanges, group_named(group_name), device, nbytes, Exchange)
