@@ -307,7 +307,8 @@ def _peer_buffers(operations: StepOperations) -> float:
     """Returns the bytes of memory that other ranks can reach, which the caching allocator does not have.
 
     With overlap, tensor parallelism has two inboxes and two outboxes (tensor_parallel/exchange.py).
-    Exchanged heads have two outboxes on GPUs of one machine (communication/copied_all_to_all.py).
+    Exchanged heads have two outboxes (communication/copied_all_to_all.py), counted as if all ranks were
+    GPUs of one machine.
     """
     itemsize, share = operations.arithmetic.activation_bytes, operations.share
     nbytes = 0.0

@@ -145,7 +145,7 @@ class FusedAdamW(Optimizer):
         """
         key = index, next((p for p in group["params"] if p.grad is not None), None)
         if key not in self._parts:
-            self._parts = {key: part for key, part in self._parts.items() if key[1] in self.state}
+            self._parts = {old: part for old, part in self._parts.items() if old[1] in self.state}
             self._parts[key] = _Part()
         return self._parts[key]
 

@@ -12,8 +12,8 @@ reach (peer_memory.py), and the copy engines of the peers fetch them. The path o
     receiver, a lane          waits for "full", copies the message into y, sets "free" on the sender
     receiver, current stream  waits for the lane (wait_for)
 
-Flags are 1 or 0; who waits for a flag clears it. There are two outboxes, used alternately, each with its
-own flags. So nothing is read or overwritten too early, however far ranks are apart.
+Flags are 0 or 1; the stream that waits for a flag sets it back to 0. There are two outboxes, used
+alternately, each with its own flags. So nothing is read or overwritten too early, however far ranks are apart.
 
 All ranks must launch the same exchanges in the same order. The compiler keeps the order, since it takes
 the operator for a collective. On one rank, exchanges must be launched from one stream, or from streams

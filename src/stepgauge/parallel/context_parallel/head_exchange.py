@@ -32,9 +32,9 @@ Tensors = Sequence[Tensor]  # x_BQhW, those of a rank and group
 
 
 class InFlight(NamedTuple):
-    """Tensors that travel.
+    """An exchange that has started.
 
-    own     those of this rank, which stay
+    own     this rank's tensors for itself, which are not sent
     others  what the other ranks send, not to be read before `_Wait`
     shapes  (h, W) of the tensors in a message
     """

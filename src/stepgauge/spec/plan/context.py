@@ -55,15 +55,12 @@ def contiguous_positions(length: int, rank: int, ranks: int) -> range:
     return range(rank * size, (rank + 1) * size)
 
 
-MAX_HEAD_GROUPS = 2
+MAX_HEAD_GROUPS = 2  # four lose: docs/log/2026-11-28-heads-by-copies.md
 
 
 def num_head_groups(key_heads: int, ranks: int) -> int:
-    """Returns the number of groups in which heads are exchanged. The next group travels while one
-    attends.
-    """
-    numbers = range(MAX_HEAD_GROUPS, 1, -1)
-    return next((number for number in numbers if key_heads % (number * ranks) == 0), 1)
+    """Returns in how many groups heads are exchanged. With two, one travels while the other attends."""
+    return MAX_HEAD_GROUPS if key_heads % (MAX_HEAD_GROUPS * ranks) == 0 else 1
 
 
 def chunk_slice(part: str, length: int) -> slice:
