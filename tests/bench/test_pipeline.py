@@ -9,13 +9,15 @@ import torch
 
 from stepgauge import cli
 from stepgauge.bench import pipeline_probe
+from stepgauge.bench import pipeline_rehearsal as rehearsal
 from stepgauge.bench.pipeline_bytes import held_in_step, message_bytes
+from stepgauge.cost.pipeline.timeline import Span
 from stepgauge.parallel.pipeline.interfaces import Meta
 from stepgauge.report.pipeline_steps import timeline_of
 from stepgauge.report.views import remark_with_prediction
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.pipeline import PipelineSpec
-from stepgauge.spec.plan.pipeline import build, lower
+from stepgauge.spec.plan.pipeline import Action, build, lower
 from stepgauge.spec.plan.pipeline.check import Held
 from stepgauge.spec.predictions import paired
 from stepgauge.spec.store import RunStore
@@ -94,6 +96,29 @@ def test_only_tensors_that_cross_ranks_are_counted():
     assert held == [Held(0, one), Held(one, 0), Held(0, one), Held(one, 0)]
     # Each rank has four channels: activations and gradients, both sent and received.
     assert [message_bytes(pipeline, rank) for rank in (0, 1)] == [4 * one, 4 * one]
+
+
+def test_a_rank_pauses_where_it_waits_in_the_simulated_step(monkeypatch):
+    """It waits for 30 ms before its first forward. Waits before W and short ones are added to the next."""
+    times = {Action(1, "F", 0): (30, 40), Action(1, "I", 0): (40.5, 50), Action(1, "W", 0): (54, 60),
+             Action(0, "F", 1): (60, 70), Action(0, "B", 1): (75, 90)}  # fmt: skip
+    spans = [Span(action, *ms) for action, ms in times.items()]
+    lead_s = rehearsal.PRODUCTS * rehearsal.PRODUCT_S
+    pauses = rehearsal.pauses_of(spans)
+    assert pauses == {
+        Action(1, "RECV_F", 0): pytest.approx(0.030 - lead_s),
+        Action(0, "RECV_F", 1): pytest.approx(0.0045 - lead_s),
+        Action(0, "RECV_B", 1): pytest.approx(0.005 - lead_s),
+    }
+    slept = []
+    monkeypatch.setattr(rehearsal.time, "sleep", slept.append)
+    transfers = rehearsal.NoisyTransfers(pauses, torch.device("cpu"))
+    metas = [Meta(torch.Size([2, 3]), torch.float32), Meta(torch.Size([4]), torch.int64)]
+    for action in (Action(1, "RECV_F", 0), Action(1, "RECV_B", 0)):
+        transfers.receive(action, metas)
+        noise, integers = transfers.take(action)
+        assert noise.shape == (2, 3) and noise.std() > 0 and not integers.any()
+    assert slept == [pytest.approx(0.030 - lead_s)]
 
 
 @pytest.mark.parametrize("launch_ms", [0.1, 0.9, 1.1, 3.0])

@@ -16,6 +16,7 @@ from tests.schedules import random_schedule
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from stepgauge.bench.pipeline_rehearsal import rehearse
 from stepgauge.cost.pipeline.timeline import Durations, simulate
 from stepgauge.parallel.communication import peer_memory
 from stepgauge.parallel.pipeline import Pipeline
@@ -45,7 +46,7 @@ ON_FOUR = [("zbv", "transformer"), ("interleaved", "list"), ("v-half", "bert")]
 
 
 def test_two_ranks_equal_one_process():
-    others = ("mistakes", "spans", "waiting", "norm dtype")
+    others = ("mistakes", "spans", "waiting", "rehearsal", "norm dtype")
     for differences in launch(all_differences, ON_TWO, others, ranks=2):
         assert {case: text for case, text in differences.items() if text} == {}
 
@@ -314,6 +315,32 @@ def waiting():
     return "" if durations == expected and waited else f"{durations}, {clock.seconds} s"
 
 
+def rehearsal():
+    """Pauses are not counted, nothing is sent, and the next step exchanges tensors again."""
+    clock, rank = HandClock(), dist.get_rank()
+    schedule = build("1f1b", ranks=2, micro_batches=2)
+    modules = [Timed(clock), nn.Linear(2, 2)]
+    pipeline = Pipeline(modules, schedule, loss=lambda y: y.square().mean(), recording=True)
+    step = functools.partial(pipeline.step, (torch.ones(4, 2),))
+    step()
+    gradients = [parameter.grad.clone() for parameter in pipeline.parameters()]
+    simulated = simulate(pipeline.schedule, Durations.of_stages(2, forward=1e3)).ranks[rank]
+    slept = []
+    with (
+        mock.patch("stepgauge.parallel.pipeline.clock.time", clock),
+        mock.patch("stepgauge.bench.pipeline_rehearsal.time.sleep", slept.append),
+        mock.patch.object(Transfers, "send", side_effect=AssertionError("a rehearsal sends")),
+    ):
+        times = rehearse(pipeline, step, simulated)
+    expected = {(rank, "F"): 0.0 if rank else 1e3, (rank, "B"): 0.0}
+    for parameter in pipeline.parameters():
+        parameter.grad = None
+    step()
+    again = [parameter.grad for parameter in pipeline.parameters()]
+    is_same = all(torch.equal(*pair) for pair in zip(gradients, again, strict=True))
+    return "" if times == expected and slept and is_same else f"{times}, {slept}, {is_same}"
+
+
 def test_a_pipeline_of_one_rank_sends_nothing():
     assert launch(one_rank, ranks=1) == [""]
 
@@ -441,6 +468,7 @@ OTHERS = {
     "mistakes": mistakes,
     "spans": spans,
     "waiting": waiting,
+    "rehearsal": rehearsal,
     "norm dtype": norm_dtype,
     "data parallel": data_parallel,
     "sharded optimizer": sharded_optimizer,

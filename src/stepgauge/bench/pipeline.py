@@ -13,6 +13,7 @@ from torch import nn
 from stepgauge.bench.pipeline_bytes import memory_during
 from stepgauge.bench.pipeline_parts import build_stage, heavier, mean_loss, times_of
 from stepgauge.bench.pipeline_probe import RankProbe, StageProber, durations
+from stepgauge.bench.pipeline_rehearsal import rehearse
 from stepgauge.bench.pipeline_torch import TorchPipeline
 from stepgauge.bench.rank_figures import held_table, spans_table
 from stepgauge.bench.ranks import OnRanks, require_ranks, slowest
@@ -20,7 +21,7 @@ from stepgauge.bench.sweep import Job
 from stepgauge.cost.pipeline.cuts import stages_of
 from stepgauge.cost.pipeline.fill import fill_bubbles
 from stepgauge.cost.pipeline.step import simulated_metrics, span_rows
-from stepgauge.cost.pipeline.timeline import Durations, simulate
+from stepgauge.cost.pipeline.timeline import simulate
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
 from stepgauge.parallel.pipeline import Pipeline
@@ -37,9 +38,7 @@ from stepgauge.train.build import batch_for
 from stepgauge.train.layout import num_counted
 from stepgauge.train.precision import PRECISIONS
 
-# Idle shares of a step are rounded to this, so that schedules with about the same idle time share
-# the measured times of stages.
-IDLE_STEP = 0.02
+REHEARSALS = 2  # the first one pauses where stages of the times alone would; the second, of its own
 # Measured times of a network's parts, by the spec's fields that they depend on.
 PART_TIMES: dict[tuple[Any, ...], PartTimes] = {}
 # Schedules whose W actions were moved into bubbles: a row and its prediction use the same one.
@@ -213,34 +212,25 @@ class PipelineBench:
         return list(zip(times, held, strict=True))
 
     def probe(self) -> RankProbe:
-        """Times the stages in isolation. All ranks must call it, after a step.
-
-        A GPU at its power limit is the slower the less it waits for others. So a first round, as if
-        all stages took equally long, shows which ranks wait, and a second times each like that.
+        """Times the stages in isolation, then in the order of the schedule, with the pauses of a step
+        that is simulated with the times so far. All ranks must call it, after a step.
         """
-        probe = self._probe(Durations.of_stages(self.spec.num_stages))
-        if self.device.type == "cuda":
-            probe = self._probe(durations(gathered_objects(probe), self.spec.num_stages))
+        assert isinstance(self.pipeline, Pipeline), "torch's pipelines cannot be probed"
+        alone = probe = self._prober(self.pipeline).run()
+        for _ in range(REHEARSALS):
+            expected = durations(gathered_objects(probe), self.spec.num_stages)
+            spans = simulate(self._schedule, expected).ranks[dist.get_rank()]
+            rehearsed = rehearse(self.pipeline, self.step, spans)
+            probe = dataclasses.replace(alone, actions={**alone.actions, **rehearsed})
         return probe
 
-    def _probe(self, expected: Durations) -> RankProbe:
-        """Times the stages, with pauses of the length that a step of these durations has."""
-        assert isinstance(self.pipeline, Pipeline), "torch's pipelines cannot be probed"
+    def _prober(self, pipeline: Pipeline) -> StageProber:
         spec = self.spec
         key = (
             spec.model, spec.micro_batch, spec.precision, spec.compile, spec.seed, spec.device,
             spec.cuda_graphs,
         )  # fmt: skip
-        bubble = simulate(self._schedule, expected).bubbles[dist.get_rank()]
-        idle = round(bubble / IDLE_STEP) * IDLE_STEP
-        return StageProber(
-            self.pipeline,
-            self.batch,
-            self.parts,
-            key,
-            uses_graphs=spec.cuda_graphs,
-            idle=min(idle, 1 - IDLE_STEP),  # at 1, the prober would pause forever
-        ).run()
+        return StageProber(pipeline, self.batch, self.parts, key, uses_graphs=spec.cuda_graphs)
 
 
 def measured(spec: PipelineSpec, ranks: list[PipelineFigures]) -> Record:

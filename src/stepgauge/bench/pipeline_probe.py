@@ -28,7 +28,6 @@ REPEATS, MOST_REPEATS = 4, 20
 PROBE_S = 0.5  # in 0.1 s the host's time for a computation was off by 20 %, either way
 PRODUCT_WIDTH, PRODUCT_S = 4096, 2e-4  # of a product, and roughly its time on a GPU
 MOST_PRODUCTS = 128  # a GPU queues about a thousand launches before the host has to wait
-MOST_REST_S = 0.2  # so that a rank which mostly waits does not delay the others for minutes
 # Figures of stages by everything that they depend on: schedules of a sweep share stages.
 CACHE: dict[Hashable, "_StageProbe"] = {}
 
@@ -71,7 +70,6 @@ class StageProber:
     parts        the network parts of each stage
     key          values that the times depend on, except for the stage's own
     uses_graphs  True if the stages are replayed from CUDA graphs
-    idle         share of the step in which the rank waits for others
     """
 
     pipeline: Pipeline
@@ -79,7 +77,6 @@ class StageProber:
     parts: list[range]
     key: Hashable
     uses_graphs: bool
-    idle: float
 
     @property
     def device(self) -> torch.device:
@@ -112,7 +109,7 @@ class StageProber:
 
     def _probe_stage(self, number: int) -> "_StageProbe":
         splits, slots = self.pipeline.schedule.splits(number), self._num_slots(number)
-        key = (self.key, self.parts[number], splits, slots, self.idle)
+        key = (self.key, self.parts[number], splits, slots)
         if key not in CACHE:
             CACHE[key] = self._repeated_rounds(number)
         return CACHE[key]
@@ -163,7 +160,6 @@ class StageProber:
             peak = devices.peak_memory(self.device).get("peak_bytes", 0)
             levels.append(self._allocated())
             temporary[kind] = max(0.0, peak - max(levels[-2:]))
-            self._rest(took_ms / 1e3 + lead_s)
         held = [max(0.0, level - levels[0]) / num_calls for level in levels[1:]]
         return _StageProbe(
             ms=ms,
@@ -196,13 +192,6 @@ class StageProber:
             left, right = torch.randn(shape, dtype=torch.bfloat16, device=self.device)
             for _ in range(products):
                 torch.mm(left, right)
-
-    def _rest(self, busy_s: float) -> None:
-        """Pauses for as long as the rank would wait for others after so much work. A GPU at its power
-        limit is up to a tenth faster after a pause.
-        """
-        if self.device.type == "cuda":
-            time.sleep(min(MOST_REST_S, busy_s * self.idle / (1 - self.idle)))
 
     def _allocated(self) -> int:
         return devices.allocated_memory(self.device) or 0

@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -267,6 +267,17 @@ class Pipeline:
         if self.clock is None:
             raise ValueError("recording is False; only a pipeline with recording=True has spans")
         return self.clock.spans()
+
+    @contextlib.contextmanager
+    def exchanging_by(self, transfers: Any) -> Iterator[None]:
+        """Steps in the context exchange tensors with other ranks by `transfers`, which has the methods of
+        Transfers.
+        """
+        usual, self._transfers = self._transfers, transfers
+        try:
+            yield
+        finally:
+            self._transfers = usual
 
     def close(self) -> None:
         """Restores the modules. The next step prepares the pipeline again."""
