@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from stepgauge.cost.rates.contention import NoContention, Slowdown
+from stepgauge.cost.rates.contention import ContentionTable, NoContention, Slowdown
+from stepgauge.cost.rates.network import Axis
 from stepgauge.cost.streams.events import (
     COMPUTE,
     HOST,
@@ -14,6 +15,7 @@ from stepgauge.cost.streams.events import (
     busy,
     simulate,
 )
+from stepgauge.spec.hardware import HardwareFile
 
 
 class Fixed:
@@ -21,6 +23,9 @@ class Fixed:
 
     def of(self, operation, collective, axis, us=math.inf):
         return Slowdown(2.0, 1.5, "assumed")
+
+    def share_links(self, axis, other):
+        return True
 
 
 def ends(works, contention=None):
@@ -55,6 +60,28 @@ def test_contention_slows_both_while_they_overlap():
         StreamWork("bucket", "data", 6.0, "all_reduce"),
     ]
     assert ends(works, Fixed()) == [4.0, pytest.approx(4.0 + 6.0 - 4.0 / 1.5)]
+
+
+def test_collectives_that_share_links_get_equal_shares():
+    """Two of 6 us both take 12. One that starts 4 us later shares from then until the first one ends."""
+    both = [StreamWork(axis, axis, 6.0, "all_reduce") for axis in ("data", "tensor")]
+    assert ends(both, Fixed()) == [12.0, 12.0]
+    assert ends(both, NoContention()) == [6.0, 6.0]
+    later = [
+        StreamWork("host", HOST, 4.0),
+        StreamWork("tensor", "tensor", 6.0, "all_reduce"),
+        StreamWork("data", "data", 3.0, "all_reduce", (0,)),
+    ]
+    assert ends(later, Fixed()) == [4.0, 4.0 + 2 * 2.0, 4.0 + 2 * 2.0 + 1.0]
+    beside = [*both, StreamWork("kernel", COMPUTE, 2.0, "traffic")]
+    assert ends(beside, Fixed())[2] == 4.0, "a kernel is slowed down once"
+
+
+def test_axes_share_links_within_a_node_or_between_nodes():
+    axes = {"tensor": Axis(8, 8), "data": Axis(4, 1), "context": Axis(2, 2)}
+    table = ContentionTable(HardwareFile(name="made up"), axes)
+    assert table.share_links("tensor", "context") and table.share_links("data", "data")
+    assert not table.share_links("tensor", "data")
 
 
 def test_a_product_waits_for_the_collective_that_runs_when_it_starts():

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 
 from stepgauge.cost.rates.estimate import ASSUMED, CALIBRATED
+from stepgauge.cost.rates.network import Axis
 from stepgauge.spec.calibration import kernel_class
 from stepgauge.spec.hardware import HardwareFile
 
@@ -27,18 +28,18 @@ DEFAULT_SLOWDOWN = Slowdown(1.37, 1.18, ASSUMED)
 class ContentionTable:
     """The contention table of a hardware file; DEFAULT_SLOWDOWN for what it does not have.
 
-    ranks  the number of ranks per axis; each axis has its own communicator
+    axes  by name; each has its own communicator
     """
 
-    def __init__(self, hardware: HardwareFile, ranks: Mapping[str, int]):
-        self._hardware, self._ranks = hardware, ranks
+    def __init__(self, hardware: HardwareFile, axes: Mapping[str, Axis]):
+        self._hardware, self._axes = hardware, axes
         self._cache: dict[tuple[str, str, str], Slowdown] = {}
 
     def of(self, operation: str, collective: str, axis: str, us: float = math.inf) -> Slowdown:
         """Returns the slowdown of an operation that takes `us` and a collective on the axis."""
         key = kernel_class(operation, us), collective, axis
         if key not in self._cache:
-            row = self._hardware.contention_of(operation, collective, self._ranks[axis], us)
+            row = self._hardware.contention_of(operation, collective, self._axes[axis].ranks, us)
             self._cache[key] = (
                 Slowdown(row.kernel_slowdown, row.collective_slowdown, CALIBRATED)
                 if row
@@ -46,9 +47,16 @@ class ContentionTable:
             )
         return self._cache[key]
 
+    def share_links(self, axis: str, other: str) -> bool:
+        """Returns True if both axes communicate within a node, or both between nodes."""
+        return (self._axes[axis].nodes > 1) == (self._axes[other].nodes > 1)
+
 
 class NoContention:
     """Computation and communication that do not slow each other down, to see what contention costs."""
 
     def of(self, operation: str, collective: str, axis: str, us: float = math.inf) -> Slowdown:
         return Slowdown(1.0, 1.0, ASSUMED)
+
+    def share_links(self, axis: str, other: str) -> bool:
+        return axis == other

@@ -59,9 +59,7 @@ class Prices:
         self.machine, self.layout, self.backend = machine, layout or Layout(), backend
         self._without = without
         self.axes: Mapping[str, Axis] = axes_of(self.layout, machine.network.gpus_per_node)
-        self.contention = ContentionTable(
-            machine.hardware, {name: axis.ranks for name, axis in self.axes.items()}
-        )
+        self.contention = ContentionTable(machine.hardware, self.axes)
         self._cache: dict[tuple[Any, ...], Estimate] = {}
 
     def at_product_share_of(self, network: ForwardBackward) -> "Prices":
