@@ -100,6 +100,15 @@ def test_the_host_is_timed_with_the_launches_of_the_step(spec, operation):
         assert job.spec.ranks == getattr(spec, "ranks", 1) and job.spec.turn == 3
 
 
+def test_the_host_of_a_stage_of_several_ranks_is_timed_on_these_ranks():
+    """A pipeline's launches are those of a stage, and a layout runs on exactly its ranks."""
+    spec = LayoutSpec(
+        model=LARGE, layout="pp2 1f1b m2 tp2", batch=4, precision="bf16", device="cuda"
+    )
+    probe = host_job(spec, 1).spec
+    assert (probe.operation, probe.ranks, spec.ranks) == ("host eager bf16 tp2", 2, 4)
+
+
 def test_host_times_of_the_layout_are_used_if_the_file_has_them():
     spec = LayoutSpec(model=LARGE, layout="tp2", batch=4, precision="bf16", device="cuda")
     slow = [(layers, phase, 9e3 * layers) for layers in host.LAYERS for phase in range(3)]

@@ -54,7 +54,8 @@ def shape_jobs(shapes: Mapping[tuple[int, str], Set[Shape]], device: torch.devic
 def host_job(spec: Any, turn: int) -> Job | None:
     """Returns the job that times the host for launches like those of the spec, right before its row.
 
-    `turn` is the number of the row. A wrapper's buckets shrink in proportion to the blocks. Returns None
+    `turn` is the number of the row. It runs on as many ranks as the row, or on those of one stage if a
+    stage has several. A wrapper's buckets shrink in proportion to the blocks. Returns None
     on a CPU, where nothing is launched; for compile modes whose launches are not timed; and for compiled
     steps of several ranks, because each rank would have to compile.
     """
@@ -64,6 +65,7 @@ def host_job(spec: Any, turn: int) -> Job | None:
     # compiled, casts are part of other launches, so that one table covers all precisions
     dtype = "bf16" if spec.precision in ("bf16", "fp16") or mode != "eager" else "fp32"
     layout = spec.parsed_layout
+    ranks = layout.launched.ranks if layout.launched.ranks > 1 else spec.ranks
     suffix = launched_under(layout, spec.checkpointing)
     scale = 1.0 if WRAPPERS[layout.wrapper].buckets else 0.0
     if scale and isinstance(spec.model, ModelSpec):
@@ -71,7 +73,7 @@ def host_job(spec: Any, turn: int) -> Job | None:
         scale = narrow / spec.model.block_matrix_parameters
     return run.job(
         CalibrationSpec(
-            operation=f"host {mode} {dtype}{suffix}", turn=turn, ranks=spec.ranks,
+            operation=f"host {mode} {dtype}{suffix}", turn=turn, ranks=ranks,
             bucket_mb=scale * getattr(spec, "bucket_mb", 0.0), device=spec.device,
         )
     )  # fmt: skip
