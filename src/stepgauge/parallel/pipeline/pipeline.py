@@ -350,8 +350,7 @@ def _transfers(
     transport: str, schedule: Schedule, group: dist.ProcessGroup | None, device: torch.device
 ) -> Transfers | PeerTransfers:
     if transport == "auto":
-        copies = device.type == "cuda" and copies_reach(group, device)
-        transport = "copies" if copies else "messages"
+        transport = "copies" if copies_reach(group, device) else "messages"
     if transport not in TRANSPORTS:
         raise ValueError(f"transport is {transport!r}; choose auto, {', '.join(TRANSPORTS)}")
     return TRANSPORTS[transport](schedule, group, device)

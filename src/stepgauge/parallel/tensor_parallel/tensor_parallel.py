@@ -209,8 +209,7 @@ def _stream(
     module: nn.Module, group: dist.ProcessGroup, by_sequence: bool, overlap: bool | None
 ) -> ResidualStream:
     if overlap is None:
-        device = device_of(module)
-        overlap = by_sequence and device.type == "cuda" and copies_reach(group, device)
+        overlap = by_sequence and copies_reach(group, device_of(module))
     if overlap and not by_sequence:
         raise ValueError("overlap is True, which needs by_sequence=True")
     if overlap and not on_one_machine(group):
