@@ -75,7 +75,8 @@ class Pipeline:
     context   entered around every forward, such as autocast
     ahead     where receives are posted (see `lower`), unless the schedule is lowered already
     transport "copies" into the memory of the other ranks, on one machine; "messages" of the process
-              group; "auto": copies between GPUs of one machine, otherwise messages
+              group; "auto": copies between GPUs of one machine that reach each other's memory (peer
+              access), otherwise messages
     recording keeps when each action ran, for `spans`
     graphs    records forward and backward of each stage and replays them, for example
               CudaGraphs(device)
