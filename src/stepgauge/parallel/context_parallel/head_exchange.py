@@ -89,10 +89,10 @@ class HeadExchange(SplitSequences):
         for number in range(1, num_groups + 1):
             # The next group starts before attention: an NCCL kernel that comes later waits for
             # multiprocessors until attention has ended.
-            group = following
+            current = following
             if number < num_groups:
                 following = self._send(qkv_BQhW[number * self.ranks :][: self.ranks])
-            results.append(self._send(_attend_all(attention, self._receive(group))))
+            results.append(self._send(_attend_all(attention, self._receive(current))))
             if number > 1:
                 outputs += self._receive(results[-2])
         outputs += self._receive(results[-1])
