@@ -51,8 +51,9 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.train.build import batch_for, build_step
 from stepgauge.train.precision import PRECISIONS, REDUCE_DTYPES
 
+# NCCL's kernels run on a stream of high priority, so they start before other kernels that wait.
+HIGH_PRIORITY = "high priority"
 # Name -> settings of the NCCL communicator that sends the gradients.
-HIGH_PRIORITY = "high priority"  # its kernels precede the waiting blocks of other kernels
 NCCL: dict[str, dict[str, int]] = {
     "32 blocks": {"min_ctas": 32, "max_ctas": 32},
     "no clusters": {"cga_cluster_size": 0},
@@ -121,7 +122,7 @@ def network_of(part: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def settings_of(spec: DataParallelSpec, nccl_settings: str) -> Iterator[Settings]:
-    """Yields the wrapper's settings, with a communicator of its own if `way` names NCCL settings."""
+    """Yields the wrapper's settings, with a communicator of its own if NCCL settings are named."""
     autocast = PRECISIONS[spec.precision].autocast
     fields: dict[str, Any] = {
         "compute_dtype": autocast if WRAPPERS[spec.wrapper].shards("weights") else None,

@@ -109,7 +109,7 @@ PRIVATE_NAMES = {
         "a public list of a process's groups",
     ),
     "torch.ops._c10d_functional": (
-        {"parallel/tensor_parallel/residual_stream.py"},
+        {"parallel/communication/graph_collectives.py"},
         "public functional collectives that the compiler keeps in its graphs",
     ),
     "torch.ops.aten._scaled_dot_product_cudnn_attention": (

@@ -74,8 +74,9 @@ ATTENTION = frozenset(
         "stepgauge::ring_attention",
     )
 )
-# Collectives within a block (residual_stream.py and copied_all_to_all.py in parallel/). The all-gather
-# before a product is not kept: its result is as large as the shards of all ranks together.
+# Collectives within a block (graph_collectives.py and copied_all_to_all.py in parallel/communication/).
+# The all-gather before a product is not kept: its result is as large as the shards of all ranks
+# together.
 COLLECTIVES = frozenset(
     (
         "_c10d_functional::all_reduce",

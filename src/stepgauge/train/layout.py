@@ -265,9 +265,7 @@ def cut_sequences(module: nn.Module, group: dist.ProcessGroup, *, layout: Layout
     """
     context: HeadExchange | RingAttention = RingAttention(group, FUSED_ATTENTION)
     if layout.ulysses:
-        device = device_of(module)
-        by_copies = device.type == "cuda" and copies_reach(group, device)
-        context = HeadExchange(group, by_copies=by_copies)
+        context = HeadExchange(group, by_copies=copies_reach(group, device_of(module)))
     for part in module.modules():
         if not isinstance(part, Attention):
             continue

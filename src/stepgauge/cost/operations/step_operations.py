@@ -381,8 +381,8 @@ class StepOperations(ShareSizes):
         """Yields the copies of a collective that change the order of batch and positions.
 
         Ranks exchange the same positions of all sequences. The input of a collective is copied into
-        that order, and the product after an all-gather copies it back (residual_stream.py of
-        parallel/).
+        that order, and the product after an all-gather copies it back (graph_collectives.py
+        in parallel/communication/).
         """
         if self.share.batch == 1:
             return

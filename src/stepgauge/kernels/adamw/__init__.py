@@ -162,7 +162,7 @@ class FusedAdamW(Optimizer):
         if len(buckets) == 1:
             ((key, rows),) = buckets.items()
             if key[-1] and all(type(p) in PLAIN_TYPES for p in group["params"]):
-                part.steady = _SteadyGroup(part.tables_of(key, rows[0]), rows, self.state)
+                part.steady = _SteadyPart(part.tables_of(key, rows[0]), rows, self.state)
 
     def _buckets(self, group: dict) -> dict[tuple, tuple[list[Tensor], ...]]:
         """Groups the tensors of parameters with a gradient into buckets for one launch each."""
@@ -211,11 +211,11 @@ def _run_operator(rows: tuple, options: dict) -> None:
 class _Part:
     """What is kept from step to step of parameters that are updated in one call.
 
-    steady  the group at its last step, if it was one launch
+    steady  the part at its last step, if it was one launch
     """
 
     def __init__(self):
-        self.steady: _SteadyGroup | None = None
+        self.steady: _SteadyPart | None = None
         self._tables: dict = {}  # bucket -> numbers of elements, tables
 
     def tables_of(self, key: tuple, params: list[Tensor]):
@@ -228,8 +228,8 @@ class _Part:
         return self._tables[key][1]
 
 
-class _SteadyGroup:
-    """A group at the last step, whose parameters were all updated in one launch.
+class _SteadyPart:
+    """A part at the last step, whose parameters were all updated in one launch.
 
     In training usually only the gradients' addresses change from step to step. Checking this is
     several times cheaper than grouping the parameters again.

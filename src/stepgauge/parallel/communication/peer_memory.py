@@ -87,9 +87,13 @@ def on_one_machine(group: dist.ProcessGroup | None) -> bool:
 
 
 def copies_reach(group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Returns True if all ranks run on one machine and their GPUs can read each other's memory. All
-    ranks of the group must call it; `device` is this rank's GPU.
+    """Returns True if all ranks have GPUs, on one machine, that can read each other's memory.
+
+    All ranks of the group must call it, each with its own device, and get the same answer. CPUs do not
+    communicate for it, so the devices must be of one type.
     """
+    if device.type != "cuda":
+        return False
     own = torch.cuda.current_device() if device.index is None else device.index
     ranks = gathered_objects((platform.node(), own), group)
     # A rank that sees only its own GPU cannot ask about the others.

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepgauge.parallel.communication.copied_all_to_all import copied_all_to_all
+from stepgauge.parallel.communication.graph_collectives import exchange_with_others, wait_for
 from stepgauge.parallel.communication.groups_by_name import register
 from stepgauge.parallel.context_parallel.split_sequences import SplitSequences
-from stepgauge.parallel.tensor_parallel.residual_stream import exchange_with_others, wait_for
 from stepgauge.spec.plan.context import contiguous_positions, num_head_groups
 
 Tensors = Sequence[Tensor]  # x_BQhW, those of a rank and group
@@ -89,10 +89,10 @@ class HeadExchange(SplitSequences):
         for number in range(1, num_groups + 1):
             # The next group starts before attention: an NCCL kernel that comes later waits for
             # multiprocessors until attention has ended.
-            group = following
+            current = following
             if number < num_groups:
                 following = self._send(qkv_BQhW[number * self.ranks :][: self.ranks])
-            results.append(self._send(_attend_all(attention, self._receive(group))))
+            results.append(self._send(_attend_all(attention, self._receive(current))))
             if number > 1:
                 outputs += self._receive(results[-2])
         outputs += self._receive(results[-1])

@@ -75,7 +75,8 @@ class Pipeline:
     context   entered around every forward, such as autocast
     ahead     where receives are posted (see `lower`), unless the schedule is lowered already
     transport "copies" into the memory of the other ranks, on one machine; "messages" of the process
-              group; "auto": copies between GPUs of one machine, otherwise messages
+              group; "auto": copies between GPUs of one machine that reach each other's memory (peer
+              access), otherwise messages
     recording keeps when each action ran, for `spans`
     graphs    records forward and backward of each stage and replays them, for example
               CudaGraphs(device)
@@ -361,8 +362,7 @@ def _transfers(
     transport: str, schedule: Schedule, group: dist.ProcessGroup | None, device: torch.device
 ) -> Transfers | PeerTransfers:
     if transport == "auto":
-        copies = device.type == "cuda" and copies_reach(group, device)
-        transport = "copies" if copies else "messages"
+        transport = "copies" if copies_reach(group, device) else "messages"
     if transport not in TRANSPORTS:
         raise ValueError(f"transport is {transport!r}; choose auto, {', '.join(TRANSPORTS)}")
     return TRANSPORTS[transport](schedule, group, device)

@@ -29,12 +29,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from stepgauge.parallel.communication.graph_collectives import (
+    all_gather,
+    all_reduce,
+    over_ranks,
+    reduce_scatter,
+)
 from stepgauge.parallel.tensor_parallel.overlapped import gathered_product, scattered_product
 from stepgauge.spec.plan.tensor import overlaps
-
-# The operators behind torch.distributed._functional_collectives. The compiler keeps them in its
-# graph; collectives that write into their argument would break the graph.
-_ops = torch.ops._c10d_functional
 
 
 @dataclasses.dataclass(eq=False)
@@ -147,45 +149,6 @@ def _require_sequence(x: Tensor) -> None:
             f"the residual stream is cut along dim 1 of batch, sequence and width, but a layer gets "
             f"an input of shape {tuple(x.shape)}; choose by_sequence=False"
         )
-
-
-def all_reduce(x: Tensor, group: dist.ProcessGroup, operation: str = "sum") -> Tensor:
-    """Returns the sum (or another `operation`) over ranks as a new tensor."""
-    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), operation, group.group_name))
-
-
-def over_ranks(x: Tensor, group: dist.ProcessGroup | None, operation: str = "sum") -> Tensor:
-    """Like `all_reduce`, but returns x itself without a group."""
-    return x if group is None else all_reduce(x, group, operation)
-
-
-def all_gather(x_BQD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns x_BTD, the pieces of all ranks."""
-    pieces_QBD = x_BQD.transpose(0, 1).contiguous()
-    gathered = _ops.all_gather_into_tensor(pieces_QBD, group.size(), group.group_name)
-    return _ops.wait_tensor(gathered).transpose(0, 1)
-
-
-def reduce_scatter(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns x_BQD, the rank's piece of the sum over ranks."""
-    whole_TBD = x_BTD.transpose(0, 1).contiguous()
-    piece = _ops.reduce_scatter_tensor(whole_TBD, "sum", group.size(), group.group_name)
-    return _ops.wait_tensor(piece).transpose(0, 1)
-
-
-def exchange_with_others(x_M: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Starts to send x[m] to the m-th other rank. Returns y, where y[m] comes from the m-th other rank;
-    read it only after `wait_for`.
-    """
-    rows = [int(rank != group.rank()) for rank in range(group.size())]
-    y_M: Tensor = _ops.all_to_all_single(x_M, rows, rows, group.group_name)
-    return y_M
-
-
-def wait_for(y: Tensor) -> Tensor:
-    """Returns y, once the current stream has waited for the collective that writes it."""
-    waited: Tensor = _ops.wait_tensor(y)
-    return waited
 
 
 def piece_of(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -158,7 +158,7 @@ def parallelize_tensor(
     by_sequence  norms and the residual stream have one piece of the sequence per rank, along dim 1
                  of the first block's input. None: True if the table has a rule split or sequence
     overlap      large collectives run at the same time as products. None: True if by_sequence,
-                 between GPUs of one machine
+                 between GPUs of one machine that reach each other's memory (peer access)
     partial_loss a linear layer and cross-entropy over a part of the vocabulary, such as
                  kernels.linear_cross_entropy.partial: the head then holds no logits for its loss
 
@@ -209,8 +209,7 @@ def _stream(
     module: nn.Module, group: dist.ProcessGroup, by_sequence: bool, overlap: bool | None
 ) -> ResidualStream:
     if overlap is None:
-        device = device_of(module)
-        overlap = by_sequence and device.type == "cuda" and copies_reach(group, device)
+        overlap = by_sequence and copies_reach(group, device_of(module))
     if overlap and not by_sequence:
         raise ValueError("overlap is True, which needs by_sequence=True")
     if overlap and not on_one_machine(group):

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from stepgauge.parallel.autograd.first_derivatives import without_second_derivative
-from stepgauge.parallel.tensor_parallel.residual_stream import ResidualStream, over_ranks
+from stepgauge.parallel.communication.graph_collectives import over_ranks
+from stepgauge.parallel.tensor_parallel.residual_stream import ResidualStream
 
 IGNORED = -100  # target of a token that does not count, as in F.cross_entropy
 

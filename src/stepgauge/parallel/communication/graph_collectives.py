@@ -1,0 +1,51 @@
+"""Collectives that torch.compile keeps in its graphs: they return new tensors. Those that write into
+their argument would break a graph. Autograd does not follow them.
+
+Legend: B batch, T tokens, N ranks, Q = T/N tokens of a rank, D width, M other ranks, in the order of ranks.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# The operators behind torch.distributed._functional_collectives.
+_ops = torch.ops._c10d_functional
+
+
+def all_reduce(x: Tensor, group: dist.ProcessGroup, operation: str = "sum") -> Tensor:
+    """Returns the sum (or another `operation`) over ranks as a new tensor."""
+    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), operation, group.group_name))
+
+
+def over_ranks(x: Tensor, group: dist.ProcessGroup | None, operation: str = "sum") -> Tensor:
+    """Like `all_reduce`, but returns x itself without a group."""
+    return x if group is None else all_reduce(x, group, operation)
+
+
+def all_gather(x_BQD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns x_BTD, the pieces of all ranks."""
+    pieces_QBD = x_BQD.transpose(0, 1).contiguous()
+    gathered = _ops.all_gather_into_tensor(pieces_QBD, group.size(), group.group_name)
+    return _ops.wait_tensor(gathered).transpose(0, 1)
+
+
+def reduce_scatter(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns x_BQD, the rank's piece of the sum over ranks."""
+    whole_TBD = x_BTD.transpose(0, 1).contiguous()
+    piece = _ops.reduce_scatter_tensor(whole_TBD, "sum", group.size(), group.group_name)
+    return _ops.wait_tensor(piece).transpose(0, 1)
+
+
+def exchange_with_others(x_M: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Starts to send x[m] to the m-th other rank. Returns y, where y[m] comes from the m-th other rank;
+    read it only after `wait_for`.
+    """
+    rows = [int(rank != group.rank()) for rank in range(group.size())]
+    y_M: Tensor = _ops.all_to_all_single(x_M, rows, rows, group.group_name)
+    return y_M
+
+
+def wait_for(y: Tensor) -> Tensor:
+    """Returns y, once the current stream has waited for the collective that writes it."""
+    waited: Tensor = _ops.wait_tensor(y)
+    return waited
