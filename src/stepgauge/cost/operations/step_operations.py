@@ -380,18 +380,18 @@ class StepOperations(ShareSizes):
     def _transposed(self, module: str, operation: str) -> Iterator[Term]:
         """Yields the copies of a collective that change the order of batch and positions.
 
-        Ranks exchange the same positions of all sequences. The input of a collective is copied into
-        that order, and the product after an all-gather copies it back (graph_collectives.py
-        in parallel/communication/).
+        Ranks exchange the same positions of all sequences. A collective's input is copied into that
+        order; an all-gather's output, or the input repeated instead of it, is copied back.
         """
         if self.share.batch == 1:
             return
         whole, piece = self.tokens * self.model.d_model, self.own_tokens * self.model.d_model
-        copies = {"all-gather": (piece, whole), "reduce-scatter": (whole,)}
-        for numel in copies.get(operation, ()):
+        gather, scatter = [(piece, "tensor"), (whole, "")], [(whole, "tensor")]
+        copies = {"all-gather": gather, "reduce-scatter": scatter}
+        for numel, packs in copies.get(operation, []):
             copy = strided_copy(f"{module}.transpose", numel)
             plain = Term(copy.name, TRAFFIC, (2 * self.arithmetic.activation_bytes * numel,))
-            yield plain if self.arithmetic.is_compiled else copy
+            yield dataclasses.replace(plain if self.arithmetic.is_compiled else copy, packs=packs)
 
 
 def _paced(terms: Iterable[Term], pace: float) -> list[Term]:

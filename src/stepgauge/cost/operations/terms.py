@@ -36,6 +36,7 @@ class Term:
     gradient     elements of the parameter whose gradient is complete after this term; 0 if none is
     for_weights  part of a weight gradient: no other pipeline stage waits for it
     axis         communication: the mesh axis of the ranks that take part
+    packs        the mesh axis whose messages this copy packs; without them it is not made
     hidden_by    communication in pieces: the products that run at the same time
     nbytes       bytes of a plain pass that takes as long; used if the hardware file has no times of
                  the operation
@@ -54,6 +55,7 @@ class Term:
     gradient: int = 0
     for_weights: bool = False
     axis: str = ""
+    packs: str = ""
     hidden_by: tuple["Term", ...] = ()
     nbytes: float = 0.0
     pace: float = 1.0
