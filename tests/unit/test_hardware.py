@@ -56,6 +56,13 @@ def test_a_file_keeps_times_by_ranks_and_contention(tmp_path):
         Contention.from_row(["matmul", "all_reduce", 1.2])
 
 
+def test_a_file_is_written_through_a_symbolic_link(tmp_path):
+    (tmp_path / "link.json").symlink_to(tmp_path / "box.json")
+    HardwareFile(name="box").write(tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink()
+    assert HardwareFile.read(tmp_path / "box.json").name == "box"
+
+
 def test_older_names_in_a_file_are_read(tmp_path):
     """Until 2026-11-28 a link's settings and the tables of exact shapes were called "asked"."""
     path = tmp_path / "box.json"

@@ -329,7 +329,10 @@ class HardwareFile:
         )
 
     def write(self, path: Path) -> None:
-        """Writes the file atomically. Raises OSError if that fails."""
+        """Writes the file atomically; of a symbolic link, the file that it points to. Raises OSError if
+        that fails.
+        """
+        path = path.resolve()
         draft = draft_of(path)
         value = {
             "schema": HARDWARE_SCHEMA,
