@@ -223,7 +223,11 @@ class LayoutParts:
 
     def without(self, axis: str) -> "LayoutParts":
         """Returns the same step with communication on the axis taking no time."""
-        return dataclasses.replace(self, prices=self.prices.without(axis))
+        prices, replayed = self.prices.without(axis), self.spec.cuda_graphs
+        host = launch_costs_of(
+            self.stages[0], prices.machine, prices.launched_layout, replayed=replayed
+        )
+        return dataclasses.replace(self, prices=prices, host=host)
 
     def memory(self) -> Memory | None:
         layout, accumulates = self.spec.parsed_layout, self.spec.accumulation > 1

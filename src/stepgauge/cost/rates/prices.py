@@ -73,6 +73,13 @@ class Prices:
         """Returns prices at which communication on the axis takes no time."""
         return Prices(self.machine, self.layout, self.backend, without=axis)
 
+    @property
+    def launched_layout(self) -> Layout:
+        """The layout that the host launches: without the tensor axis if its communication is left out."""
+        if self._without != "tensor":
+            return self.layout
+        return dataclasses.replace(self.layout, tensor=1, overlap=False)
+
     def total_us(self, terms: Iterable[Term]) -> float:
         return sum(map(self.us, terms))
 
