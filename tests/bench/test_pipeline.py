@@ -99,16 +99,17 @@ def test_only_tensors_that_cross_ranks_are_counted():
 
 
 def test_a_rank_pauses_where_it_waits_in_the_simulated_step(monkeypatch):
-    """It waits for 30 ms before its first forward. Waits before W and short ones are added to the next."""
+    """It waits for 30 ms before its first forward. Short waits, and those before W and before tensors of
+    the rank itself, are added to the next one.
+    """
     times = {Action(1, "F", 0): (30, 40), Action(1, "I", 0): (40.5, 50), Action(1, "W", 0): (54, 60),
-             Action(0, "F", 1): (60, 70), Action(0, "B", 1): (75, 90)}  # fmt: skip
+             Action(0, "F", 1): (63, 70), Action(0, "B", 1): (75, 90)}  # fmt: skip
     spans = [Span(action, *ms) for action, ms in times.items()]
-    lead_s = rehearsal.PRODUCTS * rehearsal.PRODUCT_S
-    pauses = rehearsal.pauses_of(spans)
+    receives = {Action(1, "RECV_F", 0), Action(1, "RECV_B", 0), Action(0, "RECV_B", 1)}
+    pauses = rehearsal.pauses_of(spans, receives)
     assert pauses == {
-        Action(1, "RECV_F", 0): pytest.approx(0.030 - lead_s),
-        Action(0, "RECV_F", 1): pytest.approx(0.0045 - lead_s),
-        Action(0, "RECV_B", 1): pytest.approx(0.005 - lead_s),
+        Action(1, "RECV_F", 0): pytest.approx(0.030),
+        Action(0, "RECV_B", 1): pytest.approx(0.0005 + 0.004 + 0.003 + 0.005),
     }
     slept = []
     monkeypatch.setattr(rehearsal.time, "sleep", slept.append)
@@ -118,7 +119,7 @@ def test_a_rank_pauses_where_it_waits_in_the_simulated_step(monkeypatch):
         transfers.receive(action, metas)
         noise, integers = transfers.take(action)
         assert noise.shape == (2, 3) and noise.std() > 0 and not integers.any()
-    assert slept == [pytest.approx(0.030 - lead_s)]
+    assert slept == [pytest.approx(0.030 - rehearsal.LEAD_S)]
 
 
 @pytest.mark.parametrize("launch_ms", [0.1, 0.9, 1.1, 3.0])

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stepgauge.bench.busy import keep_busy
 from stepgauge.bench.pipeline_bytes import boundaries, held_in_step, message_bytes
 from stepgauge.bench.stage_calls import stage_calls
 from stepgauge.cost.pipeline.timeline import Durations, transfers_of
@@ -26,8 +27,6 @@ MICRO_BATCHES = 4  # micro-batches per timing of a stage
 TIMED_LAUNCHES = 2
 REPEATS, MOST_REPEATS = 4, 20
 PROBE_S = 0.5  # in 0.1 s the host's time for a computation was off by 20 %, either way
-PRODUCT_WIDTH, PRODUCT_S = 4096, 2e-4  # of a product, and roughly its time on a GPU
-MOST_PRODUCTS = 128  # a GPU queues about a thousand launches before the host has to wait
 # Figures of stages by everything that they depend on: schedules of a sweep share stages.
 CACHE: dict[Hashable, "_StageProbe"] = {}
 
@@ -145,7 +144,7 @@ class StageProber:
         levels = [self._allocated()]
         for kind, call in calls.items():
             devices.synchronize(self.device)
-            self._lead(lead_s)
+            keep_busy(self.device, lead_s)
             if self.device.type == "cuda":  # resets the peak, but keeps the allocator's blocks
                 torch.cuda.reset_peak_memory_stats(self.device)
             begin, start = self._timestamp(), time.perf_counter()
@@ -178,20 +177,6 @@ class StageProber:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def _lead(self, seconds: float) -> None:
-        """Keeps a GPU busy with products for about this long, with few launches; does nothing on a
-        CPU. Products, because copies take little power: the clock would be higher than in a step.
-
-        Their memory is freed before they have run. That is safe: on the same stream, later work that
-        reuses the memory runs after them.
-        """
-        products = min(MOST_PRODUCTS, round(seconds / PRODUCT_S))
-        if self.device.type == "cuda" and products:
-            shape = (2, PRODUCT_WIDTH, PRODUCT_WIDTH)
-            left, right = torch.randn(shape, dtype=torch.bfloat16, device=self.device)
-            for _ in range(products):
-                torch.mm(left, right)
 
     def _allocated(self) -> int:
         return devices.allocated_memory(self.device) or 0

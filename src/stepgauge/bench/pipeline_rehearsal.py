@@ -7,25 +7,24 @@ actions take as long as in a step: a GPU at its power limit is up to a tenth slo
 import collections
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stepgauge.bench.busy import keep_busy
 from stepgauge.cost.pipeline.timeline import Span
 from stepgauge.measure import devices
 from stepgauge.parallel.pipeline import Pipeline
 from stepgauge.parallel.pipeline.interfaces import Meta
 from stepgauge.spec.plan.pipeline import Action, Channel
-from stepgauge.spec.plan.pipeline.action import FORWARD, RECV_B, RECV_F, WEIGHT
+from stepgauge.spec.plan.pipeline.action import FORWARD, RECEIVES, RECV_B, RECV_F, WEIGHT
 
 STEPS = 4  # of a rehearsal; the first one, in which a GPU warms up, is not counted
-# After a pause a GPU gets products of this width, for as long as the host needs to launch the first
-# kernel of the next action. Each takes about this long.
-PRODUCT_WIDTH, PRODUCT_S, PRODUCTS = 4096, 2e-4, 2
-LEAST_PAUSE_S = 1e-3  # shorter pauses are added to the next one
+LEAST_PAUSE_S = 1e-3  # shorter waits are added to the next one
+LEAD_S = 4e-4  # of a pause, in which the host launches the first kernels of the next action
 
 
 class NoisyTransfers:
@@ -39,10 +38,6 @@ class NoisyTransfers:
     def __init__(self, pauses: Mapping[Action, float], device: torch.device):
         self._pauses, self._device = pauses, device
         self._noise: dict[Channel, list[Tensor]] = {}
-        self._factors: Sequence[Tensor] = ()
-        if device.type == "cuda":
-            shape = (2, PRODUCT_WIDTH, PRODUCT_WIDTH)
-            self._factors = torch.randn(shape, dtype=torch.bfloat16, device=device).unbind()
 
     def prepare(self, messages: Mapping[Channel, Sequence[Meta]]) -> None:
         """Does nothing: tensors are made when they are received."""
@@ -58,26 +53,26 @@ class NoisyTransfers:
         """Pauses if the rank would wait here. Returns the same tensors for all micro-batches."""
         if action in self._pauses:
             devices.synchronize(self._device)
-            time.sleep(self._pauses[action])
-            for _ in range(PRODUCTS if self._factors else 0):
-                torch.mm(*self._factors)
+            time.sleep(self._pauses[action] - LEAD_S)
+            keep_busy(self._device, LEAD_S)
         return self._noise[action.channel]
 
     def finish(self) -> None:
         """Does nothing: nothing was sent."""
 
 
-def pauses_of(spans: Sequence[Span]) -> dict[Action, float]:
-    """Returns how many seconds a rank with these computations pauses before each of its receives."""
+def pauses_of(spans: Sequence[Span], receives: Collection[Action]) -> dict[Action, float]:
+    """Returns how many seconds a rank with these computations and receives pauses before the tensors of
+    each receive.
+    """
     pauses: dict[Action, float] = {}
     waited_s, now_ms = 0.0, 0.0
     for (stage, kind, micro_batch), start_ms, end_ms in spans:
         waited_s += (start_ms - now_ms) / 1e3
         now_ms = end_ms
-        if kind != WEIGHT and waited_s >= LEAST_PAUSE_S:
-            receive = Action(stage, RECV_F if kind == FORWARD else RECV_B, micro_batch)
-            pauses[receive] = waited_s - PRODUCTS * PRODUCT_S
-            waited_s = 0.0
+        receive = Action(stage, RECV_F if kind == FORWARD else RECV_B, micro_batch)
+        if receive in receives and kind != WEIGHT and waited_s >= LEAST_PAUSE_S:
+            pauses[receive], waited_s = waited_s, 0.0
     return pauses
 
 
@@ -92,8 +87,10 @@ def rehearse(
     step      runs a step of it
     spans     the rank's computations in a simulated step, which show where it waits
     """
+    actions = pipeline.schedule.ranks[pipeline.rank]
+    pauses = pauses_of(spans, {action for action in actions if action.kind in RECEIVES})
     taken_ms = collections.defaultdict(list)
-    with pipeline.exchanging_by(NoisyTransfers(pauses_of(spans), pipeline.device)):
+    with pipeline.exchanging_by(NoisyTransfers(pauses, pipeline.device)):
         for number in range(STEPS):
             dist.barrier()
             step()
