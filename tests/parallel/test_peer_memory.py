@@ -6,8 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch import nn
 
 from stepgauge.parallel.communication import peer_memory
+from stepgauge.parallel.tensor_parallel import tensor_parallel
 
 BOTH_WAYS = {(0, 1), (1, 0)}
 
@@ -62,3 +64,14 @@ def test_a_rank_without_a_gpu_neither_copies_nor_asks_the_others(monkeypatch):
     monkeypatch.setattr(peer_memory, "gathered_objects", None)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", None)
     assert not peer_memory.copies_reach(None, torch.device("cpu"))
+
+
+def test_overlap_needs_gpus_that_read_each_others_memory(monkeypatch):
+    monkeypatch.setattr(tensor_parallel, "device_of", lambda module: torch.device("cuda", 0))
+    monkeypatch.setattr(tensor_parallel, "on_one_machine", lambda group: True)
+    monkeypatch.setattr(tensor_parallel, "copies_reach", lambda group, device: False)
+    with pytest.raises(ValueError, match="which needs GPUs that can read each other's memory"):
+        tensor_parallel._stream(nn.Linear(2, 2), None, by_sequence=True, overlap=True)
+    assert not tensor_parallel._stream(
+        nn.Linear(2, 2), None, by_sequence=True, overlap=None
+    ).overlap

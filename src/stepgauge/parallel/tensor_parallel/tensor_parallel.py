@@ -208,12 +208,15 @@ def table_by_config(module: nn.Module) -> Table:
 def _stream(
     module: nn.Module, group: dist.ProcessGroup, by_sequence: bool, overlap: bool | None
 ) -> ResidualStream:
+    device = device_of(module)
     if overlap is None:
-        overlap = by_sequence and copies_reach(group, device_of(module))
+        overlap = by_sequence and copies_reach(group, device)
     if overlap and not by_sequence:
         raise ValueError("overlap is True, which needs by_sequence=True")
     if overlap and not on_one_machine(group):
         raise ValueError("overlap is True, which needs the ranks of the tensor axis on one machine")
+    if overlap and device.type == "cuda" and not copies_reach(group, device):
+        raise ValueError("overlap is True, which needs GPUs that can read each other's memory")
     if overlap:
         register(group)
     return ResidualStream(group, by_sequence, overlap)
