@@ -8,7 +8,7 @@ import pytest
 from stepgauge.cost.data_axis.wrapper_host import Hooks, hooks_of, unknown_host
 from stepgauge.cost.data_parallel import predict_data_parallel
 from stepgauge.cost.host import SELECTIVE_HOST_FACTOR, launch_costs
-from stepgauge.cost.layout import predict_layout
+from stepgauge.cost.layout import NOTHING_OVERLAPS, predict_layout
 from stepgauge.cost.rates.estimate import INTERVAL, SLOWER_HOST, spread
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.spec.calibration import (
@@ -122,8 +122,8 @@ def test_a_wrapper_without_host_times_gets_those_of_a_typical_host():
     assert hooks(machine(), "zero3") == hooks(CalibratedMachine(H200), "zero3") != {}
     steps = [predicted(w, machine()).median("step_ms") for w in ("none", "bucketed", "zero3")]
     assert steps == sorted(steps)
-    assert not predicted("bucketed", machine("bucketed")).note
-    assert not predicted("none", machine()).note
+    assert "host cost" not in predicted("bucketed", machine("bucketed")).note
+    assert "host cost" not in predicted("none", machine()).note
 
 
 def eager_host(block_us, outside_us=0.0):
@@ -177,16 +177,17 @@ def test_selective_checkpointing_takes_the_host_longer():
 
 
 def test_missing_host_times_of_a_layout_are_noted():
-    def note(layout, on):
+    def note(layout, on, batch=4):
         asked = LayoutSpec(model=ModelSpec.preset("small", attention="triton"), layout=layout,
-                           batch=4, precision="bf16", device="cuda")  # fmt: skip
-        return predict_layout(asked, on).note
+                           batch=batch, precision="bf16", device="cuda")  # fmt: skip
+        return predict_layout(asked, on).note.partition("; the host limits this step")[0]
 
     links = machine().hardware.links
     with_links = CalibratedMachine(dataclasses.replace(H200, links=[*H200.links, *links]))
-    assert not note("tp2", with_links)
-    assert note("tp2 overlap", with_links).endswith(
-        "left out (calibrate --ranks measures it): what overlap adds"
+    assert note("tp2", with_links).startswith("the host limits this step, or nearly: one that")
+    assert note("tp2 overlap", with_links) == NOTHING_OVERLAPS
+    assert note("tp2 overlap", with_links, batch=256).startswith(
+        "host cost not measured and left out (calibrate --ranks measures it): what overlap adds"
     )
     assert note("zero2 cp2", with_links).endswith(": zero2 cp2")
 
@@ -204,7 +205,7 @@ def step_ms_and_note(on, layout):
     spec = LayoutSpec(model=ModelSpec.preset("nano", context_length=128), layout=layout, batch=4,
                       device="cuda")  # fmt: skip
     record = predict_layout(spec, on)
-    return record.median("step_ms"), record.note
+    return record.median("step_ms"), record.note.partition("the host limits this step")[0]
 
 
 @pytest.mark.parametrize("name", ["dgx-a100", "dgx-h100"])

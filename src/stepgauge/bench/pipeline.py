@@ -1,5 +1,5 @@
 """Predicts and measures a pipeline step on several ranks. `jobs` returns two jobs of a PipelineSpec:
-the first times each stage in isolation and simulates the step, the second measures the step.
+the first lets each rank rehearse its actions and simulates the step, the second measures the step.
 """
 
 import dataclasses
@@ -38,7 +38,9 @@ from stepgauge.train.build import batch_for
 from stepgauge.train.layout import num_counted
 from stepgauge.train.precision import PRECISIONS
 
-REHEARSALS = 2  # the first one pauses where stages of the times alone would; the second, of its own
+# By device. The first rehearsal pauses as stages timed alone imply, the second as the first one's times
+# imply, since a GPU's speed depends on its pauses.
+REHEARSALS = {"cuda": 2, "cpu": 1}
 # Measured times of a network's parts, by the spec's fields that they depend on.
 PART_TIMES: dict[tuple[Any, ...], PartTimes] = {}
 # Schedules whose W actions were moved into bubbles: a row and its prediction use the same one.
@@ -79,7 +81,7 @@ def measure(spec: PipelineSpec) -> PipelineFigures:
 
 
 def probe(spec: PipelineSpec) -> RankProbe:
-    """Times this rank's stages in isolation, without a schedule. All ranks must call it."""
+    """Times this rank's actions without the other ranks. All ranks must call it."""
     with PipelineBench(dataclasses.replace(spec, schedule=spec.ours)) as bench:
         bench.warm_up(1)
         return bench.probe()
@@ -217,7 +219,7 @@ class PipelineBench:
         """
         assert isinstance(self.pipeline, Pipeline), "torch's pipelines cannot be probed"
         alone = probe = self._prober(self.pipeline).run()
-        for _ in range(REHEARSALS):
+        for _ in range(REHEARSALS[self.device.type]):
             expected = durations(gathered_objects(probe), self.spec.num_stages)
             spans = simulate(self._schedule, expected).ranks[dist.get_rank()]
             rehearsed = rehearse(self.pipeline, self.step, spans)

@@ -1,4 +1,5 @@
-"""Times the stages of a rank in isolation and measures their memory. From these figures a row's step
+"""Times the stages of a rank one by one and measures their memory. From these figures, and from times
+in the order of the schedule (pipeline_rehearsal.py), a row's step
 and its peaks are simulated before it runs.
 """
 
@@ -33,7 +34,7 @@ CACHE: dict[Hashable, "_StageProbe"] = {}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankProbe:
-    """The figures of one rank's stages in isolation. Without a GPU all bytes are 0.
+    """The figures of one rank's stages, without other ranks. Without a GPU all bytes are 0.
 
     actions      ms by (stage, action kind)
     transfer_ms  ms of a transfer between two ranks

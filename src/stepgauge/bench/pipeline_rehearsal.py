@@ -1,13 +1,13 @@
-"""Times a rank's actions in the order of its schedule, without other ranks.
+"""Times a rank's actions in the order of its schedule, without tensors of other ranks.
 
-Noise stands for the tensors of other ranks, and the rank pauses where it would wait for them. So its
-actions take as long as in a step: a GPU at its power limit is up to a tenth slower if it never pauses.
+Noise stands for these tensors, and the rank pauses where it would wait for them. So its actions take
+about as long as in a step: a GPU at its power limit is up to a tenth slower if it never pauses.
 """
 
 import collections
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from stepgauge.measure import devices
 from stepgauge.parallel.pipeline import Pipeline
 from stepgauge.parallel.pipeline.interfaces import Meta
 from stepgauge.spec.plan.pipeline import Action, Channel
-from stepgauge.spec.plan.pipeline.action import FORWARD, RECEIVES, RECV_B, RECV_F, WEIGHT
+from stepgauge.spec.plan.pipeline.action import FORWARD, RECV_B, RECV_F, WEIGHT
 
 STEPS = 4  # of a rehearsal; the first one, in which a GPU warms up, is not counted
 LEAST_PAUSE_S = 1e-3  # shorter waits are added to the next one
@@ -61,17 +61,17 @@ class NoisyTransfers:
         """Does nothing: nothing was sent."""
 
 
-def pauses_of(spans: Sequence[Span], receives: Collection[Action]) -> dict[Action, float]:
-    """Returns how many seconds a rank with these computations and receives pauses before the tensors of
-    each receive.
+def pauses_of(spans: Sequence[Span]) -> dict[Action, float]:
+    """Returns how many seconds a rank with these computations pauses before each of its receives. A rank
+    waits for nothing else.
     """
     pauses: dict[Action, float] = {}
     waited_s, now_ms = 0.0, 0.0
     for (stage, kind, micro_batch), start_ms, end_ms in spans:
         waited_s += (start_ms - now_ms) / 1e3
         now_ms = end_ms
-        receive = Action(stage, RECV_F if kind == FORWARD else RECV_B, micro_batch)
-        if receive in receives and kind != WEIGHT and waited_s >= LEAST_PAUSE_S:
+        if kind != WEIGHT and waited_s >= LEAST_PAUSE_S:
+            receive = Action(stage, RECV_F if kind == FORWARD else RECV_B, micro_batch)
             pauses[receive], waited_s = waited_s, 0.0
     return pauses
 
@@ -79,18 +79,16 @@ def pauses_of(spans: Sequence[Span], receives: Collection[Action]) -> dict[Actio
 def rehearse(
     pipeline: Pipeline, step: Callable[[], Any], spans: Sequence[Span]
 ) -> dict[tuple[int, str], float]:
-    """Runs steps of this rank without other ranks. Returns the mean ms of its actions by (stage, kind).
+    """Runs steps of this rank with noise. Returns the mean ms of its actions by (stage, kind).
 
-    All ranks must call it at the same time, because they may share a CPU or a power supply.
+    All ranks must call it at the same time: they share a CPU or a host, and sum tied weights' gradients.
 
     pipeline  has run a step, and records its actions
     step      runs a step of it
     spans     the rank's computations in a simulated step, which show where it waits
     """
-    actions = pipeline.schedule.ranks[pipeline.rank]
-    pauses = pauses_of(spans, {action for action in actions if action.kind in RECEIVES})
     taken_ms = collections.defaultdict(list)
-    with pipeline.exchanging_by(NoisyTransfers(pauses, pipeline.device)):
+    with pipeline.exchanging_by(NoisyTransfers(pauses_of(spans), pipeline.device)):
         for number in range(STEPS):
             dist.barrier()
             step()

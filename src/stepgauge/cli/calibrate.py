@@ -60,7 +60,9 @@ def calibrate(
     path = hardware or default_path(name)
     before = HardwareFile.read(path) if path.exists() else HardwareFile(name=path.stem)
     machine.require_same_machine(before, name, threads)
-    draft_of(path).unlink()  # raises if the path cannot be written, before anything is measured
+    draft_of(
+        path.resolve()
+    ).unlink()  # raises if the path cannot be written, before anything is measured
     records = run_jobs(jobs, out, fresh=fresh)
     if not any(record.status == "ok" for record in records):
         require_success(records)

@@ -194,8 +194,9 @@ def _row_by_row(
             return
         if record.status == "ok":
             probed.append(record)
-        file_now = with_operations(file, [median_probe(probed)] if record.status == "ok" else [])
-        expected = "; ".join(filter(None, (HOST_NOTE, row.expect)))
+        is_timed = record.status == "ok"
+        file_now = with_operations(file, [median_probe(probed)] if is_timed else [])
+        expected = "; ".join(filter(None, (HOST_NOTE if is_timed else "", row.expect)))
         made = predict_before([row.spec], file_now, store, fresh=fresh, expected=[expected])
         predictions.extend(made.records)
         for reason in made.refused:

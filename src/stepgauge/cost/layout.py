@@ -6,6 +6,7 @@ backward, while other stages still compute, and each rank's optimizer follows.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 from stepgauge.cost.data_axis.buckets import Bucketed, Sending
@@ -42,6 +43,7 @@ from stepgauge.spec.plan.stages import describe_balance
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.steps import work_of
 
+NOTHING_OVERLAPS = "overlap changes nothing here: each rank's piece of a message is too small"
 # A schedule repeats itself after this many micro-batches per rank of the pipeline.
 MICRO_BATCHES_UNTIL_REPEAT = 3
 
@@ -95,8 +97,7 @@ def predict_layout(
         metrics["bubble"] = Sample.exact(step.bubble, "fraction of the step")
     sequences = spec.batch * spec.accumulation
     metrics |= rates(spec, machine, step.step_ms, sequences=sequences, ranks=spec.ranks)
-    work, layout = parts.stages[0].spec, spec.parsed_layout
-    note = unknown_host(machine, work, layout, replayed=spec.cuda_graphs)
+    note = _note_on_launches(parts)
     record = modelled(
         spec, machine, metrics, step.rows, parts.memory(), late_us=step.late_us, note=note
     )
@@ -108,6 +109,17 @@ def predict_layout(
     return dataclasses.replace(
         record, tables=tables, note="; ".join(filter(None, (balance, record.note)))
     )
+
+
+def _note_on_launches(parts: "LayoutParts") -> str:
+    """Returns what is not known of the host's launches, and whether overlap changes nothing."""
+    prices, is_replayed = parts.prices, parts.spec.cuda_graphs
+    notes = [
+        unknown_host(prices.machine, parts.stages[0].spec, prices.layout, replayed=is_replayed)
+    ]
+    if parts.spec.parsed_layout.overlap and not prices.layout.overlap:
+        notes.insert(0, NOTHING_OVERLAPS)
+    return "; ".join(filter(None, notes))
 
 
 def _exposed(parts: "LayoutParts", step: Predicted) -> dict[str, float]:
@@ -165,7 +177,6 @@ class LayoutParts:
     spec: LayoutSpec
     stages: Sequence[Operations]
     prices: Prices
-    host: dict[str, LaunchCost]
     schedule: Schedule | None
     shortened: bool = False
 
@@ -188,6 +199,9 @@ class LayoutParts:
             prices = prices.at_product_share_of(StageChain(stages))
         else:
             network = StepOperations(work, share)
+            if not network.overlapped:  # messages are too small, so they are plain collectives
+                layout = dataclasses.replace(layout, overlap=False)
+                prices = Prices(machine, layout, library_of(spec))
             prices = prices.at_product_share_of(network)
             times = None
             if spec.needs_times:
@@ -200,10 +214,15 @@ class LayoutParts:
             spec=spec,
             stages=stages,
             prices=prices,
-            host=launch_costs_of(stages[0], machine, layout, replayed=spec.cuda_graphs),
             schedule=spec.schedule(),
             shortened=shortened,
         )
+
+    @functools.cached_property
+    def host(self) -> dict[str, LaunchCost]:
+        """The host's time by phase."""
+        machine, replayed = self.prices.machine, self.spec.cuda_graphs
+        return launch_costs_of(self.stages[0], machine, self.prices.host_layout, replayed=replayed)
 
     @property
     def sending(self) -> Sending:
@@ -223,11 +242,7 @@ class LayoutParts:
 
     def without(self, axis: str) -> "LayoutParts":
         """Returns the same step with communication on the axis taking no time."""
-        prices, replayed = self.prices.without(axis), self.spec.cuda_graphs
-        host = launch_costs_of(
-            self.stages[0], prices.machine, prices.launched_layout, replayed=replayed
-        )
-        return dataclasses.replace(self, prices=prices, host=host)
+        return dataclasses.replace(self, prices=self.prices.without(axis))
 
     def memory(self) -> Memory | None:
         layout, accumulates = self.spec.parsed_layout, self.spec.accumulation > 1

@@ -12,6 +12,7 @@ from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.rank import peak_of, phases_of, rank_step_of
 from stepgauge.cost.rates.estimate import INTERVAL, SLOWER_HOST
 from stepgauge.cost.rates.machine import CalibratedMachine
+from stepgauge.cost.streams.ledger import total_us
 from stepgauge.cost.streams.outcome import run_program
 from stepgauge.cost.streams.program import DataParallelCost
 from stepgauge.cost.term_table import HEADINGS, host_rows, notes_on, term_rows
@@ -21,6 +22,8 @@ from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.throughput import StepWork, throughput
 from stepgauge.spec.units import GIB
+
+NOTED_DELAY = 0.2  # of a step: a delay by a slower host that a note explains
 
 
 def predict(
@@ -71,7 +74,8 @@ def modelled(
     if late_us:
         cause = f"a host that takes {SLOWER_HOST:g} times as long"
         tables[INTERVAL] = [["possible delay", "us"], [cause, late_us]]
-    notes = [note, *notes_on(rows, machine), machine.disturbance]
+    limit = _host_limit(late_us, total_us(rows))
+    notes = [note, limit, *notes_on(rows, machine), machine.disturbance]
     if memory is not None and not spec.device.startswith("cpu"):
         metrics = {**metrics, "peak_bytes": Sample.exact(round(memory.peak_bytes), "bytes")}
         tables["memory"] = memory.rows()
@@ -83,6 +87,16 @@ def modelled(
         environment={"device": machine.hardware.device, "hardware": machine.hardware.name},
         provenance="modelled",
         note="; ".join(filter(None, notes)),
+    )
+
+
+def _host_limit(late_us: float, step_us: float) -> str:
+    """Returns a note if a slower host would lengthen the step much; otherwise ""."""
+    if late_us < NOTED_DELAY * step_us:
+        return ""
+    return (
+        f"the host limits this step, or nearly: one that launches it {SLOWER_HOST:g} times as slowly "
+        f"adds {late_us / 1e3:,.0f} ms, which ± includes; compiled blocks need fewer launches"
     )
 
 

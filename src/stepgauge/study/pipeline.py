@@ -132,8 +132,8 @@ EXPERIMENT = Experiment(
     method=(
         "BERT is split into one stage per rank. Forward and backward of a global batch of 64 run "
         "with 1F1B and other schedules, and the slowest rank of each step counts. Before a row runs, "
-        "each stage is timed separately and the schedule is simulated with these times. torch-1f1b "
-        "is the 1F1B of torch.distributed.pipelining."
+        "each rank rehearses it without the others and the schedule is simulated with these times. "
+        "torch-1f1b is the 1F1B of torch.distributed.pipelining."
     ),
     specs=specs,
     blocks=blocks,

@@ -27,9 +27,9 @@ def pipeline(
 ) -> None:
     """Time pipeline-parallel forward and backward passes, and simulate each schedule.
 
-    Every option accepts several values; all combinations are measured. Before a row runs, its stages
-    are timed one by one and its schedule is simulated with these times; the prediction becomes a row
-    of the run, too.
+    Every option accepts several values; all combinations are measured. Before a row runs, each
+    rank rehearses it without the others, and its schedule is simulated with these times; the prediction
+    becomes a row of the run, too.
     """
     specs = rows.resolve_devices(
         rows.canonical_specs(expand(PipelineSpec, values, network=Networks))

@@ -76,7 +76,7 @@ class Bucketed(DataParallelCost):
         self.sending, self.prices = sending, step.prices
         self._arithmetic = step.operations.arithmetic
         self.hooks = hooks_of(
-            self.prices.machine, sending.wrapper, step.operations.spec, self.prices.launched_layout
+            self.prices.machine, sending.wrapper, step.operations.spec, self.prices.host_layout
         )
         if sending.recorded:
             self.hooks = {**self.hooks, "forward": Hooks(), "backward": Hooks()}

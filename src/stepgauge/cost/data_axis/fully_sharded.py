@@ -32,7 +32,7 @@ class FullySharded(DataParallelCost):
         self._elements = step.operations.units
         self._ends = step.operations.num_parameters - sum(self._elements.values())
         self._hooks = hooks_of(
-            self.prices.machine, sending.wrapper, step.operations.spec, self.prices.launched_layout
+            self.prices.machine, sending.wrapper, step.operations.spec, self.prices.host_layout
         )
         self.num_gradients = num_gradients(step)
         self._first: dict[str, str] = {}  # the first group of each phase

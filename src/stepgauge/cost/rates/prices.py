@@ -13,6 +13,7 @@ from stepgauge.cost.rates.network import Axis, axes_of
 from stepgauge.spec.layout import Layout
 
 NCCL, GLOO = "nccl", "gloo"
+SINGLE_PROCESS = "host eager bf16"  # in the file of every calibrated GPU
 # A collective that products hide still costs a copy, a flag and a wait before it and after it.
 LEAST_EXPOSED_US = 10.0
 
@@ -74,9 +75,11 @@ class Prices:
         return Prices(self.machine, self.layout, self.backend, without=axis)
 
     @property
-    def launched_layout(self) -> Layout:
-        """The layout that the host launches: without the tensor axis if its communication is left out."""
-        if self._without != "tensor":
+    def host_layout(self) -> Layout:
+        """The layout that the host launches: without the tensor axis if its communication is left out and
+        the file has the host's times of a single process.
+        """
+        if self._without != "tensor" or SINGLE_PROCESS not in self.machine.operations:
             return self.layout
         return dataclasses.replace(self.layout, tensor=1, overlap=False)
 

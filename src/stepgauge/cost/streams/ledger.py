@@ -1,7 +1,8 @@
 """The rows whose sum is a predicted step.
 
-They are the rank's terms, each axis's exposed communication, and the remaining time, in which the rank
-waits for the host or for other stages.
+They are the rank's terms, the time in which it waits for each axis's messages, and the remaining time, in
+which it waits for the host or for other stages. Without an axis a step would be shorter by more than the
+wait for it: its messages also slow kernels down, and need copies.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ def step_rows(operations: Operations, prices: Prices, step: Outcome, *, passes: 
     copies_us = step.device_ms * 1e3 - total_us(rows)
     rows += _row("backward", "casts and copies for communication", TRAFFIC, copies_us)
     for axis, ms in step.exposed.items():
-        rows += _row("exposed", f"{axis} axis", "communication", ms * 1e3)
+        rows += _row("step", f"waits for the {axis} axis", "communication", ms * 1e3)
     slowdown = f"× {prices.contention.of('matmul', 'all_reduce', DATA).kernel:g}"
     rows += _row("backward", "slowed by collectives", "contention", step.slowed_ms * 1e3,
                  sizes=slowdown)  # fmt: skip
@@ -57,7 +58,7 @@ def pipeline_rows(
     }
     rows = term_rows(terms, prices, times=passes)
     rows.append(_update_row(stages[0], prices, optimizer_ms))
-    rows += _row("exposed", "data axis", "communication", exposed_ms * 1e3)
+    rows += _row("step", "waits for the data axis", "communication", exposed_ms * 1e3)
     left_us = step_ms * 1e3 - total_us(rows)
     return rows + _row("step", "waits", "other stages and host launches", left_us)
 

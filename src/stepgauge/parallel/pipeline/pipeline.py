@@ -272,8 +272,10 @@ class Pipeline:
     @contextlib.contextmanager
     def exchanging_by(self, transfers: Any) -> Iterator[None]:
         """Steps in the context exchange tensors with other ranks by `transfers`, which has the methods of
-        Transfers.
+        Transfers. Raises RuntimeError before the first step, which prepares the usual ones.
         """
+        if not self.metas:
+            raise RuntimeError("the pipeline has not run a step, which prepares its transfers")
         usual, self._transfers = self._transfers, transfers
         try:
             yield
