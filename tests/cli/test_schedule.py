@@ -52,6 +52,20 @@ def test_every_format_of_show_can_be_read(stepgauge, tmp_path):
         assert status == 2 and "is not the JSON of a schedule" in err
 
 
+def test_simulate_writes_the_format_of_the_files_suffix(stepgauge, tmp_path):
+    asked = ("schedule", "simulate", "zbv", "--ranks", 2, "--write")
+    for name, format in (("f.csv", "csv"), ("f.json", "json"), ("f.txt", "text")):
+        path = tmp_path / name
+        assert stepgauge(*asked, path)[0] == 0
+        assert stepgauge("schedule", "show", path, "--format", format)[1] == path.read_text()
+        status, _, err = stepgauge("schedule", "check", path)
+        assert status == 0, err
+    (tmp_path / "f.csv").write_text((tmp_path / "f.txt").read_text())
+    status, _, err = stepgauge("schedule", "check", tmp_path / "f.csv")
+    assert status == 2 and err.endswith(". Separate actions by commas in a .csv\n")
+    assert len(err) < 300, "a line of actions is not quoted whole"
+
+
 def test_simulate_draws_each_ranks_timeline_and_prints_bubbles(stepgauge, tmp_path):
     asked = ("schedule", "simulate", "1f1b", "--ranks", 2, "--microbatches", 2)
     status, out, err = stepgauge(*asked, "--report", tmp_path / "drawn.svg")

@@ -153,7 +153,10 @@ def simulate_(
     fill: Annotated[
         bool, Parameter(help="Move each W action to where its rank would be idle.")
     ] = False,
-    write: Annotated[Path | None, Parameter(help="Also write the schedule to a text file.")] = None,
+    write: Annotated[
+        Path | None,
+        Parameter(help="Also write the schedule to a file: .csv, .json, or text."),
+    ] = None,
     report: Annotated[Path | None, Parameter(help="Also write an SVG of the timeline.")] = None,
     format: Form = "text",
 ) -> None:
@@ -177,7 +180,8 @@ def simulate_(
     checked = check(schedule)
     timeline = simulate(checked.schedule, durations)
     if write is not None:
-        write_file(to_text(schedule), write, "schedule")
+        writer = WRITERS.get(write.suffix.removeprefix("."), to_text)
+        write_file(writer(schedule), write, "schedule")
     if format == "json":
         print(json.dumps(_as_json(timeline)))
     elif format == "csv":
