@@ -163,6 +163,7 @@ def test_schedules_with_two_stages_per_rank_are_simulated_with_the_same_work(ste
     ("arguments", "words"),
     [
         (("show", "zbw"), "schedule is 'zbw'; choose one of gpipe"),
+        (("check", "torch-zbv"), "schedule is 'torch-zbv', torch's own, which only bench pipeline runs"),
         (("check", "zb-h1", "--bound", "3"), "rank 0 holds 4 at 0F3; the bound is 3"),
         (("check", "izb", "--microbatches", "9"), "--microbatches is 9"),
         (("check", "{file}", "--ranks", "3"), "--ranks is 3; {file} is for 2"),

@@ -14,6 +14,7 @@ from stepgauge.cost.pipeline.fill import fill_bubbles
 from stepgauge.cost.pipeline.timeline import Durations, Timeline, simulate
 from stepgauge.report.pipeline_steps import COUNTED, Step, tracks
 from stepgauge.report.schedule import drawing, legend, rank_table
+from stepgauge.spec.pipeline import TORCH_SCHEDULES
 from stepgauge.spec.plan.pipeline import (
     SCHEDULES,
     Checked,
@@ -64,7 +65,7 @@ class Shape:
         Parameter(help="Micro-batches per step; must match a file's. [default: 8, or the file's]"),
     ] = None
     per_rank: Annotated[
-        int | None, Parameter(help="Stages per rank of interleaved schedules. [default: 2]")
+        int | None, Parameter(help="Stages per rank of interleaved and izb. [default: 2]")
     ] = None
 
     def __post_init__(self) -> None:
@@ -199,6 +200,11 @@ def load(which: str, shape: Shape) -> Schedule:
     if which in SCHEDULES:
         ranks, micro_batches = shape.ranks or 4, shape.microbatches or 8
         return build(which, ranks=ranks, micro_batches=micro_batches, per_rank=shape.per_rank or 0)
+    if which in TORCH_SCHEDULES:
+        raise ValueError(
+            f"schedule is {which!r}, torch's own, which only bench pipeline runs; choose "
+            f"{TORCH_SCHEDULES[which]}, the same schedule here"
+        )
     path = Path(which)
     if path.is_dir():
         raise ValueError(f"schedule is {which!r}, which is a folder; name a file in it")

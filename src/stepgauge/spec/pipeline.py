@@ -69,7 +69,7 @@ class PipelineSpec:
         label=True,
     )
     per_rank: int = option(
-        2, "Stages per rank, for interleaved schedules", least=1, most=64, label="changed"
+        2, "Stages per rank of interleaved and izb", least=1, most=64, label="changed"
     )
     batch: int = option(
         8,
