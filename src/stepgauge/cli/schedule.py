@@ -110,7 +110,9 @@ def check_(
 ) -> None:
     """Prove that a schedule can run, and print how many activations each rank holds.
 
-    If it cannot run, the error names the actions that block each other.
+    If it cannot run, the error names the actions that block each other. most held is the most pairs of
+    micro-batch and stage that a rank holds at once, from F to B or W; in flight counts those from F to
+    B or I, W pending those from I to W.
     """
     checked = check(load(which, shape), bound=bound)
     durations = _durations(checked.schedule)
@@ -165,6 +167,10 @@ def simulate_(
 
     By default all schedules do the same work: 1 ms of forward, input and weight per rank and
     micro-batch, divided among the stages of the rank.
+
+    peak, or most held, is the most pairs of micro-batch and stage that a rank holds at once, from F to
+    B or W; in flight counts those from F to B or I, W pending those from I to W. busy is the time in
+    which a rank computes, and × ideal the step divided by the ranks' mean of it.
     """
     schedule = load(which, shape)
     check(schedule)
