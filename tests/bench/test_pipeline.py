@@ -27,8 +27,9 @@ NANO = ModelSpec.preset("nano", context_length=8, **SHAPE)
 
 
 def test_each_row_is_predicted_before_it_is_measured(tmp_path, capfd):
+    shape = SHAPE | {"num_layers": 1}  # zbv has as many stages as it has parts
     asked = ["bench", "pipeline", "--size", "nano", "--context", "8", "--device", "cpu"]
-    asked += [f"--{name.replace('_', '-')}={value}" for name, value in SHAPE.items()]
+    asked += [f"--{name.replace('_', '-')}={value}" for name, value in shape.items()]
     asked += ["--schedule", "zbv,torch-1f1b", "--microbatches", "4", "--batch", "4"]
     asked += ["--warmup", "1", "--steps", "1", "--out", str(tmp_path), "--pictures"]
     asked += ["--balance", "step", "--fill"]
@@ -61,7 +62,10 @@ def test_each_row_is_predicted_before_it_is_measured(tmp_path, capfd):
     ("fields", "sentence"),
     [
         ({"batch": 6}, "batch is 6, which 4 micro-batches do not divide"),
-        ({"schedule": "zbv", "ranks": 4}, "zbv on 4 ranks has 8 stages; the network has 4 blocks"),
+        (
+            {"schedule": "zbv", "ranks": 6},
+            r"zbv on 6 ranks has 12 stages; the network has 10 parts .*: choose num_layers 5 or fewer",
+        ),
         ({"schedule": "zbw"}, "schedule is 'zbw'; choose one of gpipe"),
         ({"schedule": "torch-zbv", "compile": "blocks"}, "torch-zbv supports only off"),
         ({"schedule": "dualpipev", "micro_batches": 2}, "needs at least 4"),
@@ -74,6 +78,15 @@ def test_each_row_is_predicted_before_it_is_measured(tmp_path, capfd):
 def test_impossible_specs_raise_an_error_that_says_why(fields, sentence):
     with pytest.raises(ValueError, match=sentence):
         PipelineSpec(**{"model": NANO, "micro_batches": 4, "batch": 8, **fields})
+
+
+def test_a_stage_may_be_half_a_block():
+    """8 stages of 4 blocks, and as many as there are parts: two halves, the embedding and the head."""
+    for ranks, fewest in ((4, 4), (5, 4), (2, 1)):
+        model = dataclasses.replace(NANO, num_layers=fewest)
+        spec = PipelineSpec(model=model, schedule="zbv", ranks=ranks, micro_batches=10, batch=10)
+        stages = spec.stages()
+        assert all(stages) and len(stages) == 2 * ranks and stages[-1].stop == 2 * fewest + 2
 
 
 def test_overweight_adds_blocks_to_one_stage_only():

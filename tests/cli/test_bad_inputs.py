@@ -96,7 +96,11 @@ def test_every_bad_input_is_one_sentence_that_names_the_option_and_status_2(step
         (("comm", "explain", "scatter", "--ranks", "9"), 2, "--ranks is 9"),
         (("show", "{folder}/none"), 2, "no run at {folder}/none"),
         (("report", "{folder}/none"), 2, "no run at {folder}/none"),
-        (("show", "{folder}/bad.toml"), 2, "{folder}/bad.toml is a file; name the folder of a run"),
+        (
+            ("show", "{folder}/bad.toml"),
+            2,
+            "{folder}/bad.toml is a file; name the folder of a run, or a .jsonl file of records",
+        ),
         (("bench", "step", "--config"), 2, "--config needs a value"),
         (("predict", "--size", "nano"), 2, "predict needs a value for --hardware"),
         (("schedule", "check"), 2, "schedule check needs a value for WHICH"),

@@ -149,6 +149,17 @@ def test_show_in_every_format(stepgauge, run_folder, format, start):
         assert [row["kind"] for row in json.loads(out)] == ["step", "step"]
 
 
+def test_a_file_of_records_is_read_like_a_run(stepgauge, run_folder, tmp_path):
+    path = (run_folder / "records.jsonl").rename(tmp_path / "kept.jsonl")
+    status, out, err = stepgauge("show", path, "--format", "json")
+    assert status == 0 and len(json.loads(out)) == len(RunStore(path).read().records), err
+    assert stepgauge("report", path)[:2] == (0, f"{tmp_path}/kept.html\n")
+    status, _, err = stepgauge("compare", path, path)
+    assert status == 0, err
+    status, _, err = stepgauge("bench", "step", *QUICK, "--out", path)
+    assert status == 1 and f"{path} is a file, not a folder" in one_sentence(err)
+
+
 def test_show_warns_of_damaged_lines_and_shows_the_rest(stepgauge, run_folder):
     with (run_folder / "records.jsonl").open("a") as file:
         file.write('{"schema": 1, "kind": "st\n')

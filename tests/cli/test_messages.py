@@ -79,6 +79,12 @@ def test_the_line_of_a_profile_has_only_its_step_and_idle_time():
     assert line == "row: step ms 1.000, profiled step ms 1.000, idle ms 1.000"
 
 
+@pytest.mark.parametrize(("count", "words"), [(1, "1 shape"), (2, "2 shapes")])
+def test_the_line_of_a_calibrated_operation_counts_its_shapes(count, words):
+    metrics = {"shapes": Sample.exact(count, "")}
+    assert summary(Record(kind="calibrate", spec={}, metrics=metrics), "row") == f"row: {words}"
+
+
 def test_an_unknown_size_lists_bert_where_it_works(capfd):
     assert "bert-tiny" in refused(capfd, "bench", "layout", "--size", "nanoo", "--device", "cpu")
 

@@ -74,7 +74,7 @@ def linked(tmp_path):
 
 
 def test_a_layout_gives_the_row_of_the_command_that_measures_it(stepgauge, linked):
-    layouts = ["none", "dp2 zero1", "tp2", "pp2 1f1b m4", "dp2 zero2 tp2", "pp2 zbv m4 dp2"]
+    layouts = ["none", "dp2 zero1", "tp2", "pp2 1f1b m4", "dp2 zero2 tp2", "pp2 zbv dp2"]
     status, out, err = stepgauge(
         "predict", "--size", "medium", "--precision", "bf16", "--batch", "8", "--hardware", linked,
         "--layout", *layouts, "--format", "json",
@@ -86,6 +86,8 @@ def test_a_layout_gives_the_row_of_the_command_that_measures_it(stepgauge, linke
     assert [row["spec"]["batch"] for row in rows] == [8, 4, 8, 8, 8, 8]
     assert all(row["metrics"]["peak_bytes"]["median"] > 2**30 for row in rows)
     assert rows[3]["metrics"]["bubble"]["median"] > 0
+    remark = "the layout has no mN, so there is one micro-batch"
+    assert [remark in row["note"] for row in rows] == [False] * 5 + [True]
     status, out, err = stepgauge(
         "predict", "--size", "medium", "--precision", "bf16-pure", "--batch", "8", "--hardware",
         linked, "--layout", "pp2 1f1b m4", "--phases", "backward", "--terms",

@@ -52,6 +52,20 @@ def test_every_format_of_show_can_be_read(stepgauge, tmp_path):
         assert status == 2 and "is not the JSON of a schedule" in err
 
 
+def test_simulate_writes_the_format_of_the_files_suffix(stepgauge, tmp_path):
+    asked = ("schedule", "simulate", "zbv", "--ranks", 2, "--write")
+    for name, format in (("f.csv", "csv"), ("f.json", "json"), ("f.txt", "text")):
+        path = tmp_path / name
+        assert stepgauge(*asked, path)[0] == 0
+        assert stepgauge("schedule", "show", path, "--format", format)[1] == path.read_text()
+        status, _, err = stepgauge("schedule", "check", path)
+        assert status == 0, err
+    (tmp_path / "f.csv").write_text((tmp_path / "f.txt").read_text())
+    status, _, err = stepgauge("schedule", "check", tmp_path / "f.csv")
+    assert status == 2 and err.endswith(". Separate actions by commas in a .csv\n")
+    assert len(err) < 300, "a line of actions is not quoted whole"
+
+
 def test_simulate_draws_each_ranks_timeline_and_prints_bubbles(stepgauge, tmp_path):
     asked = ("schedule", "simulate", "1f1b", "--ranks", 2, "--microbatches", 2)
     status, out, err = stepgauge(*asked, "--report", tmp_path / "drawn.svg")
@@ -149,6 +163,10 @@ def test_schedules_with_two_stages_per_rank_are_simulated_with_the_same_work(ste
     ("arguments", "words"),
     [
         (("show", "zbw"), "schedule is 'zbw'; choose one of gpipe"),
+        (
+            ("check", "torch-zbv"),
+            "schedule is 'torch-zbv', torch's own, which only bench pipeline runs",
+        ),
         (("check", "zb-h1", "--bound", "3"), "rank 0 holds 4 at 0F3; the bound is 3"),
         (("check", "izb", "--microbatches", "9"), "--microbatches is 9"),
         (("check", "{file}", "--ranks", "3"), "--ranks is 3; {file} is for 2"),
@@ -194,3 +212,12 @@ def test_a_count_of_zero_is_refused(stepgauge, option):
     status, out, err = stepgauge("schedule", "show", "interleaved", f"--{option}", "0")
     assert status != 0 and not out
     assert f"--{option} is 0; it must be at least 1" in err
+
+
+def test_the_columns_of_the_tables_are_defined_in_the_help(stepgauge):
+    for command in ("check", "simulate"):
+        text = " ".join(stepgauge("schedule", command, "--help")[1].split())
+        for column in ("most held", "in flight", "W pending"):
+            assert column in text, (command, column)
+    text = " ".join(stepgauge("bench", "pipeline", "--help")[1].split())
+    assert "busy ms the mean over ranks" in text and "resident peak GiB is the most" in text

@@ -58,7 +58,12 @@ def test_each_layout_is_a_row_with_its_own_name():
     [
         ("dp3", {}, "batch is 8, which dp3 does not divide"),
         ("pp2 1f1b m4 dp4", {}, "2 sequences per data rank, and m4 does not divide them"),
-        ("pp4 zbv m8", {}, "zbv on 4 ranks has 8 stages; the network has 4 blocks"),
+        (
+            "pp4 zbv m8",
+            {},
+            "zbv on 4 ranks has 8 stages; the network has 4 blocks, and each stage needs a whole one: "
+            "choose num_layers 8 or fewer ranks",
+        ),
         ("pp2 dualpipev m2", {}, "dualpipev needs at least 4 on 2 ranks"),
         ("tp8", {}, "tp8 does not fit blocks.*.attention.input: 4 units of 16 rows"),
         ("tp4", {"num_kv_heads": 3, "num_heads": 12, "d_model": 96}, "3 units of 8 rows"),

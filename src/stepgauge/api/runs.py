@@ -37,8 +37,8 @@ def run(spec: Any, *, folder: str | Path | None = None, fresh: bool = False) -> 
 
 
 def open_run(folder: str | Path) -> Run:
-    """Returns the records in a run's folder. Warns of damaged lines; raises StoreError if there is no
-    run.
+    """Returns the records in a run's folder or in a .jsonl file. Warns of damaged lines; raises
+    StoreError if there is no run.
     """
     contents = RunStore(Path(folder)).read()
     for problem in contents.problems:

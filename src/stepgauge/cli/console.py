@@ -226,6 +226,11 @@ def progress(total: int, noun: str) -> Iterator[tuple[Progress, Any]]:
         yield bar, bar.add_task("", total=total)
 
 
+def counted(count: int, noun: str) -> str:
+    """Returns "1 shape", or "2 shapes"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def summary(record: "Record", name: str) -> str:
     """Returns one line with the main figures of a record; `name` is the row's label."""
     predicted = "predicted " if record.provenance == "modelled" else ""
@@ -246,5 +251,5 @@ def summary(record: "Record", name: str) -> str:
         if is_measurable(record, n)
     ]
     if "shapes" in record.metrics:
-        figures.append(f"{record.metrics['shapes'].median:.0f} shapes")
+        figures.append(counted(round(record.metrics["shapes"].median), "shape"))
     return f"{name}: {', '.join(figures) or 'ok'}"

@@ -13,9 +13,9 @@ from stepgauge.report.merge import merge_over
 from stepgauge.report.views import STATISTICS
 from stepgauge.spec.experiments import MACHINE_FILE
 from stepgauge.spec.record import Record
-from stepgauge.spec.store import RunStore
+from stepgauge.spec.store import RunStore, is_records_file
 
-Run = Annotated[Path, Parameter(help="Folder of a run.")]
+Run = Annotated[Path, Parameter(help="Folder of a run, or a .jsonl file of records.")]
 
 
 def show(
@@ -118,7 +118,9 @@ def report(
     run: Run,
     /,
     *,
-    out: Annotated[Path | None, Parameter(help="HTML file to write. [RUN/report.html]")] = None,
+    out: Annotated[
+        Path | None, Parameter(help="HTML file to write. [RUN/report.html; RUN.html for a file]")
+    ] = None,
 ) -> None:
     """Write an HTML report of a run.
 
@@ -128,7 +130,8 @@ def report(
     records = read(run)
     if not records:
         raise ValueError(f"the run at {run} holds no records")
-    print(_write_page(run, records, out or run / "report.html"))
+    page = run.with_suffix(".html") if is_records_file(run) else run / "report.html"
+    print(_write_page(run, records, out or page))
 
 
 def write_page(run: Path) -> None:

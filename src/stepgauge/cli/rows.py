@@ -14,6 +14,7 @@ from cyclopts import Parameter, Token
 
 from stepgauge.cli.console import (
     Format,
+    counted,
     error_console,
     info,
     print_records,
@@ -339,13 +340,9 @@ def _activity(job: "Job") -> str:
     compiling = "" if getattr(spec, "compile", "off") == "off" else "compiling, "
     seconds = f" and {spec.seconds:g} s" if getattr(spec, "seconds", 0.0) else ""
     return (
-        f"{compiling}warming up for {_steps(spec.warmup)}, then timing at least "
-        f"{_steps(spec.steps)}{seconds}"
+        f"{compiling}warming up for {counted(spec.warmup, 'step')}, then timing at least "
+        f"{counted(spec.steps, 'step')}{seconds}"
     )
-
-
-def _steps(count: int) -> str:
-    return "1 step" if count == 1 else f"{count} steps"
 
 
 def print_notes(records: Sequence["Record"], folder: Path, reused: int) -> None:

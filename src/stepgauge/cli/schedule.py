@@ -14,6 +14,7 @@ from stepgauge.cost.pipeline.fill import fill_bubbles
 from stepgauge.cost.pipeline.timeline import Durations, Timeline, simulate
 from stepgauge.report.pipeline_steps import COUNTED, Step, tracks
 from stepgauge.report.schedule import drawing, legend, rank_table
+from stepgauge.spec.pipeline import TORCH_SCHEDULES
 from stepgauge.spec.plan.pipeline import (
     SCHEDULES,
     Checked,
@@ -64,7 +65,7 @@ class Shape:
         Parameter(help="Micro-batches per step; must match a file's. [default: 8, or the file's]"),
     ] = None
     per_rank: Annotated[
-        int | None, Parameter(help="Stages per rank of interleaved schedules. [default: 2]")
+        int | None, Parameter(help="Stages per rank of interleaved and izb. [default: 2]")
     ] = None
 
     def __post_init__(self) -> None:
@@ -109,7 +110,9 @@ def check_(
 ) -> None:
     """Prove that a schedule can run, and print how many activations each rank holds.
 
-    If it cannot run, the error names the actions that block each other.
+    If it cannot run, the error names the actions that block each other. most held is the most pairs of
+    micro-batch and stage that a rank holds at once, from F to B or W; in flight counts those from F to
+    B or I, W pending those from I to W.
     """
     checked = check(load(which, shape), bound=bound)
     durations = _durations(checked.schedule)
@@ -153,7 +156,10 @@ def simulate_(
     fill: Annotated[
         bool, Parameter(help="Move each W action to where its rank would be idle.")
     ] = False,
-    write: Annotated[Path | None, Parameter(help="Also write the schedule to a text file.")] = None,
+    write: Annotated[
+        Path | None,
+        Parameter(help="Also write the schedule to a file: .csv, .json, or text."),
+    ] = None,
     report: Annotated[Path | None, Parameter(help="Also write an SVG of the timeline.")] = None,
     format: Form = "text",
 ) -> None:
@@ -161,6 +167,10 @@ def simulate_(
 
     By default all schedules do the same work: 1 ms of forward, input and weight per rank and
     micro-batch, divided among the stages of the rank.
+
+    peak, or most held, is the most pairs of micro-batch and stage that a rank holds at once, from F to
+    B or W; in flight counts those from F to B or I, W pending those from I to W. busy is the time in
+    which a rank computes, and × ideal the step divided by the ranks' mean of it.
     """
     schedule = load(which, shape)
     check(schedule)
@@ -177,7 +187,8 @@ def simulate_(
     checked = check(schedule)
     timeline = simulate(checked.schedule, durations)
     if write is not None:
-        write_file(to_text(schedule), write, "schedule")
+        writer = WRITERS.get(write.suffix.removeprefix("."), to_text)
+        write_file(writer(schedule), write, "schedule")
     if format == "json":
         print(json.dumps(_as_json(timeline)))
     elif format == "csv":
@@ -195,6 +206,11 @@ def load(which: str, shape: Shape) -> Schedule:
     if which in SCHEDULES:
         ranks, micro_batches = shape.ranks or 4, shape.microbatches or 8
         return build(which, ranks=ranks, micro_batches=micro_batches, per_rank=shape.per_rank or 0)
+    if which in TORCH_SCHEDULES:
+        raise ValueError(
+            f"schedule is {which!r}, torch's own, which only bench pipeline runs; choose "
+            f"{TORCH_SCHEDULES[which]}, the same schedule here"
+        )
     path = Path(which)
     if path.is_dir():
         raise ValueError(f"schedule is {which!r}, which is a folder; name a file in it")

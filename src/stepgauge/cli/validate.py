@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from stepgauge.cli.console import Format, info, print_tables
+from stepgauge.cli.console import Format, counted, info, print_tables
 from stepgauge.cli.options import Values, spec_options
 from stepgauge.cli.predictions import (
     Hardware,
@@ -129,7 +129,8 @@ def with_timed_shapes(
     path = out / "hardware.json"
     with_operations(file, [r for r in records if r.status == "ok"]).write(path)
     timed = sum(int(record.median("shapes") or 0) for record in records)
-    info(f"{timed} shapes of {len(jobs)} operations are in {path}")
+    are = "is" if timed == 1 else "are"
+    info(f"{counted(timed, 'shape')} of {counted(len(jobs), 'operation')} {are} in {path}")
     return path
 
 

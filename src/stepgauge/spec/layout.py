@@ -173,7 +173,7 @@ class Layout:
     pipeline      ranks with a run of layers each
     schedule      order of the pipeline's micro-batches; "" without a pipeline
     per_rank      stages per rank of an interleaved schedule; 0: two
-    microbatches  micro-batches per step
+    microbatches  micro-batches per step; with one, pipeline ranks work in turn
 
     Raises ValueError for an axis without ranks, an unknown wrapper, or settings that contradict
     each other.

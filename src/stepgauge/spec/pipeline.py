@@ -19,6 +19,8 @@ from stepgauge.spec.plan.stages import (
     PartTimes,
     cut_parts,
     describe_balance,
+    num_blocks,
+    num_parts,
     part_flops,
 )
 from stepgauge.spec.step import WorkSpec
@@ -67,7 +69,7 @@ class PipelineSpec:
         label=True,
     )
     per_rank: int = option(
-        2, "Stages per rank, for interleaved schedules", least=1, most=64, label="changed"
+        2, "Stages per rank of interleaved and izb", least=1, most=64, label="changed"
     )
     batch: int = option(
         8,
@@ -149,10 +151,12 @@ class PipelineSpec:
             )
         if self.cuda_graphs and self.device.startswith("cpu"):
             raise ValueError("cuda_graphs needs a GPU; device is 'cpu'")
-        if self.num_stages > self.model.num_layers:
+        layers = self.model.num_layers
+        if self.num_stages > num_parts(layers):
             raise ValueError(
-                f"{self.schedule} on {self.ranks} ranks has {self.num_stages} stages; "
-                f"the network has {self.model.num_layers} blocks"
+                f"{self.schedule} on {self.ranks} ranks has {self.num_stages} stages; the network has "
+                f"{num_parts(layers)} parts (embedding, halves of {layers} blocks, head): choose "
+                f"num_layers {num_blocks(self.num_stages)} or fewer ranks"
             )
         self.plan()
 

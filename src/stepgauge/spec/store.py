@@ -25,6 +25,11 @@ class NoRunError(StoreError):
     """The folder does not contain a run."""
 
 
+def is_records_file(path: Path) -> bool:
+    """Returns True for a file of records outside a run's folder, such as those in benchmarks/results."""
+    return path.suffix == ".jsonl" and path.is_file()
+
+
 @dataclasses.dataclass(frozen=True)
 class Contents:
     """The valid records of a run, and one sentence per damaged line."""
@@ -134,15 +139,20 @@ class RunStore:
             raise
 
     def read(self) -> Contents:
-        """Returns the valid records and the problems. Raises NoRunError if there is no run."""
+        """Returns the valid records and the problems. The folder may also be a .jsonl file of records,
+        which is only read. Raises NoRunError if there is no run.
+        """
+        path = self.folder if is_records_file(self.folder) else self.path
         try:
-            lines = self.path.read_bytes().split(b"\n")
+            lines = path.read_bytes().split(b"\n")
         except FileNotFoundError:
             raise NoRunError(f"no run at {self.folder}") from None
         except NotADirectoryError:
-            raise NoRunError(f"{self.folder} is a file; name the folder of a run") from None
+            raise NoRunError(
+                f"{self.folder} is a file; name the folder of a run, or a .jsonl file of records"
+            ) from None
         except OSError as error:
-            raise StoreError(f"cannot read {self.path}: {error.strerror}") from None
+            raise StoreError(f"cannot read {path}: {error.strerror}") from None
         records, problems = [], []
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -150,5 +160,5 @@ class RunStore:
             try:
                 records += without_predicted_metrics(Record.from_json(line.decode()))
             except ValueError as error:
-                problems.append(f"{self.path} line {number} is damaged and skipped: {error}")
+                problems.append(f"{path} line {number} is damaged and skipped: {error}")
         return Contents(records, problems)

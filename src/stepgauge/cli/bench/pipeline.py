@@ -30,6 +30,10 @@ def pipeline(
     Every option accepts several values; all combinations are measured. Before a row runs, each
     rank rehearses it without the others, and its schedule is simulated with these times; the prediction
     becomes a row of the run, too.
+
+    A step's time is that of the slowest rank, busy ms the mean over ranks of the time in which a rank
+    computes. peak GiB is the most that tensors hold on a GPU; on CPUs resident peak GiB is the most
+    memory that a process had so far, also before the step.
     """
     specs = rows.resolve_devices(
         rows.canonical_specs(expand(PipelineSpec, values, network=Networks))

@@ -38,6 +38,11 @@ def num_parts(num_layers: int) -> int:
     return 2 * num_layers + 2
 
 
+def num_blocks(num_parts: int) -> int:
+    """Returns the fewest blocks of a network with at least `num_parts` parts."""
+    return max(1, (num_parts - 1) // 2)
+
+
 def parts_of(blocks: range, num_layers: int) -> range:
     """Returns the parts of a stage of whole blocks. The first stage includes the embeddings, the
     last one the head.
@@ -67,7 +72,8 @@ def cut_blocks(
     if stages > layers:
         raise ValueError(
             f"{schedule.name} on {schedule.num_ranks} ranks has {stages} stages; the network has "
-            f"{layers} blocks"
+            f"{layers} blocks, and each stage needs a whole one: choose num_layers {stages} or fewer "
+            f"ranks"
         )
     return _cut(block_weights(model, times), schedule)
 

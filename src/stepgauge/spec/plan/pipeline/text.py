@@ -18,15 +18,18 @@ _KINDS = "|".join(sorted(KINDS, key=len, reverse=True))
 _ACTION = re.compile(rf"([0-9]+)({_KINDS})([0-9]*)")
 # torch writes a forward and a backward that overlap in one cell: (0F3;7B0)OVERLAP_F_B
 _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
+_MOST_QUOTED = 40  # characters of a wrong action
 
 
 def parse(text: str) -> Action:
     """Reads one action. Raises ScheduleError if the text is not an action."""
     match = _ACTION.fullmatch(text)
     if match is None:
+        shown = text if len(text) <= _MOST_QUOTED else f"{text[:_MOST_QUOTED]}..."
+        hint = ". Separate actions by commas in a .csv" if len(text.split()) > 1 else ""
         raise ScheduleError(
-            f"action is {text!r}; it must be a stage, a kind and a micro-batch such as 0F3, "
-            f"with a kind of {', '.join(KINDS)}"
+            f"action is {shown!r}; it must be a stage, a kind and a micro-batch such as 0F3, "
+            f"with a kind of {', '.join(KINDS)}{hint}"
         )
     stage, kind, micro_batch = match.groups()
     if bool(micro_batch) == (kind in STAGE_WORK):
