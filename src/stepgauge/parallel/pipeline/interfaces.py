@@ -1,11 +1,15 @@
-"""Describes the tensors between stages. The pipeline learns them by running each stage once."""
+"""The tensors between stages, which the pipeline learns by running each stage once, and how they
+travel between ranks.
+"""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
+
+from stepgauge.spec.plan.pipeline import Action, Channel
 
 
 class Meta(NamedTuple):
@@ -36,6 +40,30 @@ class Meta(NamedTuple):
         """Returns normally distributed values, or zeros for integer types."""
         empty = self.empty(device)
         return empty.normal_() if self.dtype.is_floating_point else empty.zero_()
+
+
+class Exchange(Protocol):
+    """How a rank sends tensors to other ranks and receives theirs (transfers.py, peer_transfers.py).
+
+    can_restart  it can be used again after a step that raised, once it is prepared again
+    """
+
+    can_restart: bool
+
+    def prepare(self, messages: Mapping[Channel, Sequence[Meta]]) -> None:
+        """Gets ready for messages of these tensors. All ranks must call it at the same time."""
+
+    def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
+        """Starts to send the tensors, and keeps them alive until they have been sent."""
+
+    def receive(self, action: Action, metas: Sequence[Meta]) -> None:
+        """Starts to receive tensors of these shapes; `take` returns them."""
+
+    def take(self, action: Action) -> list[Tensor]:
+        """Returns the received tensors. On a GPU the current stream waits for them."""
+
+    def finish(self) -> None:
+        """Waits for all sends."""
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

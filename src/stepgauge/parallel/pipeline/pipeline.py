@@ -16,7 +16,7 @@ from stepgauge.parallel.data_parallel import DataParallel
 from stepgauge.parallel.pipeline.clock import Clock
 from stepgauge.parallel.pipeline.graphed import GraphedStage
 from stepgauge.parallel.pipeline.host_lead import HostLead
-from stepgauge.parallel.pipeline.interfaces import Meta, StageOutputs, stage_inputs
+from stepgauge.parallel.pipeline.interfaces import Exchange, Meta, StageOutputs, stage_inputs
 from stepgauge.parallel.pipeline.peer_transfers import PeerTransfers
 from stepgauge.parallel.pipeline.stage import Stage
 from stepgauge.parallel.pipeline.step import (
@@ -270,9 +270,9 @@ class Pipeline:
         return self.clock.spans()
 
     @contextlib.contextmanager
-    def exchanging_by(self, transfers: Any) -> Iterator[None]:
-        """Steps in the context exchange tensors with other ranks by `transfers`, which has the methods of
-        Transfers. Raises RuntimeError before the first step, which prepares the usual ones.
+    def exchanging_by(self, transfers: Exchange) -> Iterator[None]:
+        """Steps in the context exchange tensors with other ranks by `transfers`. Raises RuntimeError before
+        the first step, which prepares the usual ones.
         """
         if not self.metas:
             raise RuntimeError("the pipeline has not run a step, which prepares its transfers")
@@ -362,7 +362,7 @@ def _shared_layers(modules: Mapping[int, nn.Module]) -> set[nn.Module]:
 
 def _transfers(
     transport: str, schedule: Schedule, group: dist.ProcessGroup | None, device: torch.device
-) -> Transfers | PeerTransfers:
+) -> Exchange:
     if transport == "auto":
         transport = "copies" if copies_reach(group, device) else "messages"
     if transport not in TRANSPORTS:

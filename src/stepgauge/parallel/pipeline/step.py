@@ -12,10 +12,8 @@ from stepgauge.parallel.counted_mean import gradient_of, weighted
 from stepgauge.parallel.pipeline.clock import Clock
 from stepgauge.parallel.pipeline.graphed import GraphedStage
 from stepgauge.parallel.pipeline.host_lead import HostLead
-from stepgauge.parallel.pipeline.interfaces import Meta
-from stepgauge.parallel.pipeline.peer_transfers import PeerTransfers
+from stepgauge.parallel.pipeline.interfaces import Exchange, Meta
 from stepgauge.parallel.pipeline.stage import Stage
-from stepgauge.parallel.pipeline.transfers import Transfers
 from stepgauge.spec.plan.pipeline import Action, Schedule
 from stepgauge.spec.plan.pipeline.action import (
     BACKWARD,
@@ -64,7 +62,7 @@ class PipelineStep:
     schedule: Schedule
     stages: Mapping[int, StageRunner]
     metas: Mapping[int, Sequence[Meta]]
-    transfers: Transfers | PeerTransfers
+    transfers: Exchange
     device: torch.device
     inputs: Sequence[Batch]
     targets: Sequence[Batch]
