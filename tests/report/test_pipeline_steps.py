@@ -1,5 +1,6 @@
 """Plots of pipeline steps: actions and memory, the predicted step above the measured one."""
 
+import dataclasses
 import re
 
 import pytest
@@ -59,7 +60,7 @@ def test_bytes_are_drawn_if_prediction_and_measurement_have_them():
     assert both["measured"].peaks == both["predicted"].peaks == [5.0, 4.0]
     assert max(level for _, level in both["measured"].levels[0]) == 5.0
     svg = tracks(both)
-    assert svg.index("predicted: ") < svg.index("measured: ")
+    assert svg.index("predicted: ") < svg.index("measured, last step: ")
     assert "held, GiB" in svg and "predicted peak" in svg
     assert all(f">{kind}3<" in svg for kind in "FIW")  # bars are named, not only coloured
     assert all(f">{text}<" in svg for text in ("F, forward", "I, gradient of input"))
@@ -70,6 +71,32 @@ def test_bytes_are_drawn_if_prediction_and_measurement_have_them():
     counted = steps_of(old, [modelled, old])
     assert [step.unit for step in counted.values()] == [COUNTED] * 2
     assert counted["measured"].peaks == [2, 2]
+
+
+def test_a_measured_step_is_said_to_be_the_last_one_next_to_the_median():
+    """Tables show the median: two times of "the" measured step would contradict each other."""
+    metrics = {"step_ms": Sample.of([40.0, 61.8, 90.0], "ms")}
+    measured, modelled = dataclasses.replace(record(), metrics=metrics), record("modelled")
+    last = f"measured, last step: {TIMELINE.step_ms:.4g} ms (median 61.8)"
+    (plot,) = step_blocks([measured], [modelled, measured])
+    assert f">{last}<" in plot.svg and f"; {last}, peak of each" in plot.svg
+    assert f">predicted: {TIMELINE.step_ms:.4g} ms<" in plot.svg
+    assert plot.caption.endswith("The measured actions are those of the last step.")
+
+
+@pytest.mark.parametrize(("accumulation", "median"), [(1, " (median 50)"), (2, "")])
+def test_a_layouts_timeline_is_said_to_be_without_the_optimizer(accumulation, median):
+    """With accumulation it is one pass of several, whose median is not measured."""
+    phases = {"forward_and_backward_ms": Sample.exact(50.0, "ms")}
+    spec = {"layout": "pp2 m4", "accumulation": accumulation}
+    steps = [
+        dataclasses.replace(record(provenance), kind="layout", spec=spec, metrics=each)
+        for provenance in ("modelled", "measured")
+        for each in [{"step_ms": Sample.exact(60.0, "ms"), **phases}]
+    ]
+    svg = tracks(steps_of(steps[1], steps))
+    assert f">predicted, forward and backward: {TIMELINE.step_ms:.4g} ms<" in svg
+    assert f">measured, last forward and backward: {TIMELINE.step_ms:.4g} ms{median}<" in svg
 
 
 def test_a_page_draws_its_first_steps_and_counts_the_others():

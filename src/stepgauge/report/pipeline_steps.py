@@ -44,21 +44,31 @@ Levels = Sequence[Sequence[tuple[float, float]]]
 class Step:
     """When each action of a step ran, and what each rank held, predicted or measured.
 
-    levels  for each rank, points of (ms, what it holds from then on)
-    peaks   the peak of each rank; the predicted one if there is a prediction
-    unit    the unit of levels and peaks
+    levels     for each rank, points of (ms, what it holds from then on)
+    peaks      the peak of each rank; the predicted one if there is a prediction
+    unit       the unit of levels and peaks
+    which      which of the measured steps it is, and which part, if it is not a whole one
+    median_ms  the median of all measured steps
     """
 
     timeline: Timeline
     levels: Levels
     peaks: Sequence[float]
     unit: str = COUNTED
+    which: str = ""
+    median_ms: float | None = None
 
     @classmethod
     def counted(cls, timeline: Timeline) -> "Step":
         """Returns a step whose memory is counted in pairs of micro-batch and stage."""
         levels = timeline.held({})
         return cls(timeline, levels, [_highest(points) for points in levels])
+
+    def title(self, name: str) -> str:
+        """Returns what a picture says above the step."""
+        named = f"{name}, {self.which}" if self.which else name
+        median = "" if self.median_ms is None else f" (median {self.median_ms:.4g})"
+        return f"{named}: {self.timeline.step_ms:.4g} ms{median}"
 
 
 def steps_of(record: Record, run: Sequence[Record]) -> dict[str, Step]:
@@ -73,8 +83,24 @@ def steps_of(record: Record, run: Sequence[Record]) -> dict[str, Step]:
     names = {"modelled": "predicted", "measured": "measured"}
     by_name = {names[provenance]: timed[provenance] for provenance in names if provenance in timed}
     if all("held" in each.tables for each in by_name.values()):
-        return _in_bytes(by_name)
-    return {name: Step.counted(timeline_of(each)) for name, each in by_name.items()}
+        steps = _in_bytes(by_name)
+    else:
+        steps = {name: Step.counted(timeline_of(each)) for name, each in by_name.items()}
+    return {name: _explained(step, by_name[name]) for name, step in steps.items()}
+
+
+def _explained(step: Step, record: Record) -> Step:
+    """Adds which step of the record the timeline is, and the median next to which tables show it. A
+    layout's timeline has no optimizer; with accumulation it is the last pass of several.
+    """
+    is_part = "forward_and_backward_ms" in record.metrics
+    part = "forward and backward" if is_part else ""
+    if record.provenance != "measured":
+        return dataclasses.replace(step, which=part)
+    is_one_of_several = record.spec.get("accumulation", 1) > 1
+    metric = "forward_and_backward_ms" if is_part else "step_ms"
+    median = None if is_one_of_several else record.median(metric)
+    return dataclasses.replace(step, which=f"last {part or 'step'}", median_ms=median)
 
 
 def _in_bytes(by_name: Mapping[str, Record]) -> dict[str, Step]:
@@ -116,14 +142,17 @@ def step_blocks(records: Sequence[Record], run: Sequence[Record]) -> list[Block]
     """Returns a plot for each of the first records with a timeline. `run` has their predictions."""
     timed = [record for record in records if "spans" in record.tables]
     plots: list[Block] = [
-        Plot(
-            tracks(steps_of(record, run)),
-            f"{name}: the actions of each rank, and below them the memory that it holds.",
-        )
+        _plot(name, steps_of(record, run))
         for name, record in list(zip(labels(timed), timed, strict=True))[:MAX_PLOTS]
     ]
     more = len(timed) - len(plots)
     return [*plots, Text(f"{more} more steps are not drawn.")] if more else plots
+
+
+def _plot(name: str, steps: Mapping[str, Step]) -> Plot:
+    caption = f"{name}: the actions of each rank, and below them the memory that it holds."
+    last = " The measured actions are those of the last step." if "measured" in steps else ""
+    return Plot(tracks(steps), caption + last)
 
 
 def tracks(steps: Mapping[str, Step]) -> str:
@@ -136,8 +165,7 @@ def tracks(steps: Mapping[str, Step]) -> str:
     ticks, at = {}, 0.0
     with canvas(7.2, 0.9 + ROW_INCHES * (RANK * ranks + len(steps))) as (axes, output):
         for name, step in steps.items():
-            title = f"{name}: {step.timeline.step_ms:.4g} ms"
-            axes.annotate(title, (0, at - 0.55), color=FAINT, fontsize=8.5, va="bottom")
+            axes.annotate(step.title(name), (0, at - 0.55), color=FAINT, fontsize=8.5, va="bottom")
             for rank, row in enumerate(step.timeline.ranks):
                 _bars(axes, row, at, longest)
                 base = at + BAR / 2 + HELD + 0.1
@@ -155,7 +183,7 @@ def tracks(steps: Mapping[str, Step]) -> str:
         axes.grid(axis="y", visible=False)
         unit = next(iter(steps.values())).unit
         _legend(axes, steps, unit)
-    texts = [f"{name}: {step.timeline.step_ms:.4g} ms, peak of each rank in {unit}: "
+    texts = [f"{step.title(name)}, peak of each rank in {unit}: "
              f"{', '.join(short(_highest(points)) for points in step.levels)}"
              for name, step in steps.items()]  # fmt: skip
     return described(output[0], f"{'; '.join(texts)}.")
