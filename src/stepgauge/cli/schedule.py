@@ -14,6 +14,7 @@ from stepgauge.cost.pipeline.fill import fill_bubbles
 from stepgauge.cost.pipeline.timeline import Durations, Timeline, simulate
 from stepgauge.report.pipeline_steps import COUNTED, Step, tracks
 from stepgauge.report.schedule import drawing, legend, rank_table
+from stepgauge.report.standalone import standalone
 from stepgauge.spec.plan.pipeline import (
     SCHEDULES,
     Checked,
@@ -185,7 +186,8 @@ def simulate_(
     else:
         _draw(timeline, checked)
     if report is not None:
-        write_file(tracks({checked.schedule.name: Step.counted(timeline)}), report, "picture")
+        drawn = tracks({checked.schedule.name: Step.counted(timeline)})
+        write_file(standalone(drawn), report, "picture")
 
 
 def load(which: str, shape: Shape) -> Schedule:

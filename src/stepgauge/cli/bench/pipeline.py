@@ -9,6 +9,7 @@ from stepgauge.cli import rows
 from stepgauge.cli.console import print_records, write_file
 from stepgauge.cli.options import Networks, Values, expand, spec_options
 from stepgauge.report.pipeline_steps import steps_of, tracks
+from stepgauge.report.standalone import standalone
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.record import Record
 
@@ -46,4 +47,4 @@ def _write_pictures(records: list[Record], folder: Path) -> None:
     measured = [record for record in records if record.provenance == "measured"]
     timelines = [steps for record in measured if (steps := steps_of(record, records))]
     for number, steps in enumerate(timelines):
-        write_file(tracks(steps), folder / f"timeline-{number}.svg", "picture")
+        write_file(standalone(tracks(steps)), folder / f"timeline-{number}.svg", "picture")
