@@ -11,6 +11,7 @@ from stepgauge.report.figure import DASHED, FAINT, INK, SERIES, canvas, describe
 from stepgauge.report.names import labels
 from stepgauge.report.numbers import size_unit
 from stepgauge.report.page import Block, Plot, Text
+from stepgauge.report.schedule import action_names
 from stepgauge.spec.plan.pipeline.action import BACKWARD, FORWARD, INPUT, WEIGHT
 from stepgauge.spec.plan.pipeline.text import parse
 from stepgauge.spec.predictions import pair_steps
@@ -28,10 +29,17 @@ KINDS: Mapping[str, str] = {
 COLOURS = dict(zip(KINDS, SERIES, strict=False))
 HELD_COLOUR = SERIES[len(KINDS)]
 COUNTED = "pairs of micro-batch and stage"
-# Fraction of the plot's width that a letter of a name needs.
-LETTER = 0.0095
-# Opacity of bars: names in them stay readable on light and dark pages.
-OPACITY = 0.65
+# Points of the names in bars. Widths as fractions of them, in a wide font: a digit and the kinds.
+NAME_POINTS, MARGIN_POINTS = 6.5, 1.0
+DIGIT = 0.64
+LETTERS = {FORWARD: 0.58, BACKWARD: 0.69, INPUT: 0.3, WEIGHT: 0.99}
+# Opacity of bars, of a rank's first stage and its last: names in them stay readable on light and dark
+# pages.
+OPACITY, LAST_OPACITY = 0.65, 0.3
+# Widths in inches on a page and, at most, in a file, where readers scroll; the axes' share of them.
+PAGE_INCHES, MAX_INCHES, AXES = 7.2, 60.0, 0.775
+# A file is wide enough to name every action that lasts at least this fraction of the longest.
+SHORTEST_NAMED = 1 / 3
 # Heights in rows: a rank's bars, its memory curve below them, and both with a gap.
 BAR, HELD, RANK = 0.76, 0.8, 2.0
 ROW_INCHES = 0.26
@@ -155,7 +163,22 @@ def _plot(name: str, steps: Mapping[str, Step]) -> Plot:
     return Plot(tracks(steps), caption + last)
 
 
-def tracks(steps: Mapping[str, Step]) -> str:
+def wide_tracks(steps: Mapping[str, Step]) -> str:
+    """Returns `tracks` for a file: so wide that most actions have room for their names."""
+    rows = [row for step in steps.values() for row in step.timeline.ranks]
+    needed = [
+        (span.end - span.start, _points(name))
+        for row in rows
+        for span, name in zip(row, action_names(row), strict=True)
+    ]
+    shortest_ms = SHORTEST_NAMED * max(ms for ms, _ in needed)
+    points_per_ms = max(points / ms for ms, points in needed if ms and ms >= shortest_ms)
+    longest_ms = max(step.timeline.step_ms for step in steps.values())
+    inches = points_per_ms * longest_ms / 72 / AXES
+    return tracks(steps, min(MAX_INCHES, max(PAGE_INCHES, inches)))
+
+
+def tracks(steps: Mapping[str, Step], inches: float = PAGE_INCHES) -> str:
     """Returns an SVG of the steps, one below the other on one time axis: the actions of each rank, what
     it holds, and its peak. The peak includes temporaries within an action, the curve does not.
     """
@@ -163,7 +186,7 @@ def tracks(steps: Mapping[str, Step]) -> str:
     longest = max(step.timeline.step_ms for step in steps.values())
     most = max(max(*step.peaks, *map(_highest, step.levels)) for step in steps.values())
     ticks, at = {}, 0.0
-    with canvas(7.2, 0.9 + ROW_INCHES * (RANK * ranks + len(steps))) as (axes, output):
+    with canvas(inches, 0.9 + ROW_INCHES * (RANK * ranks + len(steps))) as (axes, output):
         for name, step in steps.items():
             axes.annotate(step.title(name), (0, at - 0.55), color=FAINT, fontsize=8.5, va="bottom")
             for rank, row in enumerate(step.timeline.ranks):
@@ -190,16 +213,35 @@ def tracks(steps: Mapping[str, Step]) -> str:
 
 
 def _bars(axes: "Axes", row: Sequence[Span], at: float, longest: float) -> None:
-    for kind, colour in COLOURS.items():
-        spans = [(span.start, span.end - span.start) for span in row if span.action.kind == kind]
-        axes.broken_barh(spans, (at - BAR / 2, BAR), facecolors=colour, alpha=OPACITY, linewidth=0)
-    for action, start, end in row:
-        names = (f"{action.kind}{action.micro_batch}", str(action.micro_batch))
-        num_letters = (end - start) / (LETTER * longest)
-        name = next((name for name in names if len(name) <= num_letters), "")
-        axes.annotate(
-            name, ((start + end) / 2, at), ha="center", va="center", fontsize=6.5, color=INK
-        )
+    """Draws a rank's actions: the kind is the colour, the stage the shade. An action is named by what
+    fits of its name and its micro-batch.
+    """
+    shades = _shades(row)
+    bars: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for (stage, kind, _), start, end in row:
+        bars.setdefault((kind, stage), []).append((start, end - start))
+    for (kind, stage), spans in bars.items():
+        axes.broken_barh(spans, (at - BAR / 2, BAR), facecolors=COLOURS[kind],
+                         alpha=shades[stage], linewidth=0)  # fmt: skip
+    points_per_ms = axes.get_window_extent().width * 72 / axes.figure.dpi / longest
+    for (action, start, end), full_name in zip(row, action_names(row), strict=True):
+        room = (end - start) * points_per_ms
+        names = (full_name, str(action.micro_batch))
+        if name := next((name for name in names if _points(name) <= room), ""):
+            axes.annotate(name, ((start + end) / 2, at), ha="center", va="center",
+                          fontsize=NAME_POINTS, color=INK)  # fmt: skip
+
+
+def _shades(row: Sequence[Span]) -> dict[int, float]:
+    """Returns the opacity of each of a rank's stages: the later, the fainter."""
+    stages = sorted({span.action.stage for span in row})
+    step = (OPACITY - LAST_OPACITY) / max(1, len(stages) - 1)
+    return {stage: OPACITY - step * place for place, stage in enumerate(stages)}
+
+
+def _points(name: str) -> float:
+    """Returns the width that the name of an action needs in its bar."""
+    return MARGIN_POINTS + NAME_POINTS * sum(LETTERS.get(letter, DIGIT) for letter in name)
 
 
 def _held(axes: "Axes", times: Sequence[float], shares: Sequence[float], base: float) -> None:
@@ -216,14 +258,16 @@ def _peak(axes: "Axes", peak: float, most: float, base: float, longest: float) -
 
 
 def _legend(axes: "Axes", steps: Mapping[str, Step], unit: str) -> None:
-    """Adds a legend of the kinds of action that occur, the memory held and its peak."""
-    occurring = {
-        span.action.kind for step in steps.values() for row in step.timeline.ranks for span in row
-    }
+    """Adds a legend of the kinds of action that occur, the shades, the memory held and its peak."""
+    rows = [row for step in steps.values() for row in step.timeline.ranks]
+    occurring = {span.action.kind for row in rows for span in row}
     for kind in (kind for kind in KINDS if kind in occurring):
         axes.broken_barh(
             [], (0, 0), facecolors=COLOURS[kind], alpha=OPACITY, label=f"{kind}, {KINDS[kind]}"
         )
+    if any(len(_shades(row)) > 1 for row in rows):
+        label = "fainter: the rank's later stages"
+        axes.broken_barh([], (0, 0), facecolors=FAINT, alpha=LAST_OPACITY, label=label)
     axes.fill_between([], [], color=HELD_COLOUR, linewidth=0, alpha=0.7, label=f"held, {unit}")
     peak = "measured peak" if list(steps) == ["measured"] else "predicted peak"
     axes.plot([], [], color=INK, linewidth=0.8, linestyle=DASHED, label=peak)

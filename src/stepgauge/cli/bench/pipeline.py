@@ -11,7 +11,7 @@ from stepgauge.cli import rows
 from stepgauge.cli.console import print_records, write_file
 from stepgauge.cli.options import Networks, Values, expand, spec_options
 from stepgauge.report.names import labels
-from stepgauge.report.pipeline_steps import steps_of, tracks
+from stepgauge.report.pipeline_steps import steps_of, wide_tracks
 from stepgauge.report.standalone import standalone
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.record import Record
@@ -55,7 +55,7 @@ def write_pictures(records: Sequence[Record], folder: Path) -> None:
     for record, label in zip(measured, labels(measured), strict=True):
         if steps := steps_of(record, records):
             path = folder / picture_name(record)
-            write_file(standalone(tracks(steps)), path, f"picture of {label}")
+            write_file(standalone(wide_tracks(steps)), path, f"picture of {label}")
 
 
 def picture_name(record: Record) -> str:
