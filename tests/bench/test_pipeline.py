@@ -11,6 +11,7 @@ from stepgauge import cli
 from stepgauge.bench import pipeline_probe
 from stepgauge.bench import pipeline_rehearsal as rehearsal
 from stepgauge.bench.pipeline_bytes import held_in_step, message_bytes
+from stepgauge.cli.bench.pipeline import write_pictures
 from stepgauge.cost.pipeline.timeline import Span
 from stepgauge.parallel.pipeline.interfaces import Meta
 from stepgauge.report.pipeline_steps import timeline_of
@@ -20,6 +21,7 @@ from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.plan.pipeline import Action, build, lower
 from stepgauge.spec.plan.pipeline.check import Held
 from stepgauge.spec.predictions import paired
+from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 
 SHAPE = {"d_model": 16, "d_ff": 32, "num_layers": 4, "num_heads": 2, "vocab_size": 16}
@@ -51,11 +53,32 @@ def test_each_row_is_predicted_before_it_is_measured(tmp_path, capfd):
     for planned, measured in zip(simulated.ranks, ran.ranks, strict=True):
         assert [span.action for span in planned] == [span.action for span in measured]
     assert 0 < records[1].median("busy_ms") < records[1].median("step_ms")
-    drawn = (tmp_path / "timeline-0.svg").read_text()
-    assert drawn.index("predicted") < drawn.index("measured")
+    torchs, ours = (
+        path.read_text() for path in sorted(tmp_path.glob("timeline-*-m4-ranks2-*.svg"))
+    )
+    assert ours.index(">predicted: ") < ours.index(">measured, last step: ")
+    assert ">predicted: " in torchs and ">measured" not in torchs
     assert cli.run(asked) == 0
     assert len(RunStore(tmp_path).read().records) == 4
     assert "4 of 4 rows were already" in capfd.readouterr().err
+
+
+def test_the_pictures_of_one_folder_belong_to_different_rows(tmp_path, capfd):
+    """A later run in the same folder leaves those of other rows; the same row's is replaced."""
+    tables = {"spans": [["rank", "action", "start ms", "end ms"], [0, "0F0", 0.0, 1.0]]}
+    few, many, seeded, again = (
+        Record.of(PipelineSpec(model=NANO, batch=8, **fields), tables=tables)
+        for fields in ({}, {"micro_batches": 8}, {"seed": 1}, {})
+    )
+    named = []
+    for run in ([few, many], [seeded], [again]):
+        write_pictures(run, tmp_path)
+        named.append(re.findall(r"^picture of (.*): .*/(.*)\.svg$", capfd.readouterr().err, re.M))
+    (first, second), (third,), (last,) = named
+    assert (first[0], second[0]) == ("microbatches=4", "microbatches=8")
+    assert re.fullmatch(r"timeline-1f1b-m8-ranks2-[0-9a-f]{8}", second[1])
+    assert last[1] == first[1]
+    assert len(list(tmp_path.glob("*.svg"))) == len({first[1], second[1], third[1]}) == 3
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,8 @@ def test_simulate_draws_each_ranks_timeline_and_prints_bubbles(stepgauge, tmp_pa
         for word in ("rank 1", "var(--series-2)", "held, pairs of micro-batch and stage")
     )
     assert "peak of each rank in pairs of micro-batch and stage: 2, 1." in svg
+    for variable in re.findall(r"var\((--[\w-]+)", svg):
+        assert f"{variable}: " in svg, "no page defines it for a file"
     _, out, _ = stepgauge(*asked, "--stage-weights", "1,2", "--format", "json")
     found = json.loads(out)
     assert found["step"] == 1 + 2 * 6 + 2

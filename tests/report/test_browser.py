@@ -153,6 +153,9 @@ def test_plots_are_described_and_can_be_saved(browser, path):
     saved = download.value.path().read_text()
     root = ElementTree.fromstring(saved)
     assert root.tag.endswith("svg") and "var(--" not in saved and "rgb(" in saved
+    background = root[0]
+    assert background.get("width") == "100%" and "rgb(255, 255, 255)" in background.get("style")
+    assert tab.locator("figure svg > rect").count() == 0, "the page's own plot stays as it is"
     assert download.value.suggested_filename == "What-it-shows-.svg"
 
 

@@ -12,8 +12,9 @@ from rich.text import Text
 from stepgauge.cli.console import Output, info, print_table, write_file
 from stepgauge.cost.pipeline.fill import fill_bubbles
 from stepgauge.cost.pipeline.timeline import Durations, Timeline, simulate
-from stepgauge.report.pipeline_steps import COUNTED, Step, tracks
+from stepgauge.report.pipeline_steps import COUNTED, Step, wide_tracks
 from stepgauge.report.schedule import drawing, legend, rank_table
+from stepgauge.report.standalone import standalone
 from stepgauge.spec.pipeline import TORCH_SCHEDULES
 from stepgauge.spec.plan.pipeline import (
     SCHEDULES,
@@ -196,7 +197,8 @@ def simulate_(
     else:
         _draw(timeline, checked)
     if report is not None:
-        write_file(tracks({checked.schedule.name: Step.counted(timeline)}), report, "picture")
+        drawn = wide_tracks({checked.schedule.name: Step.counted(timeline)})
+        write_file(standalone(drawn), report, "picture")
 
 
 def load(which: str, shape: Shape) -> Schedule:

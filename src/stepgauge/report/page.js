@@ -52,7 +52,12 @@ for (const section of document.querySelectorAll("section[id]")) seen.observe(sec
 
 // ---- saving plots: a plot's colours are variables of the page, so a file needs their values --------------------------
 
-function standalone(svg) {
+function standalone(plot) {
+  const svg = plot.cloneNode(true);
+  const background = document.createElementNS(svg.namespaceURI, "rect");
+  for (const side of ["width", "height"]) background.setAttribute(side, "100%");
+  background.style.fill = "var(--card)";
+  svg.prepend(background);
   const probe = document.body.appendChild(document.createElement("span"));
   const text = new XMLSerializer().serializeToString(svg).replace(/var\((--[\w-]+)\)/g, (_, name) => {
     if (name === "--sans") return "sans-serif";

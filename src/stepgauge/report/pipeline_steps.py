@@ -11,6 +11,7 @@ from stepgauge.report.figure import DASHED, FAINT, INK, SERIES, canvas, describe
 from stepgauge.report.names import labels
 from stepgauge.report.numbers import size_unit
 from stepgauge.report.page import Block, Plot, Text
+from stepgauge.report.schedule import action_names
 from stepgauge.spec.plan.pipeline.action import BACKWARD, FORWARD, INPUT, WEIGHT
 from stepgauge.spec.plan.pipeline.text import parse
 from stepgauge.spec.predictions import pair_steps
@@ -28,10 +29,17 @@ KINDS: Mapping[str, str] = {
 COLOURS = dict(zip(KINDS, SERIES, strict=False))
 HELD_COLOUR = SERIES[len(KINDS)]
 COUNTED = "pairs of micro-batch and stage"
-# Fraction of the plot's width that a letter of a name needs.
-LETTER = 0.0095
-# Opacity of bars: names in them stay readable on light and dark pages.
-OPACITY = 0.65
+# Points of the names in bars. Widths as fractions of them, in a wide font: a digit and the kinds.
+NAME_POINTS, MARGIN_POINTS = 6.5, 1.0
+DIGIT = 0.64
+LETTERS = {FORWARD: 0.58, BACKWARD: 0.69, INPUT: 0.3, WEIGHT: 0.99}
+# Opacity of bars, of a rank's first stage and its last: names in them stay readable on light and dark
+# pages.
+OPACITY, LAST_OPACITY = 0.65, 0.3
+# Widths in inches on a page and, at most, in a file, where readers scroll; the axes' share of them.
+PAGE_INCHES, MAX_INCHES, AXES = 7.2, 60.0, 0.775
+# A file is wide enough to name every action that lasts at least this fraction of the longest.
+SHORTEST_NAMED = 1 / 3
 # Heights in rows: a rank's bars, its memory curve below them, and both with a gap.
 BAR, HELD, RANK = 0.76, 0.8, 2.0
 ROW_INCHES = 0.26
@@ -44,21 +52,31 @@ Levels = Sequence[Sequence[tuple[float, float]]]
 class Step:
     """When each action of a step ran, and what each rank held, predicted or measured.
 
-    levels  for each rank, points of (ms, what it holds from then on)
-    peaks   the peak of each rank; the predicted one if there is a prediction
-    unit    the unit of levels and peaks
+    levels     for each rank, points of (ms, what it holds from then on)
+    peaks      the peak of each rank; the predicted one if there is a prediction
+    unit       the unit of levels and peaks
+    which      which of the measured steps it is, and which part, if it is not a whole one
+    median_ms  the median of all measured steps
     """
 
     timeline: Timeline
     levels: Levels
     peaks: Sequence[float]
     unit: str = COUNTED
+    which: str = ""
+    median_ms: float | None = None
 
     @classmethod
     def counted(cls, timeline: Timeline) -> "Step":
         """Returns a step whose memory is counted in pairs of micro-batch and stage."""
         levels = timeline.held({})
         return cls(timeline, levels, [_highest(points) for points in levels])
+
+    def title(self, name: str) -> str:
+        """Returns what a picture says above the step."""
+        named = f"{name}, {self.which}" if self.which else name
+        median = "" if self.median_ms is None else f" (median {self.median_ms:.4g})"
+        return f"{named}: {self.timeline.step_ms:.4g} ms{median}"
 
 
 def steps_of(record: Record, run: Sequence[Record]) -> dict[str, Step]:
@@ -73,8 +91,24 @@ def steps_of(record: Record, run: Sequence[Record]) -> dict[str, Step]:
     names = {"modelled": "predicted", "measured": "measured"}
     by_name = {names[provenance]: timed[provenance] for provenance in names if provenance in timed}
     if all("held" in each.tables for each in by_name.values()):
-        return _in_bytes(by_name)
-    return {name: Step.counted(timeline_of(each)) for name, each in by_name.items()}
+        steps = _in_bytes(by_name)
+    else:
+        steps = {name: Step.counted(timeline_of(each)) for name, each in by_name.items()}
+    return {name: _explained(step, by_name[name]) for name, step in steps.items()}
+
+
+def _explained(step: Step, record: Record) -> Step:
+    """Adds which step of the record the timeline is, and the median next to which tables show it. A
+    layout's timeline has no optimizer; with accumulation it is the last pass of several.
+    """
+    is_part = "forward_and_backward_ms" in record.metrics
+    part = "forward and backward" if is_part else ""
+    if record.provenance != "measured":
+        return dataclasses.replace(step, which=part)
+    is_one_of_several = record.spec.get("accumulation", 1) > 1
+    metric = "forward_and_backward_ms" if is_part else "step_ms"
+    median = None if is_one_of_several else record.median(metric)
+    return dataclasses.replace(step, which=f"last {part or 'step'}", median_ms=median)
 
 
 def _in_bytes(by_name: Mapping[str, Record]) -> dict[str, Step]:
@@ -116,17 +150,35 @@ def step_blocks(records: Sequence[Record], run: Sequence[Record]) -> list[Block]
     """Returns a plot for each of the first records with a timeline. `run` has their predictions."""
     timed = [record for record in records if "spans" in record.tables]
     plots: list[Block] = [
-        Plot(
-            tracks(steps_of(record, run)),
-            f"{name}: the actions of each rank, and below them the memory that it holds.",
-        )
+        _plot(name, steps_of(record, run))
         for name, record in list(zip(labels(timed), timed, strict=True))[:MAX_PLOTS]
     ]
     more = len(timed) - len(plots)
     return [*plots, Text(f"{more} more steps are not drawn.")] if more else plots
 
 
-def tracks(steps: Mapping[str, Step]) -> str:
+def _plot(name: str, steps: Mapping[str, Step]) -> Plot:
+    caption = f"{name}: the actions of each rank, and below them the memory that it holds."
+    last = " The measured actions are those of the last step." if "measured" in steps else ""
+    return Plot(tracks(steps), caption + last)
+
+
+def wide_tracks(steps: Mapping[str, Step]) -> str:
+    """Returns `tracks` for a file: so wide that most actions have room for their names."""
+    rows = [row for step in steps.values() for row in step.timeline.ranks]
+    needed = [
+        (span.end - span.start, _points(name))
+        for row in rows
+        for span, name in zip(row, action_names(row), strict=True)
+    ]
+    shortest_ms = SHORTEST_NAMED * max(ms for ms, _ in needed)
+    points_per_ms = max(points / ms for ms, points in needed if ms and ms >= shortest_ms)
+    longest_ms = max(step.timeline.step_ms for step in steps.values())
+    inches = points_per_ms * longest_ms / 72 / AXES
+    return tracks(steps, min(MAX_INCHES, max(PAGE_INCHES, inches)))
+
+
+def tracks(steps: Mapping[str, Step], inches: float = PAGE_INCHES) -> str:
     """Returns an SVG of the steps, one below the other on one time axis: the actions of each rank, what
     it holds, and its peak. The peak includes temporaries within an action, the curve does not.
     """
@@ -134,10 +186,9 @@ def tracks(steps: Mapping[str, Step]) -> str:
     longest = max(step.timeline.step_ms for step in steps.values())
     most = max(max(*step.peaks, *map(_highest, step.levels)) for step in steps.values())
     ticks, at = {}, 0.0
-    with canvas(7.2, 0.9 + ROW_INCHES * (RANK * ranks + len(steps))) as (axes, output):
+    with canvas(inches, 0.9 + ROW_INCHES * (RANK * ranks + len(steps))) as (axes, output):
         for name, step in steps.items():
-            title = f"{name}: {step.timeline.step_ms:.4g} ms"
-            axes.annotate(title, (0, at - 0.55), color=FAINT, fontsize=8.5, va="bottom")
+            axes.annotate(step.title(name), (0, at - 0.55), color=FAINT, fontsize=8.5, va="bottom")
             for rank, row in enumerate(step.timeline.ranks):
                 _bars(axes, row, at, longest)
                 base = at + BAR / 2 + HELD + 0.1
@@ -155,23 +206,42 @@ def tracks(steps: Mapping[str, Step]) -> str:
         axes.grid(axis="y", visible=False)
         unit = next(iter(steps.values())).unit
         _legend(axes, steps, unit)
-    texts = [f"{name}: {step.timeline.step_ms:.4g} ms, peak of each rank in {unit}: "
+    texts = [f"{step.title(name)}, peak of each rank in {unit}: "
              f"{', '.join(short(_highest(points)) for points in step.levels)}"
              for name, step in steps.items()]  # fmt: skip
     return described(output[0], f"{'; '.join(texts)}.")
 
 
 def _bars(axes: "Axes", row: Sequence[Span], at: float, longest: float) -> None:
-    for kind, colour in COLOURS.items():
-        spans = [(span.start, span.end - span.start) for span in row if span.action.kind == kind]
-        axes.broken_barh(spans, (at - BAR / 2, BAR), facecolors=colour, alpha=OPACITY, linewidth=0)
-    for action, start, end in row:
-        names = (f"{action.kind}{action.micro_batch}", str(action.micro_batch))
-        num_letters = (end - start) / (LETTER * longest)
-        name = next((name for name in names if len(name) <= num_letters), "")
-        axes.annotate(
-            name, ((start + end) / 2, at), ha="center", va="center", fontsize=6.5, color=INK
-        )
+    """Draws a rank's actions: the kind is the colour, the stage the shade. An action is named by what
+    fits of its name and its micro-batch.
+    """
+    shades = _shades(row)
+    bars: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for (stage, kind, _), start, end in row:
+        bars.setdefault((kind, stage), []).append((start, end - start))
+    for (kind, stage), spans in bars.items():
+        axes.broken_barh(spans, (at - BAR / 2, BAR), facecolors=COLOURS[kind],
+                         alpha=shades[stage], linewidth=0)  # fmt: skip
+    points_per_ms = axes.get_window_extent().width * 72 / axes.figure.dpi / longest
+    for (action, start, end), full_name in zip(row, action_names(row), strict=True):
+        room = (end - start) * points_per_ms
+        names = (full_name, str(action.micro_batch))
+        if name := next((name for name in names if _points(name) <= room), ""):
+            axes.annotate(name, ((start + end) / 2, at), ha="center", va="center",
+                          fontsize=NAME_POINTS, color=INK)  # fmt: skip
+
+
+def _shades(row: Sequence[Span]) -> dict[int, float]:
+    """Returns the opacity of each of a rank's stages: the later, the fainter."""
+    stages = sorted({span.action.stage for span in row})
+    step = (OPACITY - LAST_OPACITY) / max(1, len(stages) - 1)
+    return {stage: OPACITY - step * place for place, stage in enumerate(stages)}
+
+
+def _points(name: str) -> float:
+    """Returns the width that the name of an action needs in its bar."""
+    return MARGIN_POINTS + NAME_POINTS * sum(LETTERS.get(letter, DIGIT) for letter in name)
 
 
 def _held(axes: "Axes", times: Sequence[float], shares: Sequence[float], base: float) -> None:
@@ -188,14 +258,16 @@ def _peak(axes: "Axes", peak: float, most: float, base: float, longest: float) -
 
 
 def _legend(axes: "Axes", steps: Mapping[str, Step], unit: str) -> None:
-    """Adds a legend of the kinds of action that occur, the memory held and its peak."""
-    occurring = {
-        span.action.kind for step in steps.values() for row in step.timeline.ranks for span in row
-    }
+    """Adds a legend of the kinds of action that occur, the shades, the memory held and its peak."""
+    rows = [row for step in steps.values() for row in step.timeline.ranks]
+    occurring = {span.action.kind for row in rows for span in row}
     for kind in (kind for kind in KINDS if kind in occurring):
         axes.broken_barh(
             [], (0, 0), facecolors=COLOURS[kind], alpha=OPACITY, label=f"{kind}, {KINDS[kind]}"
         )
+    if any(len(_shades(row)) > 1 for row in rows):
+        label = "fainter: the rank's later stages"
+        axes.broken_barh([], (0, 0), facecolors=FAINT, alpha=LAST_OPACITY, label=label)
     axes.fill_between([], [], color=HELD_COLOUR, linewidth=0, alpha=0.7, label=f"held, {unit}")
     peak = "measured peak" if list(steps) == ["measured"] else "predicted peak"
     axes.plot([], [], color=INK, linewidth=0.8, linestyle=DASHED, label=peak)

@@ -11,7 +11,6 @@ from typing import NamedTuple
 from stepgauge.cost.pipeline.timeline import Span, Timeline
 from stepgauge.report.table import Table
 from stepgauge.spec.plan.pipeline import Schedule
-from stepgauge.spec.plan.pipeline.action import Action
 from stepgauge.spec.plan.pipeline.check import Checked
 
 BAR = "─"  # fills an action after its name; a space means that the rank waits
@@ -97,27 +96,29 @@ def drawing(timeline: Timeline, width: int) -> Drawing:
 def _columns_per_ms(timeline: Timeline) -> float:
     """Returns the scale at which every name fits into its action with one column to spare."""
     needed = [
-        (span.end - span.start, len(_name(span.action, row)) + 1)
+        (span.end - span.start, len(name) + 1)
         for row in timeline.ranks
-        for span in row
+        for span, name in zip(row, action_names(row), strict=True)
     ]
     shortest_ms = SHORTEST_NAMED * max(ms for ms, _ in needed)
     return max(columns / ms for ms, columns in needed if ms and ms >= shortest_ms)
 
 
-def _name(action: Action, row: Sequence[Span]) -> str:
-    """Returns the action as `schedule show` writes it, without the stage if the rank has only one."""
-    has_one_stage = all(span.action.stage == action.stage for span in row)
-    return str(action).removeprefix(str(action.stage)) if has_one_stage else str(action)
+def action_names(row: Sequence[Span]) -> list[str]:
+    """Returns a rank's actions as `schedule show` writes them, without the stage if it has only one."""
+    actions = [span.action for span in row]
+    if len({action.stage for action in actions}) > 1:
+        return list(map(str, actions))
+    return [f"{action.kind}{action.micro_batch}" for action in actions]
 
 
 def _row(row: Sequence[Span], scale: float, columns: int, *, has_names: bool) -> _Row:
     text = kinds = ""
     bars = []
-    for action, start, end in row:
+    for (action, start, end), full_name in zip(row, action_names(row), strict=True):
         begin = max(len(text), round(start * scale))
         room = max(0, round(end * scale) - begin)
-        name = _name(action, row) if has_names else action.kind
+        name = full_name if has_names else action.kind
         name = (name if len(name) <= room else action.kind)[:room]
         text = text.ljust(begin) + name.ljust(room, BAR)
         kinds = kinds.ljust(begin) + action.kind * room

@@ -1,5 +1,7 @@
 """`stepgauge bench pipeline`: times pipeline-parallel forward and backward."""
 
+import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +10,9 @@ from cyclopts import Parameter
 from stepgauge.cli import rows
 from stepgauge.cli.console import print_records, write_file
 from stepgauge.cli.options import Networks, Values, expand, spec_options
-from stepgauge.report.pipeline_steps import steps_of, tracks
+from stepgauge.report.names import labels
+from stepgauge.report.pipeline_steps import steps_of, wide_tracks
+from stepgauge.report.standalone import standalone
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.record import Record
 
@@ -22,7 +26,10 @@ def pipeline(
     format: rows.RowFormat = "table",
     pictures: Annotated[
         bool,
-        Parameter(help="Write an SVG per row: the predicted timeline above the measured one."),
+        Parameter(
+            help="Write an SVG per row: the predicted timeline above that of the last measured step. A "
+            "torch-* row has only the predicted one, because torch records no times of actions."
+        ),
     ] = False,
 ) -> None:
     """Time pipeline-parallel forward and backward passes, and simulate each schedule.
@@ -42,12 +49,21 @@ def pipeline(
     rows.require_single_success(records, format)
     print_records(records, format)
     if pictures:
-        _write_pictures(records, out)
+        write_pictures(records, out)
     rows.require_success(records)
 
 
-def _write_pictures(records: list[Record], folder: Path) -> None:
+def write_pictures(records: Sequence[Record], folder: Path) -> None:
+    """Draws each measured row and prints which row each picture shows. `records` has predictions, too."""
     measured = [record for record in records if record.provenance == "measured"]
-    timelines = [steps for record in measured if (steps := steps_of(record, records))]
-    for number, steps in enumerate(timelines):
-        write_file(tracks(steps), folder / f"timeline-{number}.svg", "picture")
+    for record, label in zip(measured, labels(measured), strict=True):
+        if steps := steps_of(record, records):
+            path = folder / picture_name(record)
+            write_file(standalone(wide_tracks(steps)), path, f"picture of {label}")
+
+
+def picture_name(record: Record) -> str:
+    """Returns a name that no other row in the folder has. Measuring the row again keeps it."""
+    spec = record.spec
+    row = hashlib.sha256("\n".join(record.identity).encode()).hexdigest()[:8]
+    return f"timeline-{spec['schedule']}-m{spec['micro_batches']}-ranks{spec['ranks']}-{row}.svg"
