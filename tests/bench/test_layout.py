@@ -69,9 +69,13 @@ def test_exposed_communication_is_measured_for_axes_that_allow_it(rows):
     assert measured("tensor") == ["tp2"]
     assert measured("pipeline") == ["pp2 1f1b m2"]
     assert rows["dp2 zero3"].note.startswith("data exposed is not measured: zero3")
-    spans = rows["pp2 1f1b m2"].tables["spans"]
+    pipeline = rows["pp2 1f1b m2"]
+    assert pipeline.median("pipeline_exposed_ms") == pytest.approx(
+        pipeline.median("forward_and_backward_ms") - pipeline.median("busiest_rank_ms")
+    )
+    spans = pipeline.tables["spans"]
     assert len(spans) == 1 + 2 * 2 * 2  # ranks, micro-batches, forward and backward
-    assert re.fullmatch(r"stages of \d, \d blocks, by measured time", rows["pp2 1f1b m2"].note)
+    assert re.fullmatch(r"stages of \d, \d blocks, by measured time", pipeline.note)
 
 
 def test_the_page_draws_them_and_names_the_fastest(rows, tmp_path):

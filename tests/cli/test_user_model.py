@@ -211,5 +211,4 @@ def test_a_users_model_is_timed_under_tensor_and_pipeline_axes(stepgauge, tmp_pa
     weights = [row.median("parameter_bytes") // 4 for row in (alone, tensor, pipeline)]
     assert weights == [40 + 72 + 18, 20 + 32 + 8 + 18, 72 + 18]
     assert tensor.median("tensor_exposed_ms") is not None
-    assert pipeline.median("pipeline_exposed_ms") > 0  # of the step whose busiest rank it has
-    assert pipeline.median("busiest_rank_ms") > 0
+    assert pipeline.median("busiest_rank_ms") > 0 < pipeline.median("pipeline_exposed_ms")

@@ -3,7 +3,7 @@
 Exposed communication is measured per axis. For data, context and tensor it is the time of the step
 minus the time of the same step without that axis's collectives. A pipeline cannot run without its
 transfers, so its exposed time is forward and backward minus the compute time of the busiest rank: it
-includes both transfers and bubbles.
+includes both transfers and bubbles. Each is the difference of two medians over the timed steps.
 """
 
 import dataclasses
@@ -49,18 +49,16 @@ class LayoutFigures(RankFigures):
 
     without_axis  ms of steps without an axis's communication, by axis
     spans         (action, start, end) of each pipeline action in the last timed step, in ms
+    busy_ms       ms in which this rank of a pipeline computed, one value per timed step
     stages        the blocks of each stage; only for our own networks
     solution      the solved checkpointing budget
     """
 
     without_axis: dict[str, list[float]]
     spans: Spans
+    busy_ms: list[float]
     stages: Sequence[range]
     solution: Solution
-
-    @property
-    def busy_ms(self) -> float:
-        return sum(end - start for _, start, end in self.spans)
 
 
 def measure(spec: LayoutSpec) -> LayoutFigures:
@@ -74,9 +72,9 @@ def measure(spec: LayoutSpec) -> LayoutFigures:
     step, batches, stages = _build(spec, place, device, solution.plan)
     phases = phases_of(step, batches)
     initial = devices.allocated_memory(device)
+    spans: list[Spans] = []  # of each timed step
     with step.precision.matmul_mode():
-        times = time_steps(spec, phases, device)
-        spans = step.parallel.spans() if step.parallel.spans else []
+        times = time_steps(spec, phases, device, after_step=lambda: spans.append(_last_spans(step)))
         kept = kept_bytes(step, phases, device, initial, has_graphs=spec.cuda_graphs)
         # Last, because ranks that do not communicate end with different weights.
         without_axis = _time_without_axes(step, phases, device, spec.steps)
@@ -85,10 +83,18 @@ def measure(spec: LayoutSpec) -> LayoutFigures:
         bytes=kept,
         optimizer=step.optimizer_name,
         without_axis=without_axis,
-        spans=[(str(action), start, end) for action, start, end in spans],
+        spans=spans[-1],
+        busy_ms=[spec.accumulation * sum(end - start for _, start, end in each) for each in spans],
         stages=stages,
         solution=solution,
     )
+
+
+def _last_spans(step: TrainingStep) -> Spans:
+    """Returns the spans of the last step; none without a pipeline. It waits for a GPU."""
+    if step.parallel.spans is None:
+        return []
+    return [(str(action), start, end) for action, start, end in step.parallel.spans()]
 
 
 def _build(
@@ -168,8 +174,8 @@ def record(spec: LayoutSpec, ranks: list[LayoutFigures]) -> Record:
 
 
 def _exposed(spec: LayoutSpec, ranks: list[LayoutFigures]) -> dict[str, float]:
-    """Returns the exposed ms of each axis and the ms they are derived from, by name. The pipeline's
-    are those of the last step.
+    """Returns the exposed ms of each axis and the ms they are derived from, by name: medians over the
+    timed steps, and their differences.
     """
     step_ms = statistics.median(slowest_step(ranks))
     times = {}
@@ -177,9 +183,9 @@ def _exposed(spec: LayoutSpec, ranks: list[LayoutFigures]) -> dict[str, float]:
         without = statistics.median(slowest([rank.without_axis[axis] for rank in ranks]))
         times[f"without_{axis}"], times[f"{axis}_exposed"] = without, step_ms - without
     if ranks[0].spans:
-        last = max(rank.phases["forward_and_backward"][-1] for rank in ranks)
-        busiest = max(rank.busy_ms for rank in ranks) * spec.accumulation
-        times["busiest_rank"], times["pipeline_exposed"] = busiest, last - busiest
+        whole = statistics.median(slowest_step(ranks, "forward_and_backward"))
+        busiest = statistics.median(slowest([rank.busy_ms for rank in ranks]))
+        times["busiest_rank"], times["pipeline_exposed"] = busiest, whole - busiest
     return times
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,15 @@ class RankFigures:
     optimizer: str
 
 
-def time_steps(spec: Any, phases: Phases, device: torch.device) -> dict[str, list[float]]:
-    """Returns ms of each phase, one value per step, after the spec's warm-up.
+def time_steps(
+    spec: Any,
+    phases: Phases,
+    device: torch.device,
+    *,
+    after_step: Callable[[], None] = lambda: None,
+) -> dict[str, list[float]]:
+    """Returns ms of each phase, one value per step, after the spec's warm-up. Calls `after_step` after
+    each timed step.
 
     The first step allocates optimizer state, communicators and library workspaces. Peak memory is
     counted from the second step on.
@@ -37,7 +44,9 @@ def time_steps(spec: Any, phases: Phases, device: torch.device) -> dict[str, lis
     for phase in phases.values():
         phase()
     devices.reset_peak_memory(device)
-    return time_phases(phases, device, warmup=spec.warmup - 1, steps=spec.steps)
+    return time_phases(
+        phases, device, warmup=spec.warmup - 1, steps=spec.steps, after_step=after_step
+    )
 
 
 def kept_bytes(

@@ -14,7 +14,13 @@ Phases = Mapping[str, Callable[[], None]]
 
 
 def time_phases(
-    phases: Phases, device: torch.device, *, warmup: int, steps: int, seconds: float = 0.0
+    phases: Phases,
+    device: torch.device,
+    *,
+    warmup: int,
+    steps: int,
+    seconds: float = 0.0,
+    after_step: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
     """Returns the ms of each phase and of the whole step ("step"), one value per timed step.
 
@@ -23,6 +29,8 @@ def time_phases(
     disturb. On an accelerator, events in the device's queue mark the boundaries, and the host waits
     only at the end of a step. So the phases add up to the step, and no wait between them is measured.
     On a CPU the clock is time.perf_counter.
+
+    after_step  called after each timed step, outside of the timing
     """
     clock = clock_of(device)
     for number in range(warmup):
@@ -38,6 +46,7 @@ def time_phases(
             for name, milliseconds in zip(phases, phase_ms, strict=True):
                 times[name].append(milliseconds)
             times["step"].append(sum(phase_ms))
+            after_step()
             report_progress(
                 f"timed {len(times['step'])}, at least {steps}", count=True
             )  # outside of the timing
