@@ -124,7 +124,7 @@ def test_every_bad_input_is_one_sentence_that_names_the_option_and_status_2(step
         (("bench", "step", "--turns", "0"), 2, "--turns is 0; it must be 1 or more"),
         (("tune", "--best", "x"), 2, "--best is 'x'; it must be a whole number"),
         (("schedule", "simulate", "1f1b", "--forward", "x"), 2, "--forward is 'x'; it must be a"),
-        (("bench", "layout", "--layout", "dp2 zer3"), 2, "stepgauge: --layout has 'zer3'; choose"),
+        (("bench", "layout", "--layout", "dp2 zer3"), 2, "--layout has 'zer3'; did you mean zero3"),
         (("bench", "comm", "-b", "4M", "-e", "1M"), 2, "and --end must not be less"),
         (
             ("bench", "layout", "--seconds", "0.2"),

@@ -43,7 +43,7 @@ def test_rows_are_modelled_and_terms_prints_their_parts(stepgauge):
         ),
         (("--layout", "dp2", "--phases", "forward"), "not an option of bench data-parallel"),
         (("--layout", "dp2"), "has no all_reduce between 2 ranks"),
-        (("--layout", "dp2", "--batch", "3"), "--batch is 3, which 2 data ranks do not divide"),
+        (("--layout", "dp2", "--batch", "3"), "2 data ranks do not divide; choose a multiple of 2"),
     ],
 )
 def test_unpredictable_rows_are_refused(stepgauge, arguments, message):

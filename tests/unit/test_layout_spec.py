@@ -56,8 +56,8 @@ def test_each_layout_is_a_row_with_its_own_name():
 @pytest.mark.parametrize(
     ("layout", "changes", "message"),
     [
-        ("dp3", {}, "batch is 8, which dp3 does not divide"),
-        ("pp2 1f1b m4 dp4", {}, "2 sequences per data rank, and m4 does not divide them"),
+        ("dp3", {}, "dp3 does not divide; choose a multiple of 3"),
+        ("pp2 1f1b m4 dp4", {}, "data rank, and m4 does not divide them; choose a multiple of 16"),
         (
             "pp4 zbv m8",
             {},
@@ -65,8 +65,12 @@ def test_each_layout_is_a_row_with_its_own_name():
             "choose num_layers 8 or fewer ranks",
         ),
         ("pp2 dualpipev m2", {}, "dualpipev needs at least 4 on 2 ranks"),
-        ("tp8", {}, "tp8 does not fit blocks.*.attention.input: 4 units of 16 rows"),
-        ("tp4", {"num_kv_heads": 3, "num_heads": 12, "d_model": 96}, "3 units of 8 rows"),
+        ("tp8", {}, "tp8 needs a number of heads that 8 divides; the network has 4"),
+        (
+            "tp4",
+            {"num_kv_heads": 3, "num_heads": 12, "d_model": 96},
+            "key heads that 4 divides or that divides 4; the network has 3",
+        ),
         ("tp2", {"d_ff": 255}, "feed_forward.gate_up: 255 rows cannot be cut into 2"),
         ("tp2", {"context_length": 15}, "context_length is 15, which tp2 does not divide"),
         ("cp2", {}, "needs triton. 'cp2 ulysses' works with every attention"),
@@ -106,7 +110,7 @@ def test_each_layout_is_a_row_with_its_own_name():
         ("tp2", {"precision": "fp16"}, "precision is 'fp16'"),
         ("tp2", {"compile": "on"}, "supports only off or blocks"),
         ("tp2 zero1", {}, "zero1 needs a data axis"),
-        ("zero3", {}, "zero3 needs a data axis; layout is 'zero3': add dp2"),
+        ("zero3", {}, "zero3 needs a data axis; layout is 'zero3': add dp2 (a comma separates layouts"),
         ("dp2 torch-ddp tp2", {}, "which supports only a data axis"),
         ("dp2 zero3", {"compile": "reduce-overhead"}, "zero3 unshards and frees them"),
         ("dp2 zero3 tp2", {"compile": "on"}, "layout 'dp2 zero3 tp2' supports only off"),

@@ -7,6 +7,7 @@ of layers to ranks. The text of a layout names everything that is not the defaul
 """
 
 import dataclasses
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -15,6 +16,7 @@ from typing import Any, Self
 from stepgauge.spec.plan.buckets import FIRST_BUCKET_MB, Bucket, Parameter, plan_buckets
 from stepgauge.spec.plan.pipeline.schedules import DEFAULT_PER_RANK, LOOPED, SCHEDULES
 
+SEPARATORS = "(a comma separates layouts, a space the words of one)"
 SHARDED_PARTS = ("optimizer state", "gradients", "weights")
 
 
@@ -201,9 +203,9 @@ class Layout:
             axis = f"dp{self.data}" if self.data > 1 else f"cp{self.context}"
             raise ValueError(f"{axis} needs a wrapper, one of {', '.join(WRAPPERS)}")
         if self.ulysses and self.context == 1:
-            raise ValueError(f"{ULYSSES} needs a context axis: add cp2")
+            raise ValueError(f"{ULYSSES} needs a context axis: add cp2 {SEPARATORS}")
         if self.overlap and self.tensor == 1:
-            raise ValueError("overlap needs a tensor axis: add tp2")
+            raise ValueError(f"overlap needs a tensor axis: add tp2 {SEPARATORS}")
         if self.torch_tensor and (self.ranks != self.tensor or self.tensor == 1 or self.overlap):
             raise ValueError(
                 f"{self.torch_tensor} is torch's tensor parallel, which supports no other axis and no "
@@ -215,7 +217,7 @@ class Layout:
                 f"'pp{self.pipeline} 1f1b m{max(self.microbatches, self.pipeline)}'"
             )
         if self.schedule and self.pipeline == 1:
-            raise ValueError(f"schedule {self.schedule} needs a pipeline: add pp2")
+            raise ValueError(f"schedule {self.schedule} needs a pipeline: add pp2 {SEPARATORS}")
         if self.per_rank and self.schedule not in LOOPED:
             raise ValueError(
                 f"v{self.per_rank} needs a schedule with several stages per rank: "
@@ -224,7 +226,9 @@ class Layout:
         if self.per_rank == DEFAULT_PER_RANK:  # equal layouts have the same text
             object.__setattr__(self, "per_rank", 0)
         if self.microbatches > 1 and self.pipeline == 1:
-            raise ValueError(f"m{self.microbatches} needs a pipeline, such as pp2 1f1b")
+            raise ValueError(
+                f"m{self.microbatches} needs a pipeline, such as pp2 1f1b {SEPARATORS}"
+            )
 
     @property
     def ranks(self) -> int:
@@ -316,7 +320,9 @@ class Layout:
 def require_data_axis(layout: Layout) -> None:
     """Raises ValueError for a wrapper without ranks among which it could reduce gradients."""
     if layout.num_replicas == 1 and layout.wrapper != "none":
-        raise ValueError(f"{layout.wrapper} needs a data axis; layout is {str(layout)!r}: add dp2")
+        raise ValueError(
+            f"{layout.wrapper} needs a data axis; layout is {str(layout)!r}: add dp2 {SEPARATORS}"
+        )
 
 
 AXES: Mapping[str, str] = {
@@ -346,6 +352,9 @@ def _field_of(word: str) -> tuple[str, Any]:
         if int(match[2]) == 0:
             raise ValueError(f"layout has {word!r}; the number must be at least 1")
         return AXES[match[1]], int(match[2])
+    names = [*WRAPPERS, *SCHEDULES, OVERLAP, ULYSSES, *TORCH_TENSOR]
+    if similar := difflib.get_close_matches(word, names):
+        raise ValueError(f"layout has {word!r}; did you mean {' or '.join(similar)}?")
     raise ValueError(
         f"layout has {word!r}; choose dpN, cpN, tpN, ppN, mN, vN with a number, a wrapper "
         f"({', '.join(WRAPPERS)}), a schedule ({', '.join(SCHEDULES)}), {OVERLAP}, {ULYSSES} or "

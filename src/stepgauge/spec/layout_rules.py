@@ -152,12 +152,14 @@ def _check_user_model(layout: Layout, *, compile: str) -> None:
 def _check_batch(layout: Layout, batch: int) -> None:
     if batch % layout.data:
         raise ValueError(
-            f"batch is {batch}, which dp{layout.data} does not divide; choose a multiple"
+            f"batch is {batch}, which dp{layout.data} does not divide; choose a multiple of "
+            f"{layout.data * layout.microbatches}"
         )
     if (batch // layout.data) % layout.microbatches:
         raise ValueError(
             f"batch is {batch}, which is {batch // layout.data} sequences per data rank, and "
-            f"m{layout.microbatches} does not divide them; choose a multiple"
+            f"m{layout.microbatches} does not divide them; choose a multiple of "
+            f"{layout.data * layout.microbatches}"
         )
 
 
@@ -184,7 +186,18 @@ def _check_tensor(layout: Layout, model: Network, *, compile: str) -> None:
         try:
             section.copies(degree)
         except ValueError as error:
+            if section.unit > 1:  # its units are heads
+                raise ValueError(_why_heads(section, degree)) from None
             raise ValueError(f"{name} does not fit {pattern}: {error}") from None
+
+
+def _why_heads(section: Section, degree: int) -> str:
+    """Returns why tensor ranks cannot share the heads of the section."""
+    noun, needed = "heads", f"{degree} divides"
+    if section.shared:  # neighbouring ranks may have the same key head
+        noun, needed = "key heads", f"{degree} divides or that divides {degree}"
+    number = section.rows // section.unit
+    return f"tp{degree} needs a number of {noun} that {needed}; the network has {number}"
 
 
 TORCH_NORMS = ("rmsnorm", "rmsnorm-eager", "layernorm")

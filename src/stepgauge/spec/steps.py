@@ -57,5 +57,8 @@ def under(layout: Layout, kind: type[AnyStep], values: Values) -> Values:
 
 def _rank_batch(batch: int, layout: Layout) -> int:
     if batch % layout.data:
-        raise ValueError(f"batch is {batch}, which {layout.data} data ranks do not divide")
+        raise ValueError(
+            f"batch is {batch}, which {layout.data} data ranks do not divide; choose a multiple of "
+            f"{layout.data}"
+        )
     return batch // layout.data
