@@ -85,13 +85,26 @@ def test_the_page_draws_them_and_names_the_fastest(rows, tmp_path):
     assert "is the fastest: " in page or "All rows were disturbed" in page
 
 
-def test_the_answer_gives_the_exposed_times_of_all_layouts():
-    def row(layout, step_ms, **exposed):
-        metrics = {"step_ms": step_ms, **{f"{axis}_exposed_ms": ms for axis, ms in exposed.items()}}
-        samples = {name: Sample.exact(ms, "ms") for name, ms in metrics.items()}
-        asked = dataclasses.asdict(spec(layout, accumulation=1))
-        return Record(kind="layout", spec=asked, metrics=samples)
+def row(layout, step_ms, *, changes=(), **exposed):
+    metrics = {"step_ms": step_ms, **{f"{axis}_exposed_ms": ms for axis, ms in exposed.items()}}
+    samples = {name: Sample.exact(ms, "ms") for name, ms in metrics.items()}
+    asked = dataclasses.asdict(spec(layout, accumulation=1, **dict(changes)))
+    return Record(kind="layout", spec=asked, metrics=samples)
 
+
+def test_the_answer_names_a_custom_network_by_what_differs():
+    def custom(layout, step_ms, layers):
+        model = ModelSpec.preset("nano", num_layers=layers)
+        return row(layout, step_ms, changes={"model": model, "size": "custom"})
+
+    rows = [custom("none", 20.0, 4), custom("dp2 bucketed", 12.0, 4)]
+    assert layout_answer(rows).startswith("Layout 'dp2 bucketed' is the fastest: 12.00 ms")
+    deep = [custom("none", 40.0, 8), custom("dp2 bucketed", 30.0, 8)]
+    said = layout_answer([*rows, *deep])
+    assert said.startswith("At num_layers=8, layout 'dp2 bucketed' is the fastest: 30.00 ms")
+
+
+def test_the_answer_gives_the_exposed_times_of_all_layouts():
     rows = [
         row("none", 20.0),
         row("dp2 bucketed", 12.0, data=2.0),
@@ -99,6 +112,7 @@ def test_the_answer_gives_the_exposed_times_of_all_layouts():
         row("pp2 1f1b m2", 14.0, pipeline=-1.0),
     ]
     said = layout_answer(rows)
+    assert said.startswith("At size=nano, layout")
     assert (
         "'dp2 bucketed' is the fastest: 12.00 ms per step, 1.67 × as fast as one process. " in said
     )

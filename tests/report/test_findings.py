@@ -153,6 +153,8 @@ def test_a_page_of_one_row_has_no_findings_and_counts_predictions_separately(rec
     row = dataclasses.replace(record("small"), kind="profile")
     beside = dataclasses.replace(row, kind="pipeline", metrics={}, provenance="modelled")
     page = run_page([row, beside], tmp_path)
+    page_of_layouts = Page(title="", sections=[], facts={}, findings=[]).html()
+    assert "Layouts and schedules are compared in their own sections" in page_of_layouts
     assert page.findings is None and page.facts["Rows"] == "1 measured, 1 predicted"
 
 

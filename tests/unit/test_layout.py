@@ -68,7 +68,7 @@ def test_words_may_be_in_any_order_and_the_default_wrapper_is_bucketed():
         ("pp2 interleaved v0 m4", "layout has 'v0'; the number must be at least 1"),
         ("dp2 zer1", "layout has 'zer1'; did you mean zero1"),
         ("dp2 zero4", r"layout has 'zero4'; did you mean zero3 or zero2 or zero1\?"),
-        ("pp2 dualpipe m4", r"layout has 'dualpipe'; did you mean dualpipev\?"),
+        ("pp2 dualpipe m4", r"layout has 'dualpipe'; did you mean dualpipev"),
         ("xp2", "layout has 'xp2'; choose dpN, cpN, tpN, ppN, mN, vN with a number"),
         ("dp", "layout has 'dp'"),
     ],

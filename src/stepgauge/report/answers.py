@@ -7,7 +7,7 @@ from stepgauge.report.comm import comm_spec, transport
 from stepgauge.report.figure import short, short_bytes
 from stepgauge.report.findings import CHOICES, Pair, is_comparable, pairs
 from stepgauge.report.layout import layout_answer
-from stepgauge.report.names import describe, flatten, labels
+from stepgauge.report.names import describe, flatten, labels, network_name
 from stepgauge.report.numbers import number, size_unit
 from stepgauge.report.profile import KIND_LABELS
 from stepgauge.report.views import undisturbed
@@ -188,10 +188,10 @@ def data_parallel_answer(records: Sequence[Record]) -> str:
     if not wrapped:
         return "All rows were disturbed, so no wrapper is named as the fastest."
     best = min(wrapped, key=_step)
-    at = f"{among}at" if among else "At"
+    network = network_name(best, timed)
     low = " with gradients in bf16" if best.spec.get("reduce_dtype", "own") != "own" else ""
     text = (
-        f"{at} size={best.spec['size']} on {best.spec['ranks']} ranks, "
+        f"{among}{f'at {network} ' if network else ''}on {best.spec['ranks']} ranks, "
         f"{best.spec['wrapper']}{low} is the fastest: {number(_step(best))} ms per step"
     )
     if single := _same_work(best, rows, "none"):
@@ -199,7 +199,7 @@ def data_parallel_answer(records: Sequence[Record]) -> str:
     torch_ddp = _same_work(best, rows, "torch-ddp")
     if torch_ddp and torch_ddp is not best:
         text += f"; torch-ddp takes {number(_step(torch_ddp))} ms"
-    return f"{text}.{_exposed(best)}"
+    return f"{text[0].upper()}{text[1:]}.{_exposed(best)}"
 
 
 def _of_largest_network(records: Sequence[Record]) -> list[Record]:

@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 
 from stepgauge.report.figure import MAX_BARS, stacked_bars
-from stepgauge.report.names import flatten, labels
+from stepgauge.report.names import flatten, labels, network_name
 from stepgauge.report.numbers import number
 from stepgauge.report.page import Block, Plot, Text
 from stepgauge.report.views import plotted, record_table, undisturbed
 from stepgauge.spec.layout import Layout
+from stepgauge.spec.options import SHAPE
 from stepgauge.spec.record import Record
 from stepgauge.spec.user_model import UserModel
 
@@ -65,11 +66,12 @@ def layout_answer(records: Sequence[Record]) -> str:
     speedup = ""
     if single is not None and single is not best:
         speedup = f", {(single.median('step_ms') or 0.0) / step:.2f} × as fast as one process"
-    at = f"{among}at" if among else "At"
-    return (
-        f"{at} size={best.spec['size']}, layout {best.spec['layout']!r} is the fastest: "
-        f"{number(step)} ms per step{speedup}.{_exposed_times(best, same)}"
+    network = network_name(best, timed)
+    text = (
+        f"{among}{f'at {network}, ' if network else ''}layout {best.spec['layout']!r} is the "
+        f"fastest: {number(step)} ms per step{speedup}.{_exposed_times(best, same)}"
     )
+    return text[0].upper() + text[1:]
 
 
 def _exposed_times(best: Record, same: Sequence[Record]) -> str:
@@ -96,7 +98,7 @@ def _exposed_times(best: Record, same: Sequence[Record]) -> str:
 def _work(record: Record) -> dict[str, object]:
     """Returns the values that decide how much a step computes."""
     spec = flatten(record.spec)
-    names = ("size", "batch", "accumulation", "context_length", "precision", "optimizer")
+    names = ("size", "batch", "accumulation", "context_length", "precision", "optimizer", *SHAPE)
     work = {name: spec.get(name) for name in names}
     if spec.get("network") == UserModel.network:  # each data rank draws its own batch
         work["batches"] = Layout.parse(str(spec["layout"])).data

@@ -111,6 +111,16 @@ def key_value(record: Record, field: str) -> str:
     return f"{declared[field].metadata.get('flag') or field}={written(declared[field], value)}"
 
 
+def network_name(record: Record, records: Sequence[Record]) -> str:
+    """Returns `size=nano`. A custom network has the fields of its shape that differ between the
+    records; "" if none does.
+    """
+    if flatten(record.spec)["size"] != "custom":
+        return key_value(record, "size")
+    differing = differing_fields(records)
+    return " ".join(key_value(record, name) for name in differing if name in SHAPE)
+
+
 def label_fields(record: Record) -> tuple[list[str], list[str]]:
     """Returns the fields that name the record, and those that are left out because they have their
     default value. A custom network is named by its shape.

@@ -52,8 +52,9 @@ class OtherMachine:
 
 
 NOTHING_FOUND = (
-    "<p>No change is recommended: no two undisturbed rows differ only in one choice and by more "
-    "than their spread.</p>"
+    "<p>No change is recommended: no two undisturbed rows of bench step or of bench data-parallel on "
+    "GPUs differ only in one choice and by more than their spread. Layouts and schedules are compared "
+    "in their own sections below.</p>"
 )
 UNCONFIRMED = "Not confirmed"
 WHY_UNCONFIRMED = (
