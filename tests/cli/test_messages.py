@@ -1,5 +1,7 @@
 """Tests that messages of the command line tell a user what to do next."""
 
+import re
+
 import pytest
 
 from stepgauge import cli
@@ -63,7 +65,10 @@ def test_a_plan_in_80_columns_keeps_its_results(capfd, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     options = ["--size", "10b", "--gpus", "8", "--hardware", "dgx-h100", "--tokens", "1T"]
     assert cli.run(["plan", *options, "--precision", "bf16", "--global-batch", "64"]) == 0
-    text = capfd.readouterr().out
+    text, progress = capfd.readouterr()
+    screened = re.search(r"screens (\d+) layouts by formula, then simulates", progress)
+    assert screened and f": {screened[1]} layouts, " in text
+    assert re.match(r"10b, 12(,\d{3}){3} parameters, ", text)
     headings = text.split("#  layout")[0] + text.split("#  layout")[1].partition("\n")[0]
     assert all(word in headings for word in ("step", "±", "peak", "days", "MFU"))
     assert "bubbles" not in text.split("exposed in the simulated step")[1].partition("\n")[0]

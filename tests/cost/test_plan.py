@@ -22,6 +22,7 @@ from stepgauge.cost.planning.planner import (
 )
 from stepgauge.cost.planning.screen import Screen, candidates
 from stepgauge.cost.rates.machine import CalibratedMachine
+from stepgauge.report.plan import overlap_sentence
 from stepgauge.spec.hardware import ACCELERATORS, CUDA_CONTEXT, NOT_FOR_TENSORS, HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
@@ -227,14 +228,15 @@ def test_overlap_ratios_by_hand():
         ranks=2, tokens=1000, gradient_bytes=4, flops_per_s=4e12, bytes_per_s=8e9
     )
     assert data.ratio == pytest.approx(0.5 / 1.0)
-    assert (
-        "communication takes 0.50 times as long as computation, and can be hidden" in data.sentence
-    )
+    said = overlap_sentence(data)
+    assert "communication takes 0.5000 times as long as computation, and can be hidden" in said
+    short = overlap_sentence(dataclasses.replace(data, ratio=0.00123))
+    assert "takes 0.001230 times" in short
     forward, backward = overlap_ratios.sharded(
         ranks=2, tokens=1000, weight_bytes=2, flops_per_s=4e12, bytes_per_s=1e9
     )
     assert forward.ratio == backward.ratio == pytest.approx(1e-9 / 0.5e-9)
-    assert not forward.hides and "too long to be hidden" in forward.sentence
+    assert not forward.hides and "too long to be hidden" in overlap_sentence(forward)
     given = {"value_bytes": 2, "flops_per_s": 1e12, "bytes_per_s": 1e11}
     one, twice = (
         overlap_ratios.tensor(ranks=4, width=w, block_weights=12 * w**2, waits=True, **given).ratio
@@ -246,7 +248,11 @@ def test_overlap_ratios_by_hand():
     waits = overlap_ratios.tensor(
         ranks=4, width=8192, block_weights=12 * 8192**2, waits=True, **given
     )
-    assert waits.ratio < 1 and not waits.hides and "computation waits for it" in waits.sentence
+    assert (
+        waits.ratio < 1
+        and not waits.hides
+        and "computation waits for it" in overlap_sentence(waits)
+    )
     shallow, deep = (
         overlap_ratios.pipeline(blocks=n, width=1024, block_weights=12 * 1024**2, **given).ratio
         for n in (1, 4)

@@ -12,6 +12,7 @@ from stepgauge.cli.option_names import with_option_names
 from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.cli.rows import DEVICE_OF_FILE, Fresh, Out, hardware_argument, with_device_of
 from stepgauge.cli.validate import compare
+from stepgauge.cost.planning.dense import nearest_with_formulas
 from stepgauge.cost.planning.hiding import overlaps, scales
 from stepgauge.cost.planning.planner import (
     Plan,
@@ -21,13 +22,20 @@ from stepgauge.cost.planning.planner import (
     longest_context,
     longest_of_all,
 )
+from stepgauge.cost.planning.screen import candidates
 from stepgauge.cost.rates.estimate import SLOWER_HOST
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import Prices
 from stepgauge.cost.streams.program import DATA
 from stepgauge.cost.traced.traceable import has_formulas
 from stepgauge.report.numbers import number
-from stepgauge.report.plan import joined_notes, magnitudes, parts_table, plan_table
+from stepgauge.report.plan import (
+    joined_notes,
+    magnitudes,
+    overlap_sentence,
+    parts_table,
+    plan_table,
+)
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
@@ -74,8 +82,9 @@ def command(
             raise ValueError(f"{name} is {value}; it must be at least {least}")
     file = HardwareFile.read(hardware)
     (spec,) = expand(PlanSpec, with_device_of(file, values))
-    plan = planned(spec, file, top=max(top, verify), tracing=_note_trace)
     machine = CalibratedMachine(file.on_ranks(spec.gpus))
+    _note_screening(spec, machine)
+    plan = planned(spec, file, top=max(top, verify), tracing=_note_trace)
     if not (verify and format == "json"):  # JSON output is one document, that of `compare`
         _print_plan(spec, plan, machine, values, top=top, format=format)
     if verify:
@@ -84,6 +93,15 @@ def command(
         compare(
             [ValidationRow(each) for each in specs], hardware, out=out, fresh=fresh, format=format
         )
+
+
+def _note_screening(spec: PlanSpec, machine: CalibratedMachine) -> None:
+    """Says what is about to take seconds. A user's model is not screened: each trace is noted."""
+    if isinstance(spec.model, UserModel):
+        return
+    screened = spec if has_formulas(spec) else nearest_with_formulas(spec)
+    count = sum(1 for _ in candidates(screened, machine.network.gpus_per_node))
+    info(f"screens {count} layouts by formula, then simulates the fastest that fit")
 
 
 def _note_trace(spec: LayoutSpec) -> None:
@@ -124,7 +142,7 @@ def _explanations(
     best = plan.rows[0]
     if has_formulas(spec):
         layout = LayoutSpec(**{**best.spec, "model": spec.model})
-        ratios = [ratio.sentence for ratio in overlaps(layout, machine)]
+        ratios = [overlap_sentence(ratio) for ratio in overlaps(layout, machine)]
         yield "Communication compared with computation, by formula", [*ratios, *_exposed(best)]
         yield "Orders of magnitude of a micro-batch", [magnitudes(scales(layout))]
         yield "What else fits", _alternatives(spec, plan, machine)
@@ -152,7 +170,7 @@ def _exposed(row: Record) -> Iterator[str]:
     axes = (metric.removesuffix("_exposed_ms") for metric in row.metrics)
     step = row.metrics["step_ms"].median
     exposed = [
-        f"{axis} {number(ms)} ms ({ms / step:.0%})"
+        f"{axis} {number(ms)} ms ({number(100 * ms / step)} %)"
         for axis in axes
         if (ms := row.median(f"{axis}_exposed_ms") or 0.0) > 0
     ]
@@ -200,7 +218,7 @@ def _caption(spec: PlanSpec, plan: Plan, machine: CalibratedMachine) -> str:
         step = f"{spec.model.factory} of {spec.model.file}, {spec.global_batch} of its batches"
     else:
         step = (
-            f"{spec.size}, {spec.model.num_parameters / 1e9:.1f} billion parameters, "
+            f"{spec.size}, {spec.model.num_parameters:,} parameters, "
             f"{spec.global_batch} x {spec.model.context_length} tokens"
         )
     return f"{step} a step in {spec.precision} on {spec.gpus} x {device}: {total} layouts{fit}; predicted"

@@ -87,9 +87,10 @@ def _print_hiding(spec: LayoutSpec, file: HardwareFile) -> None:
     """Prints whether each axis's communication hides behind computation."""
     from stepgauge.cost.planning.hiding import overlaps, scales
     from stepgauge.cost.rates.machine import CalibratedMachine
-    from stepgauge.report.plan import magnitudes
+    from stepgauge.report.plan import magnitudes, overlap_sentence
 
-    sentences = [o.sentence for o in overlaps(spec, CalibratedMachine(file.on_ranks(spec.ranks)))]
+    machine = CalibratedMachine(file.on_ranks(spec.ranks))
+    sentences = [overlap_sentence(each) for each in overlaps(spec, machine)]
     points = [magnitudes(scales(spec)), *(sentences or ["nothing is sent"])]
     print_points(f"{spec.layout}, {spec.size}", points)
 

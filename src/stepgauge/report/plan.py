@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from stepgauge.report.numbers import SizeUnit, size_unit
+from stepgauge.cost.planning.overlap_ratios import OverlapRatio
+from stepgauge.report.numbers import SizeUnit, number, size_unit
 from stepgauge.report.table import Table
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.record import Record
@@ -94,6 +95,18 @@ def parts_table(rows: Sequence[Record]) -> Table:
         "(outside), and both (total)"
     )
     return Table(columns, shown, names=2, caption=caption)
+
+
+def overlap_sentence(overlap: OverlapRatio) -> str:
+    """Returns how long an axis's communication takes next to the computation that could hide it."""
+    if overlap.waits:
+        verdict = "but computation waits for it"
+    else:
+        verdict = "and can be hidden" if overlap.hides else "too long to be hidden"
+    return (
+        f"{overlap.name}: communication takes {number(overlap.ratio)} times as long as computation, "
+        f"{verdict}; the ratio depends on {overlap.depends_on}."
+    )
 
 
 def magnitudes(scales: Mapping[str, float]) -> str:
