@@ -73,7 +73,7 @@ def _commit() -> str | None:
     describe = ["describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
     try:
         return subprocess.run(
-            ["git", "-C", str(root), *describe],
+            ["git", "--no-optional-locks", "-C", str(root), *describe],
             capture_output=True, text=True, check=True, timeout=10,
         ).stdout.strip()  # fmt: skip
     except (OSError, subprocess.SubprocessError):

@@ -30,17 +30,6 @@ class OverlapRatio:
     def hides(self) -> bool:
         return self.ratio < 1.0 and not self.waits
 
-    @property
-    def sentence(self) -> str:
-        if self.waits:
-            verdict = "but computation waits for it"
-        else:
-            verdict = "and can be hidden" if self.hides else "too long to be hidden"
-        return (
-            f"{self.name}: communication takes {self.ratio:.2f} times as long as computation, "
-            f"{verdict}; the ratio depends on {self.depends_on}."
-        )
-
 
 def _share(ranks: int) -> float:
     """Returns (N-1)/N, the fraction of a tensor that a rank of a ring sends once."""
