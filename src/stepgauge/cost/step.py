@@ -92,7 +92,7 @@ def modelled(
 
 def _host_limit(late_us: float, step_us: float) -> str:
     """Returns a note if a slower host would lengthen the step much; otherwise ""."""
-    if late_us < NOTED_DELAY * step_us:
+    if late_us <= NOTED_DELAY * step_us:
         return ""
     return (
         f"the host limits this step, or nearly: one that launches it {SLOWER_HOST:g} times as slowly "
