@@ -44,6 +44,9 @@ from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.steps import work_of
 
 NOTHING_OVERLAPS = "overlap changes nothing here: each rank's piece of a message is too small"
+ONE_MICRO_BATCH = (
+    "the layout has no mN, so there is one micro-batch and the pipeline's ranks work in turn"
+)
 # A schedule repeats itself after this many micro-batches per rank of the pipeline.
 MICRO_BATCHES_UNTIL_REPEAT = 3
 
@@ -97,7 +100,7 @@ def predict_layout(
         metrics["bubble"] = Sample.exact(step.bubble, "fraction of the step")
     sequences = spec.batch * spec.accumulation
     metrics |= rates(spec, machine, step.step_ms, sequences=sequences, ranks=spec.ranks)
-    note = _note_on_launches(parts)
+    note = _notes(parts)
     record = modelled(
         spec, machine, metrics, step.rows, parts.memory(), late_us=step.late_us, note=note
     )
@@ -111,14 +114,16 @@ def predict_layout(
     )
 
 
-def _note_on_launches(parts: "LayoutParts") -> str:
-    """Returns what is not known of the host's launches, and whether overlap changes nothing."""
-    prices, is_replayed = parts.prices, parts.spec.cuda_graphs
-    notes = [
-        unknown_host(prices.machine, parts.stages[0].spec, prices.layout, replayed=is_replayed)
-    ]
-    if parts.spec.parsed_layout.overlap and not prices.layout.overlap:
-        notes.insert(0, NOTHING_OVERLAPS)
+def _notes(parts: "LayoutParts") -> str:
+    """Returns what a user may not expect of the layout, and what is not known of its host's launches."""
+    layout, prices, spec = parts.spec.parsed_layout, parts.prices, parts.spec
+    notes = []
+    if layout.pipeline > 1 and layout.microbatches == 1:
+        notes.append(ONE_MICRO_BATCH)
+    if layout.overlap and not prices.layout.overlap:
+        notes.append(NOTHING_OVERLAPS)
+    work, replayed = parts.stages[0].spec, spec.cuda_graphs
+    notes.append(unknown_host(prices.machine, work, prices.layout, replayed=replayed))
     return "; ".join(filter(None, notes))
 
 
@@ -199,7 +204,7 @@ class LayoutParts:
             prices = prices.at_product_share_of(StageChain(stages))
         else:
             network = StepOperations(work, share)
-            if not network.overlapped:  # messages are too small, so they are plain collectives
+            if layout.overlap and not network.overlapped:  # its messages are plain collectives
                 layout = dataclasses.replace(layout, overlap=False)
                 prices = Prices(machine, layout, library_of(spec))
             prices = prices.at_product_share_of(network)

@@ -74,7 +74,7 @@ def modelled(
     if late_us:
         cause = f"a host that takes {SLOWER_HOST:g} times as long"
         tables[INTERVAL] = [["possible delay", "us"], [cause, late_us]]
-    limit = _host_limit(late_us, total_us(rows))
+    limit = _host_limit(late_us, total_us(rows), is_compiled=spec.compile != "off")
     notes = [note, limit, *notes_on(rows, machine), machine.disturbance]
     if memory is not None and not spec.device.startswith("cpu"):
         metrics = {**metrics, "peak_bytes": Sample.exact(round(memory.peak_bytes), "bytes")}
@@ -90,14 +90,15 @@ def modelled(
     )
 
 
-def _host_limit(late_us: float, step_us: float) -> str:
+def _host_limit(late_us: float, step_us: float, *, is_compiled: bool) -> str:
     """Returns a note if a slower host would lengthen the step much; otherwise ""."""
     if late_us <= NOTED_DELAY * step_us:
         return ""
-    return (
-        f"the host limits this step, or nearly: one that launches it {SLOWER_HOST:g} times as slowly "
-        f"adds {late_us / 1e3:,.0f} ms, which ± includes; compiled blocks need fewer launches"
+    limit = (
+        f"the host limits this step, or nearly: if it launches {SLOWER_HOST:g} times as slowly, the step "
+        f"takes {late_us / 1e3:,.0f} ms longer, which ± includes"
     )
+    return limit if is_compiled else f"{limit}; compiled blocks need fewer launches"
 
 
 def _too_large(memory: Memory, machine: CalibratedMachine) -> str:

@@ -1,6 +1,5 @@
 """Returns the modelled record of a spec, from the part of cost/ that predicts its kind."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ from stepgauge.cost.traced.network import TracedNetwork
 from stepgauge.cost.traced.traceable import TRACED, TracedSpec, has_formulas
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
-from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.record import Record
@@ -51,21 +49,10 @@ def predicted(
         case DataParallelSpec():
             return predict_data_parallel(spec, machine, *traced)
         case LayoutSpec():
-            record = predict_layout(spec, machine, traced, shortened=shortened)
-            return _with_remark(record, spec.parsed_layout)
+            return predict_layout(spec, machine, traced, shortened=shortened)
         case PipelineSpec():
             return predict_pipeline(spec, machine, traced)
     raise ValueError(f"{type(spec).__name__} has no cost model yet")
-
-
-def _with_remark(record: Record, layout: Layout) -> Record:
-    """Adds to the note that a pipeline has a single micro-batch: its ranks then mostly wait."""
-    if layout.pipeline == 1 or layout.microbatches > 1:
-        return record
-    remark = (
-        "the layout has no mN, so there is one micro-batch and the pipeline's ranks work in turn"
-    )
-    return dataclasses.replace(record, note="; ".join(filter(None, (remark, record.note))))
 
 
 def shapes_of(specs: Sequence[Any], hardware: HardwareFile) -> Shapes:
