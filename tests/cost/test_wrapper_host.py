@@ -184,7 +184,9 @@ def test_missing_host_times_of_a_layout_are_noted():
 
     links = machine().hardware.links
     with_links = CalibratedMachine(dataclasses.replace(H200, links=[*H200.links, *links]))
-    assert note("tp2", with_links).startswith("the host limits this step, or nearly: if it launches")
+    assert note("tp2", with_links).startswith(
+        "the host limits this step, or nearly: if it launches"
+    )
     assert note("tp2 overlap", with_links) == NOTHING_OVERLAPS
     assert note("tp2 overlap", with_links, batch=256).startswith(
         "host cost not measured and left out (calibrate --ranks measures it): what overlap adds"
