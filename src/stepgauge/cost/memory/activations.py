@@ -125,15 +125,17 @@ def attention_parts(operations: StepOperations) -> Parts:
 
 
 def _row_layer_parts(operations: StepOperations) -> Parts:
-    """Returns the output of a row layer and, with plain tensor parallelism, this rank's piece of the
-    sum over ranks. Compiled, only the piece is kept then, because backward needs nothing else.
+    """Returns the output of a row layer and, with tensor parallelism, this rank's piece of the sum over
+    ranks. Compiled, only the piece is kept then, because backward needs nothing else; with overlap, one
+    operator computes both and returns only the piece.
     """
     token_bytes = operations.model.d_model * operations.arithmetic.activation_bytes
     output: Parts = {"output of row layer": operations.tokens * token_bytes}
-    if operations.share.tensor == 1 or operations.overlapped:
+    if operations.share.tensor == 1:
         return output
     piece: Parts = {"pieces of output of row layer": operations.own_tokens * token_bytes}
-    return piece if operations.arithmetic.is_compiled else output | piece
+    keeps_piece_only = operations.overlapped or operations.arithmetic.is_compiled
+    return piece if keeps_piece_only else output | piece
 
 
 def end_parts(operations: StepOperations) -> Parts:

@@ -306,7 +306,7 @@ def _for_weights(stage: StepOperations) -> float:
 def _peer_buffers(operations: StepOperations) -> float:
     """Returns the bytes of memory that other ranks can reach, which the caching allocator does not have.
 
-    With overlap, tensor parallelism has two inboxes and two outboxes (tensor_parallel/exchange.py).
+    With overlap, tensor parallelism has four boxes (tensor_parallel/exchange.py).
     Exchanged heads have two outboxes (communication/copied_all_to_all.py), counted as if all ranks were
     GPUs of one machine.
     """

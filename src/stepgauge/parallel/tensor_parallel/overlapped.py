@@ -4,8 +4,8 @@ sequence.
 - Column, an all-gather before the product: the product of the rank's own rows starts at once, while
   its piece is sent to the others. The products of the other pieces follow as they arrive.
 - Row, a reduce-scatter after the product: the rows for other ranks are computed first, and are sent
-  while the rest is computed. The received parts are summed in one pass at the end, which a compiler
-  fuses into the next operation.
+  while the rest is computed. The received parts are summed in one pass at the end. A compiler could
+  fuse the sum into the next operation, but also delay it until the box has another turn's parts.
 - Backward mirrors this. The product of the weight gradient overlaps with a reduce-scatter, so that
   the product before it need not be cut. A column's input is gathered again instead of kept.
 
@@ -24,7 +24,14 @@ from torch import Tensor
 from stepgauge.parallel.autograd.first_derivatives import without_second_derivative
 from stepgauge.parallel.autograd.operators import define_operator
 from stepgauge.parallel.communication.groups_by_name import group_named
-from stepgauge.parallel.tensor_parallel.exchange import Exchange, Inbox, Outbox, exchange_of
+from stepgauge.parallel.tensor_parallel.exchange import (
+    GATHER,
+    SCATTER,
+    Exchange,
+    Gather,
+    Scatter,
+    exchange_of,
+)
 from stepgauge.spec.plan.tensor import grouped
 
 
@@ -55,14 +62,14 @@ class _Column(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x_BQD, weight_FD = ctx.saved_tensors
         wants = ctx.needs_input_grad[1]
-        parts_NBQD, weight = column_backward(gradient, x_BQD, weight_FD, wants, ctx.group)
-        return _sum(parts_NBQD), weight if wants else None, None
+        x, weight = column_backward(gradient, x_BQD, weight_FD, wants, ctx.group)
+        return x, weight if wants else None, None
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
     def forward(x_BTF: Tensor, weight_DF: Tensor, group: str) -> Tensor:
-        return _sum(row_forward(x_BTF, weight_DF, group))
+        return row_forward(x_BTF, weight_DF, group)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -78,54 +85,43 @@ class _Row(torch.autograd.Function):
         return x, weight if wants else None, None
 
 
-def _sum(parts_NBQD: Tensor) -> Tensor:
-    """Sums over ranks in the parts' dtype. Autocast would otherwise make the sum fp32, and with it the
-    residual stream and the gradients that are sent.
-    """
-    return parts_NBQD.sum(0, dtype=parts_NBQD.dtype)
-
-
 def _column_forward(x_BQD: Tensor, weight_FD: Tensor, group: str) -> Tensor:
     """Returns y_BTF."""
     exchange = _exchange_for(x_BQD, group, x_BQD.shape[2], ranks=group_named(group).size())
     y_BTF = _fake_column_forward(x_BQD, weight_FD, group)
-    with exchange.turn_on("send"):
-        inbox = Inbox(exchange, x_BQD)
-        _multiply_gathered(exchange, inbox, x_BQD, weight_FD.t(), y_BTF, to_own=False)
+    with exchange.turn_on(GATHER):
+        gather = Gather(exchange, x_BQD)
+        _multiply_gathered(exchange, gather, x_BQD, weight_FD.t(), y_BTF, to_own=False)
     return y_BTF
 
 
 def _column_backward(
     gradient_BTF: Tensor, x_BQD: Tensor, weight_FD: Tensor, wants_weight: bool, group: str
 ) -> tuple[Tensor, Tensor]:
-    """Returns all ranks' summands of this rank's piece of x's gradient, and the gradient of the weight
-    (empty unless wanted).
-    """
+    """Returns the gradients of this rank's piece of x and of the weight (empty unless wanted)."""
     exchange = _exchange_for(x_BQD, group, x_BQD.shape[2], ranks=group_named(group).size())
     weight_gradient = weight_FD.new_empty(weight_FD.shape if wants_weight else 0)
     if not wants_weight:
-        with exchange.turn_on("tell", "receive"):
-            outbox = _multiply_scattered(exchange, gradient_BTF, weight_FD)
-        return outbox.parts_NBQD, weight_gradient
-    with exchange.turn_on("send", "tell", "receive"):
-        inbox = Inbox(exchange, x_BQD)
+        with exchange.turn_on(SCATTER):
+            return _multiply_scattered(exchange, gradient_BTF, weight_FD), weight_gradient
+    with exchange.turn_on(GATHER, SCATTER):
+        gather = Gather(exchange, x_BQD)
         # One product for all ranks: the transfer overlaps with the product of the weight gradient.
-        outbox = Outbox(exchange, _shape(gradient_BTF, weight_FD), x_BQD)
-        torch.mm(gradient_BTF.flatten(0, 1), weight_FD, out=outbox.whole.flatten(0, 1))
-        inbox.send(to_own=True)
-        outbox.receive_own()
-        outbox.tell(*exchange.receivers)
-        exchange.order("tell", "")
-        _multiply_rows(gradient_BTF, inbox.whole(), out=weight_gradient)
-    return outbox.parts_NBQD, weight_gradient
+        scatter = Scatter(exchange, _shape(gradient_BTF, weight_FD), x_BQD)
+        torch.mm(gradient_BTF.flatten(0, 1), weight_FD, out=scatter.whole.flatten(0, 1))
+        gather.send(to_own=True)
+        scatter.send(*exchange.receivers)
+        scatter.copy_own()
+        _multiply_rows(gradient_BTF, gather.whole(), out=weight_gradient)
+        x_gradient_BQD = scatter.sum()
+    return x_gradient_BQD, weight_gradient
 
 
 def _row_forward(x_BTF: Tensor, weight_DF: Tensor, group: str) -> Tensor:
-    """Returns y_NBQD, all ranks' summands of this rank's piece."""
+    """Returns y_BQD."""
     exchange = _exchange_for(x_BTF, group, weight_DF.shape[0])
-    with exchange.turn_on("tell", "receive"):
-        outbox = _multiply_scattered(exchange, x_BTF, weight_DF.t())
-    return outbox.parts_NBQD
+    with exchange.turn_on(SCATTER):
+        return _multiply_scattered(exchange, x_BTF, weight_DF.t())
 
 
 def _row_backward(
@@ -136,13 +132,13 @@ def _row_backward(
     x_gradient, weight_gradient = _fake_row_backward(
         gradient_BQD, x_BTF, weight_DF, wants_weight, group
     )
-    with exchange.turn_on("send"):
-        inbox = Inbox(exchange, gradient_BQD)
+    with exchange.turn_on(GATHER):
+        gather = Gather(exchange, gradient_BQD)
         _multiply_gathered(
-            exchange, inbox, gradient_BQD, weight_DF, x_gradient, to_own=wants_weight
+            exchange, gather, gradient_BQD, weight_DF, x_gradient, to_own=wants_weight
         )
         if wants_weight:
-            _multiply_rows(inbox.whole(), x_BTF, out=weight_gradient)
+            _multiply_rows(gather.whole(), x_BTF, out=weight_gradient)
     return x_gradient, weight_gradient
 
 
@@ -154,12 +150,13 @@ def _fake_column_forward(x_BQD: Tensor, weight_FD: Tensor, group: str) -> Tensor
 def _fake_column_backward(
     gradient_BTF: Tensor, x_BQD: Tensor, weight_FD: Tensor, wants_weight: bool, group: str
 ) -> tuple[Tensor, Tensor]:
-    parts_NBQD = x_BQD.new_empty((group_named(group).size(), *x_BQD.shape))
-    return parts_NBQD, weight_FD.new_empty(weight_FD.shape if wants_weight else 0)
+    weight = weight_FD.new_empty(weight_FD.shape if wants_weight else 0)
+    return x_BQD.new_empty(x_BQD.shape), weight
 
 
 def _fake_row_forward(x_BTF: Tensor, weight_DF: Tensor, group: str) -> Tensor:
-    return x_BTF.new_empty(_parts(x_BTF, group_named(group).size(), weight_DF.shape[0]))
+    batch, length, _ = x_BTF.shape
+    return x_BTF.new_empty((batch, length // group_named(group).size(), weight_DF.shape[0]))
 
 
 def _fake_row_backward(
@@ -197,7 +194,7 @@ row_backward = define_operator(
 
 def _multiply_gathered(
     exchange: Exchange,
-    inbox: Inbox,
+    gather: Gather,
     own_BQD: Tensor,
     matrix: Tensor,
     out_BTF: Tensor,
@@ -207,22 +204,21 @@ def _multiply_gathered(
     """Writes x_BTD matrix to out_BTF: this rank's rows first, then the others' as they arrive."""
     ranks = exchange.ranks
     _multiply(own_BQD, matrix, out=rows_of(out_BTF, exchange.rank, ranks))
-    inbox.send(to_own=to_own)
+    gather.send(to_own=to_own)
     for group in grouped(exchange.senders, rows=own_BQD.shape[0] * own_BQD.shape[1]):
-        _multiply(inbox.pieces(group), matrix, out=rows_of(out_BTF, group, ranks))
+        _multiply(gather.pieces(group), matrix, out=rows_of(out_BTF, group, ranks))
 
 
-def _multiply_scattered(exchange: Exchange, x_BTF: Tensor, matrix: Tensor) -> Outbox:
-    """Computes x matrix: first the rows for the other ranks, telling each when its rows are there,
-    then this rank's own rows.
+def _multiply_scattered(exchange: Exchange, x_BTF: Tensor, matrix: Tensor) -> Tensor:
+    """Returns this rank's rows of the sum over ranks of x matrix. Computes the rows for the other
+    ranks first, and sends them while the rest is computed.
     """
-    outbox, ranks = Outbox(exchange, _shape(x_BTF, matrix), x_BTF), exchange.ranks
+    scatter, ranks = Scatter(exchange, _shape(x_BTF, matrix), x_BTF), exchange.ranks
     for group in grouped(exchange.receivers, rows=x_BTF.shape[0] * x_BTF.shape[1] // ranks):
-        _multiply(rows_of(x_BTF, group, ranks), matrix, out=rows_of(outbox.whole, group, ranks))
-        outbox.tell(*group)
-    own = exchange.rank
-    _multiply(rows_of(x_BTF, own, ranks), matrix, out=outbox.parts_NBQD[own])
-    return outbox
+        _multiply(rows_of(x_BTF, group, ranks), matrix, out=rows_of(scatter.whole, group, ranks))
+        scatter.send(*group)
+    _multiply(rows_of(x_BTF, exchange.rank, ranks), matrix, out=scatter.own)
+    return scatter.sum()
 
 
 def rows_of(x_BTD: Tensor, group: range | int, ranks: int) -> Tensor:
@@ -245,11 +241,6 @@ def _multiply_rows(left_BTK: Tensor, right_BTM: Tensor, *, out: Tensor) -> None:
 def _shape(x_BTK: Tensor, matrix_KM: Tensor) -> tuple[int, int, int]:
     """Returns the shape of the product."""
     return x_BTK.shape[0], x_BTK.shape[1], matrix_KM.shape[1]
-
-
-def _parts(x_BTF: Tensor, ranks: int, width: int) -> tuple[int, ...]:
-    batch, length, _ = x_BTF.shape
-    return ranks, batch, length // ranks, width
 
 
 def _exchange_for(x: Tensor, group: str, width: int, *, ranks: int = 1) -> Exchange:
