@@ -126,17 +126,20 @@ def test_a_compiled_loss_holds_bf16_logits_only():
 
 
 def test_measured_peaks_of_compiled_layouts():
-    """Without rows whose blocks ran eagerly (docs/log/2026-11-28-four-gpus.md)."""
+    """Without rows whose blocks ran eagerly (docs/log/2026-11-28-four-gpus.md), and without those of
+    overlapped layers that still returned the parts of all ranks, which selective checkpointing kept.
+    """
     machine = CalibratedMachine(HardwareFile.read(ROOT / "hardware" / "dgx-h100.json"))
     errors = {}
     for row in records("2026-11-28-h100-layouts.jsonl", "layout"):
         layout, checkpointing = row.spec["layout"], row.spec["checkpointing"]
-        if "cp" in layout or ("zbv" in layout and checkpointing != "none"):
+        keeps = checkpointing != "none"
+        if "cp" in layout or (keeps and ("zbv" in layout or "overlap" in layout)):
             continue
         spec = LayoutSpec(**{**row.spec, "model": ModelSpec(**row.spec["model"])})
         found = predict_layout(spec, machine).median("peak_bytes") / row.median("peak_bytes") - 1
         errors[layout, row.spec["batch"], checkpointing] = abs(found)
-    assert len(errors) == 21
+    assert len(errors) == 18
     assert statistics.fmean(errors.values()) < 0.009
     assert max(errors.values()) < 0.031, errors
 
