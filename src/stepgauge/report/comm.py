@@ -215,7 +215,7 @@ def _fit_plot(fit: Link, records: Sequence[Record]) -> Plot:
     sizes = [low * (high / low) ** (i / 200) for i in range(201)]
     curves: dict[str, tuple[Sequence[float], Sequence[float]]] = {
         "measured, fitted": ([size for size, _ in fitted], [us for _, us in fitted]),
-        "α + β·bytes": (sizes, [fit.time_ms(size) * 1e3 for size in sizes]),
+        "α + β·bytes": (sizes, [fit.fitted_ms(size) * 1e3 for size in sizes]),
     }
     if held_out:
         curves["measured, held out"] = (

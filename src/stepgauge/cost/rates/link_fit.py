@@ -129,6 +129,6 @@ def link(
     )
 
     def errors(of: Sequence[LinkPoint]) -> dict[int, float]:
-        return {point.bytes: bare.time_ms(point.bytes) / point.ms - 1 for point in of}
+        return {point.bytes: bare.fitted_ms(point.bytes) / point.ms - 1 for point in of}
 
     return dataclasses.replace(bare, fitted=errors(fitted), held_out=errors(held_out))
