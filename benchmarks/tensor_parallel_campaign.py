@@ -21,7 +21,7 @@ network in float32, then wide blocks in bf16.
 
 --lengths also measures plain and overlapped blocks on shorter sequences, to find where overlap
 starts to pay off. --attention triton uses the fastest attention library for the shape in all ways,
-instead of torch's choice. --traces writes a trace of some steps of our ways for each rank.
+instead of torch's choice. --traces writes a trace of some steps for each rank, but not of torch's ways.
 
 Appends a JSON line per row to $OUT/tensor_parallel.jsonl (the current folder if OUT is not set) as
 soon as it is measured: ms of the slowest rank, and the mean clock and power of the GPU with the
@@ -425,7 +425,7 @@ def run(way: str, options: Options, folder: str) -> dict[str, object]:
         compiled(network.module, "blocks")
     row = {"way": way, "length": options.length, "attention": options.attention, **errors}
     row |= network.times(2 if options.small else STEPS)
-    if options.traces and way in ("plain", *OVERLAPPED) and options.length == LENGTH:
+    if options.traces and not way.startswith("torch") and options.length == LENGTH:
         name = f"tensor_parallel_trace_{way.replace(' ', '-')}_{dist.get_rank()}.json.gz"
         trace(network, Path(folder) / name)
     return row

@@ -163,8 +163,12 @@ class GpuMemory(PeerMemory):
         self._driver.copy(target, source, nbytes, self._handle(stream))
 
     def set_flag(self, rank: int, flag: int, value: int, stream: int | None = None) -> None:
-        source = self._first_value + 4 * (value % VALUES)
-        self._driver.copy(self._flag_addresses[rank] + 4 * flag, source, 4, self._handle(stream))
+        if os.environ.get("FLAG_COPIES"):
+            source = self._first_value + 4 * (value % VALUES)
+            self._driver.copy(self._flag_addresses[rank] + 4 * flag, source, 4, self._handle(stream))
+            return
+        address = self._flag_addresses[rank] + 4 * flag
+        self._driver.write(self._handle(stream), address, value % VALUES)
 
     def wait(self, flag: int, value: int, stream: int | None = None) -> None:
         self._driver.wait(self._handle(stream), self._own_flags + 4 * flag, value % VALUES)
@@ -218,8 +222,9 @@ class Driver:
     def __init__(self) -> None:
         driver = ctypes.CDLL("libcuda.so.1")
         self._wait, self._copy = driver.cuStreamWaitValue32_v2, driver.cuMemcpyAsync
-        self._run = driver.cuStreamBatchMemOp_v2
+        self._write, self._run = driver.cuStreamWriteValue32_v2, driver.cuStreamBatchMemOp_v2
         self._wait.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+        self._write.argtypes = self._wait.argtypes
         self._copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
         self._run.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint]
 
@@ -231,6 +236,13 @@ class Driver:
         """Makes the stream wait until the 32 bits at the address equal the value."""
         if error := self._wait(stream, address, value, _WAIT_UNTIL_EQUAL):
             raise RuntimeError(f"cuStreamWaitValue32 failed: CUDA error {error}")
+
+    def write(self, stream: int, address: int, value: int) -> None:
+        """Writes 32 bits to the address once the stream has done its earlier work, which is visible to
+        other GPUs before.
+        """
+        if error := self._write(stream, address, value, 0):
+            raise RuntimeError(f"cuStreamWriteValue32 failed: CUDA error {error}")
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         if error := self._copy(target, source, nbytes, stream):

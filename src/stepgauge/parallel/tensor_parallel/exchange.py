@@ -51,19 +51,21 @@ from stepgauge.parallel.communication.groups_by_name import group_named
 from stepgauge.parallel.communication.peer_memory import PeerMemory, peer_memory, with_room
 
 BOXES = 2  # per kind: one is read while the next is written
-GATHER, SCATTER = "gather", "scatter"  # the kinds of boxes, and the names of their lanes
+GATHER, SCATTER = (
+    "gather",
+    "scatter",
+)  # the kinds of boxes; each has a stream on which messages are sent
 KINDS = (GATHER, SCATTER)
 _MEETINGS = 2  # before and after the replay of a CUDA graph
-MOST_LANES = 3  # streams on which messages to several ranks travel at the same time
 
 
 class Exchange:
     """The boxes, flags and streams of a group. All ranks must create it, and use it, in the same way.
 
-    receivers  the other ranks, in the order in which this rank sends to them
+    receivers  the other ranks, in the order in which this rank sends to them. One stream sends to all,
+               because a GPU has one engine for copies to others
     senders    the other ranks, in the order in which they send to this rank
-    lanes      by kind, the names of the streams that share the messages
-    handles    stream name -> CUDA stream handle; empty on a CPU
+    handles    kind -> handle of the CUDA stream; empty on a CPU
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, box_bytes: int):
@@ -74,20 +76,17 @@ class Exchange:
         boxes = len(KINDS) * BOXES
         flags = (boxes + _MEETINGS) * self.ranks
         self.memory: PeerMemory = peer_memory(boxes, box_bytes, flags, device, group)
-        numbers = range(min(MOST_LANES, len(self.receivers)))
-        self.lanes = {kind: [f"{kind} {n}" for n in numbers] for kind in KINDS}
         self._turns = dict.fromkeys(KINDS, 0)
         self._views: dict[Any, Tensor] = {}
         self._streams: dict[str, Any] = {}
         self._current: Any = None
         if device.type == "cuda":
-            names = [name for lanes in self.lanes.values() for name in lanes]
-            self._streams = {name: torch.cuda.Stream(device) for name in names}
-            self._events = {name: torch.cuda.Event() for name in names}
+            self._streams = {kind: torch.cuda.Stream(device) for kind in KINDS}
             self._ready = {kind: torch.cuda.Event() for kind in KINDS}
+            self._done = {kind: torch.cuda.Event() for kind in KINDS}
             self._sent = [torch.cuda.Event() for _ in self.receivers]
             self._current = torch.cuda.current_stream(device)
-        self.handles = {name: stream.cuda_stream for name, stream in self._streams.items()}
+        self.handles = {kind: stream.cuda_stream for kind, stream in self._streams.items()}
 
     def next_box(self, kind: str) -> int:
         """Starts the next turn of a kind of boxes. Returns its box."""
@@ -104,16 +103,17 @@ class Exchange:
                 self._views[key] = own.view(dtype).view(shape)
         return self._views[key]
 
-    def tell(self, rank: int, box: int, stream: str = "") -> None:
-        """Sets this rank's flag for a box on another rank, after the stream's work so far."""
-        self.memory.set_flag(rank, box * self.ranks + self.rank, 1, self.handles.get(stream))
-
-    def wait(self, ranks: Iterable[int], box: int, stream: str = "") -> None:
-        """Makes a stream ("": the calling one) wait until these ranks have set their flags for a box,
-        and clear them.
+    def tell(self, rank: int, box: int, kind: str = "") -> None:
+        """Sets this rank's flag for a box on another rank, after the work so far of the kind's stream
+        ("": the calling stream).
         """
-        flags = tuple(box * self.ranks + rank for rank in ranks)
-        self.memory.consume(flags, self.handles.get(stream))
+        self.memory.set_flag(rank, box * self.ranks + self.rank, 1, self.handles.get(kind))
+
+    def wait(self, ranks: Iterable[int], box: int) -> None:
+        """Makes the calling stream wait until these ranks have set their flags for a box, and clear
+        them.
+        """
+        self.memory.consume(tuple(box * self.ranks + rank for rank in ranks))
 
     @contextlib.contextmanager
     def captured(self) -> Iterator[None]:
@@ -138,7 +138,7 @@ class Exchange:
 
     @contextlib.contextmanager
     def turn_on(self, *kinds: str) -> Iterator[None]:
-        """Encloses a turn of these kinds. At its end the calling stream waits for their lanes."""
+        """Encloses a turn of these kinds. At its end the calling stream waits for their streams."""
         if not self._streams:
             yield
             return
@@ -150,11 +150,6 @@ class Exchange:
         for kind in kinds:
             self.join(kind)
 
-    def lane(self, kind: str, message: int) -> str:
-        """Returns the stream for the message of that number in a turn."""
-        lanes = self.lanes[kind]
-        return lanes[message % len(lanes)]
-
     def mark_ready(self, kind: str) -> None:
         """Records the point on the calling stream at which sending may begin. The host can launch a
         product that overlaps with it before it calls `fork`.
@@ -163,23 +158,20 @@ class Exchange:
             self._ready[kind].record(self._current)
 
     def fork(self, kind: str) -> None:
-        """Makes these lanes wait for the point that `mark_ready` recorded."""
+        """Makes the kind's stream wait for the point that `mark_ready` recorded."""
         if self._streams:
-            for lane in self.lanes[kind]:
-                self._streams[lane].wait_event(self._ready[kind])
+            self._streams[kind].wait_event(self._ready[kind])
 
     def join(self, kind: str) -> None:
-        """Makes the calling stream wait for the work launched so far on these lanes."""
+        """Makes the calling stream wait for the work launched so far on the kind's stream."""
         if self._streams:
-            for lane in self.lanes[kind]:
-                event = self._events[lane]
-                event.record(self._streams[lane])
-                self._current.wait_event(event)
+            self._done[kind].record(self._streams[kind])
+            self._current.wait_event(self._done[kind])
 
-    def mark_sent(self, message: int, lane: str) -> None:
-        """Records the point on the lane after this rank's message of that number in a turn."""
+    def mark_sent(self, message: int) -> None:
+        """Records the point after this rank's message of that number in a turn that gathers."""
         if self._streams:
-            self._sent[message].record(self._streams[lane])
+            self._sent[message].record(self._streams[GATHER])
 
     def wait_until_sent(self, message: int) -> None:
         """Makes the calling stream wait for the point that `mark_sent` recorded."""
@@ -188,9 +180,12 @@ class Exchange:
 
 
 class Gather:
-    """One turn that gathers x_BTD, of which this rank has x_BQD."""
+    """One turn that gathers x_BTD, of which this rank has x_BQD.
 
-    def __init__(self, exchange: Exchange, x_BQD: Tensor):
+    keeps_own  this rank's piece is needed in x_BTD, too: `whole` will be called
+    """
+
+    def __init__(self, exchange: Exchange, x_BQD: Tensor, *, keeps_own: bool):
         self._exchange, self._piece = exchange, x_BQD.contiguous()
         exchange.mark_ready(GATHER)
         self._box = exchange.next_box(GATHER)
@@ -198,27 +193,26 @@ class Gather:
         shape = (batch, exchange.ranks * length, width)
         self._whole = exchange.view(self._box, shape, x_BQD.dtype)
         self._received = 0  # messages
+        if (
+            keeps_own
+        ):  # before products: the copy would wait for one to end, and the next for the copy
+            self._rows_of(range(exchange.rank, exchange.rank + 1)).copy_(x_BQD)
 
-    def send(self, *, to_own: bool) -> None:
-        """Sends this rank's piece, as it was when the turn began, to all other ranks. With `to_own`
-        also into this rank's own box, which `whole` needs.
-        """
+    def send(self) -> None:
+        """Sends this rank's piece, as it was when the turn began, to all other ranks."""
         exchange = self._exchange
         exchange.fork(GATHER)
         for message, peer in enumerate(exchange.receivers):
-            lane = exchange.lane(GATHER, message)
-            self._copy(peer, lane)
-            exchange.tell(peer, self._box, lane)
-            exchange.mark_sent(message, lane)
-        if to_own:
-            self._copy(exchange.rank, exchange.lane(GATHER, len(exchange.receivers)))
+            self._copy(peer)
+            exchange.tell(peer, self._box, GATHER)
+            exchange.mark_sent(message)
 
-    def _copy(self, rank: int, lane: str) -> None:
+    def _copy(self, rank: int) -> None:
         """Copies one sequence at a time, since its rows are contiguous in the box."""
         exchange, memory = self._exchange, self._exchange.memory
         batch, nbytes = self._piece.shape[0], self._piece.nbytes // self._piece.shape[0]
         target, source = memory.address(rank, self._box), self._piece.data_ptr()
-        stream = exchange.handles.get(lane)
+        stream = exchange.handles.get(GATHER)
         for number in range(batch):
             place = (number * exchange.ranks + exchange.rank) * nbytes
             memory.copy(target + place, source + number * nbytes, nbytes, stream)
@@ -227,17 +221,20 @@ class Gather:
         """Returns the pieces of these other ranks. The calling stream waits for them. To be called for
         groups in the order of `senders`.
         """
-        length = self._piece.shape[1]
         for _ in ranks:
             self._exchange.wait_until_sent(self._received)
             self._received += 1
         self._exchange.wait(ranks, self._box)
+        return self._rows_of(ranks)
+
+    def _rows_of(self, ranks: range) -> Tensor:
+        length = self._piece.shape[1]
         return self._whole.narrow(1, ranks.start * length, len(ranks) * length)
 
     def whole(self) -> Tensor:
-        """Returns all pieces, sent with `to_own`. The calling stream waits for them."""
-        self._exchange.join(GATHER)
+        """Returns all pieces. The calling stream waits for them."""
         if not_received := self._exchange.senders[self._received :]:
+            self._exchange.join(GATHER)
             self._exchange.wait(not_received, self._box)
         return self._whole
 
@@ -255,7 +252,6 @@ class Scatter:
         self._box = exchange.next_box(SCATTER)
         piece = (batch, length // exchange.ranks, width)
         self._parts_NBQD = exchange.view(self._box, (exchange.ranks, *piece), like.dtype)
-        self._sent = 0  # messages
         self.whole = like.new_empty(shape_BTD)
         self.own = self._parts_NBQD[exchange.rank]
 
@@ -265,21 +261,19 @@ class Scatter:
         exchange.mark_ready(SCATTER)
         exchange.fork(SCATTER)
         for rank in ranks:
-            lane = exchange.lane(SCATTER, self._sent)
-            self._sent += 1
-            self._copy(rank, lane)
-            exchange.tell(rank, self._box, lane)
+            self._copy(rank)
+            exchange.tell(rank, self._box, SCATTER)
 
     def copy_own(self) -> None:
         """Copies this rank's own rows out of `whole`, after the last rows were sent."""
-        self._copy(self._exchange.rank, self._exchange.lane(SCATTER, self._sent))
+        self._copy(self._exchange.rank)
 
-    def _copy(self, rank: int, lane: str) -> None:
+    def _copy(self, rank: int) -> None:
         """Copies one sequence at a time, since its rows are contiguous in `whole`."""
         exchange, memory, own = self._exchange, self._exchange.memory, self.own
         batch, nbytes = own.shape[0], own.nbytes // own.shape[0]
         target = memory.address(rank, self._box) + exchange.rank * own.nbytes
-        source, stream = self.whole.data_ptr(), exchange.handles.get(lane)
+        source, stream = self.whole.data_ptr(), exchange.handles.get(SCATTER)
         for number in range(batch):
             place = (number * exchange.ranks + rank) * nbytes
             memory.copy(target + number * nbytes, source + place, nbytes, stream)

@@ -90,8 +90,8 @@ def _column_forward(x_BQD: Tensor, weight_FD: Tensor, group: str) -> Tensor:
     exchange = _exchange_for(x_BQD, group, x_BQD.shape[2], ranks=group_named(group).size())
     y_BTF = _fake_column_forward(x_BQD, weight_FD, group)
     with exchange.turn_on(GATHER):
-        gather = Gather(exchange, x_BQD)
-        _multiply_gathered(exchange, gather, x_BQD, weight_FD.t(), y_BTF, to_own=False)
+        gather = Gather(exchange, x_BQD, keeps_own=False)
+        _multiply_gathered(exchange, gather, x_BQD, weight_FD.t(), y_BTF)
     return y_BTF
 
 
@@ -105,11 +105,11 @@ def _column_backward(
         with exchange.turn_on(SCATTER):
             return _multiply_scattered(exchange, gradient_BTF, weight_FD), weight_gradient
     with exchange.turn_on(GATHER, SCATTER):
-        gather = Gather(exchange, x_BQD)
+        gather = Gather(exchange, x_BQD, keeps_own=True)
         # One product for all ranks: the transfer overlaps with the product of the weight gradient.
         scatter = Scatter(exchange, _shape(gradient_BTF, weight_FD), x_BQD)
         torch.mm(gradient_BTF.flatten(0, 1), weight_FD, out=scatter.whole.flatten(0, 1))
-        gather.send(to_own=True)
+        gather.send()
         scatter.send(*exchange.receivers)
         scatter.copy_own()
         _multiply_rows(gradient_BTF, gather.whole(), out=weight_gradient)
@@ -133,10 +133,8 @@ def _row_backward(
         gradient_BQD, x_BTF, weight_DF, wants_weight, group
     )
     with exchange.turn_on(GATHER):
-        gather = Gather(exchange, gradient_BQD)
-        _multiply_gathered(
-            exchange, gather, gradient_BQD, weight_DF, x_gradient, to_own=wants_weight
-        )
+        gather = Gather(exchange, gradient_BQD, keeps_own=wants_weight)
+        _multiply_gathered(exchange, gather, gradient_BQD, weight_DF, x_gradient)
         if wants_weight:
             _multiply_rows(gather.whole(), x_BTF, out=weight_gradient)
     return x_gradient, weight_gradient
@@ -193,18 +191,12 @@ row_backward = define_operator(
 
 
 def _multiply_gathered(
-    exchange: Exchange,
-    gather: Gather,
-    own_BQD: Tensor,
-    matrix: Tensor,
-    out_BTF: Tensor,
-    *,
-    to_own: bool,
+    exchange: Exchange, gather: Gather, own_BQD: Tensor, matrix: Tensor, out_BTF: Tensor
 ) -> None:
     """Writes x_BTD matrix to out_BTF: this rank's rows first, then the others' as they arrive."""
     ranks = exchange.ranks
     _multiply(own_BQD, matrix, out=rows_of(out_BTF, exchange.rank, ranks))
-    gather.send(to_own=to_own)
+    gather.send()
     for group in grouped(exchange.senders, rows=own_BQD.shape[0] * own_BQD.shape[1]):
         _multiply(gather.pieces(group), matrix, out=rows_of(out_BTF, group, ranks))
 
