@@ -13,6 +13,7 @@ ROOT = 0
 # Between GPUs of one machine by copy engines (parallel/communication/copied_collectives.py).
 COPIES, COPIED_OPS = "copies", ("all_gather", "all_to_all", "send_recv")
 COPY_ALGORITHMS = ("push", "pull")
+COPIED = "copied "  # before a collective's name: by copy engines
 
 
 @dataclasses.dataclass(frozen=True)
