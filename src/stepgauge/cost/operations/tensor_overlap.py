@@ -22,6 +22,9 @@ def beside_products(
     begins after the first group of pieces, and is hidden by the others and the own piece; in backward,
     it is hidden by the product of the weight gradient. The second all-gather of a column layer's input,
     in backward, is hidden by both products, and left out here.
+
+    Both are copies (parallel/tensor_parallel/exchange.py). A reduce-scatter is an all-to-all of the parts,
+    and their sum.
     """
     (n, k), dtype, piece = weight, arithmetic.dtype, tokens // ranks
     is_scatter = collective.operation == "reduce_scatter"
@@ -33,7 +36,8 @@ def beside_products(
         )
         sizes = (rows, n, k) if phase == "forward" else (rows, k, n)
         product = Term("", f"matmul {'nt' if phase == 'forward' else 'nn'} {dtype}", sizes)
-    yield dataclasses.replace(collective, hidden_by=(product,))
+    copied = "all_to_all" if is_scatter else "all_gather"
+    yield dataclasses.replace(collective, hidden_by=(product,), copied=copied)
     if is_scatter:  # compiled, the sum is fused, and only the other ranks' pieces are read extra
         numel = collective.sizes[0] / ranks
         name = f"{collective.name}.sum"
