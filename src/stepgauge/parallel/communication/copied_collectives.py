@@ -94,15 +94,17 @@ class CopiedCollective:
 
     def _set_streams(self) -> None:
         self._lanes: list[Any] = [None]
-        self._replies: Any = None  # the stream for flags "free" of a push
+        self._replies: Any = None  # the lane for flags "free" of a push
         self._current: Any = None  # the calling stream of the last run
+        self._ends: dict[Any, Any] = {}  # by lane: the event at the end of its work
         if self._device.type == "cuda":
             count = min(MOST_LANES, len(self._receivers))
             self._lanes = [torch.cuda.Stream(self._device) for _ in range(count)]
-            self._replies = torch.cuda.Stream(self._device)
-            self._current = torch.cuda.current_stream(self._device)
+            self._replies = torch.cuda.Stream(self._device) if self._acknowledges else None
+            lanes = [*self._lanes, self._replies] if self._acknowledges else self._lanes
+            self._ends = {lane: torch.cuda.Event() for lane in lanes}
             self._begin = torch.cuda.Event()
-            self._ends = [torch.cuda.Event() for _ in self._lanes]
+            self._current = torch.cuda.current_stream(self._device)
 
     def _by_sender(self, output: Tensor) -> dict[int, Tensor]:
         return {
@@ -194,16 +196,16 @@ class CopiedCollective:
                 self._current = current
 
     def _fork(self) -> None:
-        """Makes the other streams wait for the work launched so far on the calling stream."""
+        """Makes the lanes wait for the work launched so far on the calling stream."""
         if self._current is not None:
             self._begin.record(self._current)
-            for stream in (*self._lanes, self._replies):
-                stream.wait_event(self._begin)
+            for lane in self._ends:
+                lane.wait_event(self._begin)
 
     def _join(self) -> None:
         """Makes the calling stream wait for the lanes."""
         if self._current is not None:
-            for lane, end in zip(self._lanes, self._ends, strict=True):
+            for lane, end in self._ends.items():
                 end.record(lane)
                 self._current.wait_event(end)
 
