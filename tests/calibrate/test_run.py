@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stepgauge.bench.sweep import MOST_TRIES, Retries, sweep
-from stepgauge.calibrate import contention
+from stepgauge.calibrate import contention, machine
 from stepgauge.calibrate.grids import CPU, GPU
 from stepgauge.calibrate.machine import hardware_file, jobs, missing_shapes, require_same_machine
 from stepgauge.calibrate.operations import operations
@@ -19,6 +19,7 @@ from stepgauge.cost.step import modelled
 from stepgauge.measure.cpu_contention import Reading
 from stepgauge.report.views import remark
 from stepgauge.spec.calibration import CalibrationSpec, ContentionSpec
+from stepgauge.spec.comm import COPIED_OPS
 from stepgauge.spec.disturbance import TRIES, is_disturbed
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.hardware_files import default_path, file_of
@@ -92,6 +93,37 @@ def test_ranks_measure_operations_links_and_contention(tmp_path):
     assert row.kernel_slowdown >= 1 and row.collective_slowdown >= 1
     alone, together = (records[-1].median(f"kernel{end}_us") for end in ("", "_beside"))
     assert alone > 0 and together > 0
+
+
+def test_copies_are_calibrated_between_gpus_that_reach_each_other(monkeypatch):
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(machine, "run_isolated", lambda function, ranks: [4])
+    links, beside = jobs(gpu, [2, 4], ["copies"]), jobs(gpu, [2, 4], ["copied"])
+    assert {(job.spec.op, job.spec.algorithm, job.spec.ranks) for job in links} == {
+        (op, "push", 4) for op in COPIED_OPS
+    }
+    assert {(job.spec.kernels, job.spec.collective, job.spec.ranks) for job in beside} == {
+        (kernels, f"copied {op}", 4) for kernels in ("matmul", "attention") for op in COPIED_OPS
+    }
+    of_kind = [job.spec for word in ("links", "contention") for job in jobs(gpu, [2, 4], [word])]
+    assert {job.spec for job in (*links, *beside)} < set(of_kind)
+    monkeypatch.setattr(machine, "run_isolated", lambda function, ranks: [])
+    assert not any("copied" in str(job.spec) for job in jobs(gpu, [4], ["contention"]))
+    with pytest.raises(ValueError, match="which needs several ranks: add --ranks 2"):
+        jobs(gpu, [], ["links copies"])
+
+
+def test_contention_with_copies_is_measured_and_kept_in_the_file(tmp_path):
+    beside = ContentionSpec(kernels="traffic", collective="copied all_gather", milliseconds=2.0,
+                            size_bytes=2**16)  # fmt: skip
+    (outcome,) = sweep([contention.job(beside)], RunStore(tmp_path))
+    assert outcome.record.status == "ok", outcome.record.note
+    path = tmp_path / "box.json"
+    hardware_file([outcome.record], HardwareFile(name="box", threads=7)).write(path)
+    read = HardwareFile.read(path)
+    assert read.contention_of("traffic", "copied all_gather", 2).kernel_slowdown >= 1
+    assert read.contention_of("traffic", "all_gather", 2) is None
 
 
 def test_unknown_operations_are_refused():

@@ -66,6 +66,14 @@ def test_a_rank_without_a_gpu_neither_copies_nor_asks_the_others(monkeypatch):
     assert not peer_memory.copies_reach(None, torch.device("cpu"))
 
 
+def test_which_numbers_of_gpus_reach_each_other(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(
+        torch.cuda, "can_device_access_peer", lambda first, second: max(first, second) < 3
+    )
+    assert peer_memory.connected_gpu_counts([2, 3, 4, 8]) == [2, 3]
+
+
 def test_overlap_needs_gpus_that_read_each_others_memory(monkeypatch):
     monkeypatch.setattr(tensor_parallel, "device_of", lambda module: torch.device("cuda", 0))
     monkeypatch.setattr(tensor_parallel, "on_one_machine", lambda group: True)

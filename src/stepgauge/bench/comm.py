@@ -5,10 +5,10 @@ import dataclasses
 import torch
 
 from stepgauge.bench.ranks import OnRanks, slowest
-from stepgauge.measure.collectives import Collective, time_collective
+from stepgauge.measure.collectives import Runnable, collective_of, time_collective
 from stepgauge.measure.devices import require_host_memory
 from stepgauge.runtime.world import this_world
-from stepgauge.spec.comm import CommSpec
+from stepgauge.spec.comm import COPIES, CommSpec
 from stepgauge.spec.record import Record, Sample
 
 
@@ -38,17 +38,17 @@ def measure(spec: CommSpec) -> RankTimes:
     device = world.device(spec.device)
     if device.type == "cpu":
         require_host_memory(spec.tensor_bytes * world.local_size)
-    collective = Collective(spec, device)
+    collective = collective_of(spec, device)
     _check_result(collective)
-    before = collective.ring.sent_bytes
+    before = collective.sent_bytes
     collective.run()
-    sent = collective.ring.sent_bytes - before
+    sent = collective.sent_bytes - before
     times, operations = time_collective(collective)
     _check_result(collective)
     return RankTimes(times, operations, sent, _library(spec))
 
 
-def _check_result(collective: Collective) -> None:
+def _check_result(collective: Runnable) -> None:
     if collective.spec.check and (wrong := collective.wrong()):
         raise WrongResultError(
             f"{wrong:,} elements of {collective.spec.op} are wrong, counted over all ranks"
@@ -58,6 +58,8 @@ def _check_result(collective: Collective) -> None:
 def _library(spec: CommSpec) -> str:
     if spec.backend == "nccl":
         return "NCCL " + ".".join(map(str, torch.cuda.nccl.version()))
+    if spec.backend == COPIES:
+        return f"copies, CUDA {torch.version.cuda}" if spec.device != "cpu" else "shared memory"
     return f"Gloo of torch {torch.__version__}"
 
 

@@ -21,11 +21,11 @@ from stepgauge.bench.sweep import Job
 from stepgauge.calibrate.grids import grid_of
 from stepgauge.calibrate.operations import PASSES, PRODUCTS, Call, operations, other_work
 from stepgauge.calibrate.timing import METRICS, Turn, clock_and_power, loop
-from stepgauge.measure.collectives import Collective
+from stepgauge.measure.collectives import collective_of
 from stepgauge.measure.environment import environment
 from stepgauge.runtime.world import gathered_objects, this_world
 from stepgauge.spec.calibration import Contention, ContentionSpec
-from stepgauge.spec.comm import CommSpec
+from stepgauge.spec.comm import COPIED, COPIES, CommSpec
 from stepgauge.spec.record import Record, Sample
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
@@ -69,16 +69,7 @@ def measure(spec: ContentionSpec) -> list[Times]:
     device = this_world().device(spec.device)
     name, sizes = KERNELS[device.type][spec.kernels]
     kernel = operations(grid_of(device.type))[name].make(*sizes, device)
-    collective = Collective(
-        CommSpec(
-            op=spec.collective,
-            backend="nccl" if device.type == "cuda" else "gloo",
-            size_bytes=spec.size_bytes,
-            ranks=spec.ranks,
-            device=spec.device,
-        ),
-        device,
-    )
+    collective = collective_of(_comm_spec(spec, device), device)
     calls = kernel, collective.run
     counts = [_count(call, device, spec.milliseconds) for call in calls]
     if other := other_work(OTHERS[spec.kernels], device):
@@ -91,6 +82,17 @@ def measure(spec: ContentionSpec) -> list[Times]:
         collective_us = loop(collective.run, device, counts[1])
         rounds.append(Times(kernel_us, collective_us, *_beside_on_cpu(*calls, device, counts)))
     return rounds
+
+
+def _comm_spec(spec: ContentionSpec, device: torch.device) -> CommSpec:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    return CommSpec(
+        op=spec.collective.removeprefix(COPIED),
+        backend=COPIES if spec.collective.startswith(COPIED) else backend,
+        size_bytes=spec.size_bytes,
+        ranks=spec.ranks,
+        device=spec.device,
+    ).canonical()
 
 
 def _count(call: Call, device: torch.device, milliseconds: float) -> int:

@@ -10,9 +10,11 @@ from stepgauge.bench.sweep import Job
 from stepgauge.calibrate import contention, host, run, wrappers
 from stepgauge.calibrate.grids import grid_of
 from stepgauge.measure.environment import device_name
+from stepgauge.parallel.communication.peer_memory import connected_gpu_counts
 from stepgauge.report.comm import links
+from stepgauge.runtime.workers import run_isolated
 from stepgauge.spec.calibration import KERNEL_CLASSES, CalibrationSpec, ContentionSpec
-from stepgauge.spec.comm import CommSpec, sizes
+from stepgauge.spec.comm import COPIED, COPIED_OPS, COPIES, CommSpec, sizes
 from stepgauge.spec.first_names import first_names
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.record import Record
@@ -28,6 +30,8 @@ MESSAGE_BYTES = {
     "cuda": [*sizes(2**10, 2**20, 4), *sizes(2**21, 2**30, 2)],
     "cpu": sizes(2**12, 2**26, 4),
 }
+COPIED_BYTES = sizes(2**16, 2**30, 4)
+BESIDE_COPIES = ("matmul", "attention")  # the kernels during which a step copies
 
 
 def jobs(device: torch.device, ranks: Sequence[int], only: Sequence[str] = ()) -> list[Job]:
@@ -35,7 +39,8 @@ def jobs(device: torch.device, ranks: Sequence[int], only: Sequence[str] = ()) -
 
     They time all operations on one rank. For each number of ranks, they time collectives, contention,
     and on a CPU the operations while the ranks share it. On GPUs, for the largest number of ranks, they
-    time the host under each wrapper and other layouts.
+    time the host under each wrapper and other layouts; collectives by copy engines, and what runs beside
+    these, where the GPUs reach each other's memory.
 
     Raises ValueError for a word that no name contains, and for more ranks than GPUs.
     """
@@ -46,8 +51,10 @@ def jobs(device: torch.device, ranks: Sequence[int], only: Sequence[str] = ()) -
                 f"ranks is {number}; this machine has {gpus} GPUs, and each rank needs its own"
             )
     named = [(name, run.job(_operation(name, device))) for name in run.names(device)]
+    copying = run_isolated(connected_gpu_counts, ranks) if ranks and device.type == "cuda" else ()
     for number in ranks:
         named += _jobs_on_ranks(device, number)
+        named += _copied_on_ranks(device, number) if number in copying else []
     if ranks and device.type == "cuda":
         for name in (*wrappers.names(), *host.names_on(max(ranks))):
             named.append((name, run.job(_operation(name, device, max(ranks)))))
@@ -61,7 +68,10 @@ def _require_in(names: Sequence[str], word: str, device: torch.device) -> None:
     """Raises ValueError for a word that no name contains."""
     if any(word in name for name in names):
         return
-    if any(word in name for name, _ in _jobs_on_ranks(device, 2)):
+    on_ranks = _jobs_on_ranks(device, 2)
+    if device.type == "cuda":
+        on_ranks += _copied_on_ranks(device, 2)
+    if any(word in name for name, _ in on_ranks):
         raise ValueError(f"only is {word!r}, which needs several ranks: add --ranks 2")
     family = [name for name in names if name.split()[0] == word.split()[0]]
     if family:
@@ -87,6 +97,21 @@ def _jobs_on_ranks(device: torch.device, ranks: int) -> list[tuple[str, Job]]:
     return named
 
 
+def _copied_on_ranks(device: torch.device, ranks: int) -> list[tuple[str, Job]]:
+    """Returns the jobs that time copies between GPUs, with their names."""
+    named = []
+    for op in COPIED_OPS:
+        for size in COPIED_BYTES:
+            link = CommSpec(op=op, backend=COPIES, algorithm="push", size_bytes=size, ranks=ranks,
+                            seconds=0.05, device=str(device))  # fmt: skip
+            named.append((f"links {COPIES} {op}", Job(comm.ON_RANKS, link)))
+    for op in COPIED_OPS:
+        for kernels in BESIDE_COPIES:
+            spec = _contention(device, ranks, kernels, f"{COPIED}{op}")
+            named.append((f"contention {kernels} {COPIED}{op}", contention.job(spec)))
+    return named
+
+
 def _operation(name: str, device: torch.device, ranks: int = 1) -> CalibrationSpec:
     return CalibrationSpec(operation=name, device=str(device), ranks=ranks,
                            seconds=grid_of(device.type).time_limit_s, milliseconds=TIMED_MS)  # fmt: skip
@@ -103,10 +128,15 @@ def _links(device: torch.device, ranks: int) -> list[CommSpec]:
 
 def _contentions(device: torch.device, ranks: int) -> list[ContentionSpec]:
     return [
-        ContentionSpec(kernels=kernels, collective=collective, ranks=ranks, device=str(device),
-                       size_bytes=CONTENTION_BYTES[device.type], milliseconds=CONTENTION_MS)
-        for collective in contention.COLLECTIVES for kernels in KERNEL_CLASSES
-    ]  # fmt: skip
+        _contention(device, ranks, kernels, collective)
+        for collective in contention.COLLECTIVES
+        for kernels in KERNEL_CLASSES
+    ]
+
+
+def _contention(device: torch.device, ranks: int, kernels: str, collective: str) -> ContentionSpec:
+    return ContentionSpec(kernels=kernels, collective=collective, ranks=ranks, device=str(device),
+                          size_bytes=CONTENTION_BYTES[device.type], milliseconds=CONTENTION_MS)  # fmt: skip
 
 
 def hardware_file(records: Sequence[Record], before: HardwareFile) -> HardwareFile:

@@ -15,6 +15,7 @@ OPERATIONS: Mapping[str, str] = {
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": TRANSFER,
 }
+COPIED = ("all_to_all_single",)  # between GPUs of one machine (context_parallel/head_exchange.py)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,4 +70,5 @@ class CollectiveOperators:
         if operation == TRANSFER:  # a rank does not send its own part; the traced rank is 0
             parts = args[2] or [1] * axis.ranks
             nbytes *= 1 - parts[0] / sum(parts)
-        return Term(name, operation, (nbytes,), axis=axis.name)
+        copied = "all_to_all" if name in COPIED else ""
+        return Term(name, operation, (nbytes,), axis=axis.name, copied=copied)

@@ -3,12 +3,15 @@
 import statistics
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stepgauge.measure.copied import CheckedCopies
 from stepgauge.measure.devices import synchronize
+from stepgauge.measure.known_values import differing, pattern, tile
 from stepgauge.measure.ring import Ring
 from stepgauge.measure.timing import clock_of
 from stepgauge.parallel.communication.collectives import (
@@ -18,14 +21,31 @@ from stepgauge.parallel.communication.collectives import (
 )
 from stepgauge.runtime.recording import record
 from stepgauge.runtime.world import gathered_objects
-from stepgauge.spec.comm import IN_PLACE, ROOT, CommSpec
-from stepgauge.spec.units import ceil_div
+from stepgauge.spec.comm import COPIES, IN_PLACE, ROOT, CommSpec
 from stepgauge.trace.collector import without_collector
 
-# Period of the test pattern: a prime, so that swapped chunks of usual sizes are detected.
-PERIOD = 1021
 LEAST_BATCHES, MOST_BATCHES = 5, 200
-_SLICE = 1 << 24  # elements that are checked at once
+
+
+class Runnable(Protocol):
+    """A collective of a spec on this rank, which can be run and checked.
+
+    sent_bytes  bytes that our own ring has sent so far
+    """
+
+    spec: CommSpec
+    device: torch.device
+
+    @property
+    def run(self) -> Callable[[], object]: ...
+    @property
+    def sent_bytes(self) -> int: ...
+    def wrong(self) -> int: ...
+
+
+def collective_of(spec: CommSpec, device: torch.device) -> Runnable:
+    """Returns the spec's collective. All ranks must call it. Raises ValueError if copies cannot reach."""
+    return CheckedCopies(spec, device) if spec.backend == COPIES else Collective(spec, device)
 
 
 class Collective:
@@ -49,6 +69,10 @@ class Collective:
                 part if spec.op in ("scatter", "reduce_scatter") else spec.count
             )
         self.run = self._ring_call() if spec.algorithm == "ring" else self._call()
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.ring.sent_bytes
 
     def _empty(self, count: int) -> Tensor:
         return torch.empty(count, dtype=getattr(torch, self.spec.dtype), device=self.device)
@@ -100,15 +124,10 @@ class Collective:
         if self.output is not self.input:
             self.output.fill_(-1)
         offset = self.rank * self.input.numel() if self.spec.op in ("gather", "all_gather") else 0
-        _tile(self.input, self._pattern(self.rank), offset)
+        tile(self.input, pattern(self.rank, self.device), offset)
         self.run()
         synchronize(self.device)
         return sum(gathered_objects(self._wrong_on_this_rank()))
-
-    def _pattern(self, rank: int) -> Tensor:
-        """Returns one period of the rank's input: small whole numbers, exact in every dtype."""
-        index = torch.arange(PERIOD, device=self.device)
-        return ((index * index * 7 + index * 3) % 11 % 4).roll(37 * rank)
 
     def _wrong_on_this_rank(self) -> int:
         """Compares the output with what this rank should have, derived from the ranks' patterns."""
@@ -116,48 +135,30 @@ class Collective:
         if op in ("reduce", "gather") and self.rank != ROOT:
             return 0
         total = sum(
-            (self._pattern(rank) for rank in range(self.size)), torch.zeros(1, device=self.device)
+            (pattern(rank, self.device) for rank in range(self.size)),
+            torch.zeros(1, device=self.device),
         )
         match op:
             case "all_reduce" | "reduce":
-                return _differing(self.output, total, 0)
+                return differing(self.output, total, 0)
             case "reduce_scatter":
-                return _differing(self.output, total, self.rank * count)
+                return differing(self.output, total, self.rank * count)
             case "broadcast":
-                return _differing(self.output, self._pattern(ROOT), 0)
+                return differing(self.output, pattern(ROOT, self.device), 0)
             case "scatter":
-                return _differing(self.output, self._pattern(ROOT), self.rank * count)
+                return differing(self.output, pattern(ROOT, self.device), self.rank * count)
             case "send_recv":
-                return _differing(self.output, self._pattern((self.rank - 1) % self.size), 0)
+                return differing(self.output, pattern((self.rank - 1) % self.size, self.device), 0)
         # The part of source rank s: in gather and all_gather its whole input, in all_to_all the part
         # of its input that is for this rank.
         wrong = 0
         for source, part in enumerate(self.output.chunk(self.size)):
             offset = (self.rank if op == "all_to_all" else source) * part.numel()
-            wrong += _differing(part, self._pattern(source), offset)
+            wrong += differing(part, pattern(source, self.device), offset)
         return wrong
 
 
-def _tile(tensor: Tensor, pattern: Tensor, offset: int) -> None:
-    """Sets tensor[i] = pattern[(offset + i) % PERIOD]."""
-    for start in range(0, tensor.numel(), _SLICE):
-        piece = tensor[start : start + _SLICE]
-        rolled = pattern.roll(-((offset + start) % PERIOD)).to(tensor.dtype)
-        piece.copy_(rolled.repeat(ceil_div(piece.numel(), PERIOD))[: piece.numel()])
-
-
-def _differing(tensor: Tensor, pattern: Tensor, offset: int) -> int:
-    """Returns the number of elements that differ from the tiled pattern."""
-    expected = torch.empty(min(_SLICE, tensor.numel()), dtype=tensor.dtype, device=tensor.device)
-    wrong = 0
-    for start in range(0, tensor.numel(), _SLICE):
-        piece = tensor[start : start + _SLICE]
-        _tile(expected[: piece.numel()], pattern, offset + start)
-        wrong += int((piece != expected[: piece.numel()]).sum())
-    return wrong
-
-
-def time_collective(collective: Collective) -> tuple[list[float], int]:
+def time_collective(collective: Runnable) -> tuple[list[float], int]:
     """Returns ms per operation, one value per batch, and the number of operations in a batch.
 
     The spec's timing decides how a batch is timed:
@@ -210,7 +211,7 @@ def _blocking(run: Callable[[], object], device: torch.device) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def _time_graph(collective: Collective, operations: int, batches: int) -> list[float]:
+def _time_graph(collective: Runnable, operations: int, batches: int) -> list[float]:
     _, replay = record(_repeat(collective.run, operations), collective.device)
     times = [_batch(replay, 1, collective.device) / operations for _ in range(batches)]
     del replay  # frees the graph before the communicator that it uses

@@ -87,8 +87,7 @@ def _row_backward(arguments: Arguments) -> Iterator[Term]:
 def _overlapped_layer(
     operation: str, phase: str, arguments: Arguments, tokens: int, stream: int
 ) -> Iterator[Term]:
-    """Yields a linear layer's products, preceded by the collective that they hide. The sum of the
-    received parts is a separate operator.
+    """Yields a linear layer's products, preceded by the collectives that they hide.
 
     stream  width of the residual stream, which the collective sends for each token
     """
@@ -97,8 +96,7 @@ def _overlapped_layer(
     size = weight.itemsize
     how = Arithmetic(_kind(weight.dtype), size, size, size, False)
     sent = Term(operation, operation, (tokens * stream * size,), axis=axis.name)
-    hidden, *_ = beside_products(sent, phase, (n, k), tokens, axis.ranks, how)
-    yield hidden
+    yield from beside_products(sent, phase, (n, k), tokens, axis.ranks, how)
     if phase == "forward":
         yield from how.linear_forward("linear", tokens, n, k, 0)
     else:

@@ -9,7 +9,7 @@ from stepgauge.report.numbers import whole
 from stepgauge.report.page import Block, Plot
 from stepgauge.report.table import Table
 from stepgauge.report.views import plotted, remark_cell
-from stepgauge.spec.comm import IN_PLACE, OPS, ROOT, CommSpec
+from stepgauge.spec.comm import COPY_ALGORITHMS, IN_PLACE, OPS, ROOT, CommSpec
 from stepgauge.spec.links import Link
 from stepgauge.spec.record import Record, Sample
 
@@ -63,6 +63,7 @@ def _us(ms: float | None) -> float | None:
 
 def _backend(spec: CommSpec) -> str:
     details = ["our ring"] if spec.algorithm == "ring" else []
+    details += [spec.algorithm] if spec.algorithm in COPY_ALGORITHMS else []
     details += ["GPU tensors"] if spec.backend == "gloo" and spec.device != "cpu" else []
     nodes = f", {spec.nodes} nodes" if spec.nodes > 1 else ""
     return spec.backend + (f" ({', '.join(details)})" if details else "") + nodes

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
-from stepgauge.spec.comm import OPS
+from stepgauge.spec.comm import COPIED, COPIED_OPS, OPS
 from stepgauge.spec.fields import DEVICE_HELP, check, option
 from stepgauge.spec.layout import Layout
 
@@ -83,7 +83,7 @@ class Contention:
     """How much a class of kernels and a collective slow each other down when they overlap.
 
     kernels     one of KERNEL_CLASSES
-    collective  as bench comm names it: all_reduce
+    collective  as bench comm names it: all_reduce; copied all_gather if copy engines run it
     kernel_slowdown, collective_slowdown  time with overlap divided by time without; at least 1.0
     ranks       size of the collective's group; 0 if unknown (older files)
     """
@@ -189,7 +189,10 @@ class ContentionSpec:
 
     kernels: str = option("matmul", "Class of kernels", choices=KERNEL_CLASSES, label=True)
     collective: str = option(
-        "all_reduce", "Collective, as bench comm names it", choices=OPS, label=True
+        "all_reduce",
+        "Collective, as bench comm names it; copied all_gather is that of backend copies",
+        choices=(*OPS, *(f"{COPIED}{op}" for op in COPIED_OPS)),
+        label=True,
     )
     size_bytes: int = option(32 * 2**20, "Message size of the collective", least=1, most=2**40)
     milliseconds: float = option(50.0, "Milliseconds for which both overlap", least=0.0, most=1e4)

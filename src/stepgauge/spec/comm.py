@@ -10,6 +10,10 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4}
 RING_OPS = ("all_reduce", "reduce_scatter", "all_gather")
 IN_PLACE = ("broadcast", "reduce", "all_reduce", "barrier")
 ROOT = 0
+# Between GPUs of one machine by copy engines (parallel/communication/copied_collectives.py).
+COPIES, COPIED_OPS = "copies", ("all_gather", "all_to_all", "send_recv")
+COPY_ALGORITHMS = ("push", "pull")
+COPIED = "copied "  # before a collective's name: by copy engines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,14 +71,16 @@ class CommSpec:
     op: str = option("all_reduce", "Collective to time", choices=OPS, label=True)
     backend: str = option(
         "gloo",
-        "Communication library; gloo takes CPU and GPU tensors",
-        choices=("gloo", "nccl"),
+        "Communication library; gloo takes CPU and GPU tensors. copies: copy engines, between GPUs of "
+        "one machine",
+        choices=("gloo", "nccl", COPIES),
         label=True,
     )
     algorithm: str = option(
         "library",
-        "The backend's own algorithm, or a ring of sends and receives",
-        choices=("library", "ring"),
+        "The backend's own algorithm, or a ring of sends and receives. Copies are made by the sender "
+        "(push, the default) or the receiver (pull)",
+        choices=("library", "ring", *COPY_ALGORITHMS),
         label="changed",
     )
     size_bytes: int = option(
@@ -122,6 +128,7 @@ class CommSpec:
             raise ValueError(f"op is {self.op!r}; algorithm 'ring' supports {', '.join(RING_OPS)}")
         if self.backend == "nccl" and self.device == "cpu":
             raise ValueError("backend is 'nccl', which takes only GPU tensors; device is 'cpu'")
+        self._check_copies()
         if self.timing == "graph" and self.backend != "nccl":
             raise ValueError(
                 f"timing is 'graph', which only NCCL supports; backend is {self.backend!r}"
@@ -131,8 +138,28 @@ class CommSpec:
                 f"size_bytes is {self.size_bytes}; {self.op} needs at least one element per rank"
             )
 
+    def _check_copies(self) -> None:
+        """Raises ValueError for what copy engines do not do, and for their algorithms elsewhere."""
+        if self.backend != COPIES:
+            if self.algorithm in COPY_ALGORITHMS:
+                raise ValueError(
+                    f"algorithm is {self.algorithm!r}, which needs backend 'copies'; backend is "
+                    f"{self.backend!r}"
+                )
+            return
+        if self.op not in COPIED_OPS:
+            raise ValueError(f"op is {self.op!r}; backend 'copies' has {', '.join(COPIED_OPS)}")
+        if self.algorithm == "ring":
+            raise ValueError("algorithm is 'ring'; backend 'copies' has push and pull")
+        if self.nodes > 1:
+            raise ValueError(f"nodes is {self.nodes}; backend 'copies' works within one machine")
+
     def canonical(self) -> Self:
-        """Drops the size of a barrier, so that barriers that differ only in size are one row."""
+        """Drops the size of a barrier, so that barriers that differ only in size are one row. Names the
+        default algorithm of copies.
+        """
+        if self.backend == COPIES and self.algorithm == "library":
+            return dataclasses.replace(self, algorithm="push")
         return dataclasses.replace(self, size_bytes=0) if self.op == "barrier" else self
 
     @property
@@ -153,7 +180,11 @@ class CommSpec:
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of a rank's tensors: input and output, which some operations share."""
+        """Bytes of a rank's tensors: input and output, which some operations share. Copies have one of
+        them twice.
+        """
+        if self.backend == COPIES:
+            return 3 * self.bytes
         return self.bytes if self.op in IN_PLACE else 2 * self.bytes
 
 

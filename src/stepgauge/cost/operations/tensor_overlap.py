@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-from stepgauge.cost.operations.terms import Arithmetic, Term
+from stepgauge.cost.operations.terms import TRAFFIC, Arithmetic, Term
 from stepgauge.spec.plan.tensor import grouped
 
 
@@ -15,26 +15,35 @@ def beside_products(
     ranks: int,
     arithmetic: Arithmetic,
 ) -> Iterator[Term]:
-    """Yields the collective with the products that hide it, and the sum after a reduce-scatter.
+    """Yields the collective with the products that hide it, and what goes with it.
 
     The products have a `weight` (outputs, inputs). An all-gather is hidden by the product of the rank's
     own rows, since the pieces of all other ranks arrive at the same time. A reduce-scatter in forward
     begins after the first group of pieces, and is hidden by the others and the own piece; in backward,
-    it is hidden by the product of the weight gradient. The second all-gather of a column layer's input,
-    in backward, is hidden by both products, and left out here.
+    it is hidden by the product of the weight gradient. Before it, the column layer's input is gathered
+    again, hidden by the product before.
+
+    All are copies (parallel/tensor_parallel/exchange.py). A reduce-scatter is an all-to-all of the parts, and
+    their sum in a pass of its own.
     """
     (n, k), dtype, piece = weight, arithmetic.dtype, tokens // ranks
-    is_scatter = collective.operation == "reduce_scatter"
-    if is_scatter and phase == "backward":
-        product = Term("", f"matmul tn {dtype}", (n, k, tokens))
+    layout, sizes = ("nt", (n, k)) if phase == "forward" else ("nn", (k, n))
+
+    def product(rows: int) -> Term:
+        return Term("", f"matmul {layout} {dtype}", (rows, *sizes))
+
+    gather = dataclasses.replace(collective, operation="all_gather", copied="all_gather")
+    if collective.operation == "all_gather":
+        yield dataclasses.replace(gather, hidden_by=(product(piece),))
+        return
+    scatter = dataclasses.replace(collective, copied="all_to_all")
+    if phase == "forward":
+        rows = tokens - len(grouped(range(1, ranks), rows=piece)[0]) * piece
+        yield dataclasses.replace(scatter, hidden_by=(product(rows),))
     else:
-        rows = (
-            tokens - len(grouped(range(1, ranks), rows=piece)[0]) * piece if is_scatter else piece
-        )
-        sizes = (rows, n, k) if phase == "forward" else (rows, k, n)
-        product = Term("", f"matmul {'nt' if phase == 'forward' else 'nn'} {dtype}", sizes)
-    yield dataclasses.replace(collective, hidden_by=(product,))
-    if is_scatter:  # compiled, the sum is fused, and only the other ranks' pieces are read extra
-        numel = collective.sizes[0] / ranks
-        name = f"{collective.name}.sum"
-        yield from arithmetic.passes(name, numel, eager=ranks + 1, compiled=ranks - 1)
+        again = dataclasses.replace(gather, name=f"{collective.name}.again")
+        yield dataclasses.replace(again, hidden_by=(product(tokens),))
+        weights = Term("", f"matmul tn {dtype}", (n, k, tokens))
+        yield dataclasses.replace(scatter, hidden_by=(weights,))
+    nbytes = (ranks + 1) * collective.sizes[0] / ranks
+    yield Term(f"{collective.name}.sum", TRAFFIC, (nbytes,))

@@ -35,7 +35,8 @@ def predict_pipeline(
     """
     backend = "nccl" if spec.device.startswith(("cuda", "auto")) else "gloo"
     schedule = lower(spec.plan(), ahead=spec.ahead)
-    prices = Prices(machine, spec.parsed_layout, backend)
+    copies = spec.transport != "messages" and not spec.is_torch
+    prices = Prices(machine, spec.parsed_layout, backend, copies=copies)
     stages = _traced_stages(spec, prices, traced) if traced else _stages_of_halves(spec, prices)
     if spec.fill:
         schedule = lower(fill_bubbles(spec.plan(), stages.durations), ahead=spec.ahead)

@@ -44,10 +44,13 @@ def overlaps(spec: LayoutSpec, machine: CalibratedMachine) -> list[overlap_ratio
 
 
 def _sent_per_s(
-    prices: Prices, operation: str, nbytes: float, axis: str, *, sends: int = 1
-) -> float:
-    """Returns the bytes per second that a rank of a ring sends."""
-    ranks, us = prices.axes[axis].ranks, prices.collective(operation, nbytes, axis).us
+    prices: Prices, operation: str, nbytes: float, axis: str, *, sends: int = 1,
+    by_copies: bool = False,
+) -> float:  # fmt: skip
+    """Returns the bytes per second that a rank sends, in a ring or, where it can, by copies."""
+    copied = prices.copied(operation, nbytes, axis) if by_copies else None
+    us = (copied or prices.collective(operation, nbytes, axis)).us
+    ranks = prices.axes[axis].ranks
     return sends * nbytes * (ranks - 1) / ranks / us * 1e6
 
 
@@ -59,7 +62,7 @@ def _tensor(
     return overlap_ratios.tensor(
         ranks=stage.share.tensor, width=width, value_bytes=itemsize, flops_per_s=flops_per_s,
         block_weights=stage.model.block_matrix_parameters,
-        bytes_per_s=_sent_per_s(prices, "all_gather", stream, "tensor"),
+        bytes_per_s=_sent_per_s(prices, "all_gather", stream, "tensor", by_copies=stage.overlapped),
         waits=not stage.overlapped,
     )  # fmt: skip
 

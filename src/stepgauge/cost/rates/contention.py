@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from stepgauge.cost.rates.estimate import ASSUMED, CALIBRATED
 from stepgauge.cost.rates.network import Axis
 from stepgauge.spec.calibration import kernel_class
+from stepgauge.spec.comm import COPIED
 from stepgauge.spec.hardware import HardwareFile
 
 
@@ -23,10 +24,13 @@ class Slowdown:
 # 53.8 ms, and 45.4 ms of all-reduce took these 53.8 (2026-11-21-h200-data-parallel, rows naive and
 # bucketed with a trace). Other rows give 1.25 to 1.38 and 1.18 to 1.49.
 DEFAULT_SLOWDOWN = Slowdown(1.37, 1.18, ASSUMED)
+# Copies by copy engines occupy no multiprocessors.
+COPIES_SLOWDOWN = Slowdown(1.0, 1.0, ASSUMED)
 
 
 class ContentionTable:
-    """The contention table of a hardware file; DEFAULT_SLOWDOWN for what it does not have.
+    """The contention table of a hardware file. For what it does not have, DEFAULT_SLOWDOWN, or
+    COPIES_SLOWDOWN for collectives by copy engines.
 
     axes  by name; each has its own communicator
     """
@@ -40,10 +44,11 @@ class ContentionTable:
         key = kernel_class(operation, us), collective, axis
         if key not in self._cache:
             row = self._hardware.contention_of(operation, collective, self._axes[axis].ranks, us)
+            default = COPIES_SLOWDOWN if collective.startswith(COPIED) else DEFAULT_SLOWDOWN
             self._cache[key] = (
                 Slowdown(row.kernel_slowdown, row.collective_slowdown, CALIBRATED)
                 if row
-                else DEFAULT_SLOWDOWN
+                else default
             )
         return self._cache[key]
 

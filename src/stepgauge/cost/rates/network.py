@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 
 from stepgauge.cost.rates.estimate import ASSUMED, CALIBRATED, Estimate
+from stepgauge.spec.comm import COPIES
 from stepgauge.spec.fabric import Fabric
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout import Layout
@@ -71,12 +72,19 @@ class Links:
     def is_measured(self, operation: str, axis: Axis, *, backend: str = "nccl") -> bool:
         return self._measured(operation, axis, backend) is not None
 
-    def _measured(self, operation: str, axis: Axis, backend: str) -> Link | None:
+    def _measured(self, operation: str, axis: Axis, backend: str, **settings: str) -> Link | None:
         """Returns the link measured for these ranks; links hold within a node only."""
         if axis.nodes > 1:
             return None
         ranks = {} if operation == "send_recv" else {"ranks": axis.ranks}
-        return self._hardware.link(op=operation, backend=backend, **ranks)
+        return self._hardware.link(op=operation, backend=backend, **ranks, **settings)
+
+    def copied(self, operation: str, nbytes: float, axis: Axis) -> Estimate | None:
+        """Returns the time of a collective by copy engines (bench comm --backend copies), in which senders
+        write into the receivers' memory; None if the hardware file has no such link.
+        """
+        link = self._measured(operation, axis, COPIES, algorithm="push")
+        return Estimate(link.time_ms(nbytes) * 1e3, CALIBRATED) if link else None
 
     def _remedy(self, ranks: int) -> str:
         """Returns how to get the time of a link that the hardware file does not have."""

@@ -6,13 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from stepgauge.cost.operations.terms import COLLECTIVES, TRAFFIC, TRANSFER, Term
-from stepgauge.cost.rates.contention import ContentionTable
+from stepgauge.cost.rates.contention import COPIES_SLOWDOWN, ContentionTable, Slowdown
 from stepgauge.cost.rates.estimate import ASSUMED, UNTIMED, Estimate
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.network import Axis, axes_of
+from stepgauge.spec.comm import COPIED
 from stepgauge.spec.layout import Layout
 
 NCCL, GLOO = "nccl", "gloo"
+PIPELINE = "pipeline"  # an axis whose transfers are copies within a machine
 SINGLE_PROCESS = "host eager bf16"  # in the file of every calibrated GPU
 # A collective that products hide still costs a copy, a flag and a wait before it and after it.
 LEAST_EXPOSED_US = 10.0
@@ -47,6 +49,7 @@ class Prices:
     """Looks up the time of terms, each only once. Raises ValueError for an operation without a time.
 
     without  an axis whose communication takes no time
+    copies   copy engines do within a machine what they can; False if only messages of the backend do
     """
 
     def __init__(
@@ -56,9 +59,10 @@ class Prices:
         backend: str = NCCL,
         *,
         without: str = "",
+        copies: bool = True,
     ):
         self.machine, self.layout, self.backend = machine, layout or Layout(), backend
-        self._without = without
+        self._without, self._copies = without, copies
         self.axes: Mapping[str, Axis] = axes_of(self.layout, machine.network.gpus_per_node)
         self.contention = ContentionTable(machine.hardware, self.axes)
         self._cache: dict[tuple[Any, ...], Estimate] = {}
@@ -68,11 +72,14 @@ class Prices:
         terms = [t for t in (*network.forward(), *network.backward()) if not t.axis]
         products_us = self.total_us(term for term in terms if term.is_product)
         machine = self.machine.at_product_share(products_us / (self.total_us(terms) or 1.0))
-        return Prices(machine, self.layout, self.backend, without=self._without)
+        return self._on(machine, self._without)
 
     def without(self, axis: str) -> "Prices":
         """Returns prices at which communication on the axis takes no time."""
-        return Prices(self.machine, self.layout, self.backend, without=axis)
+        return self._on(self.machine, axis)
+
+    def _on(self, machine: CalibratedMachine, without: str) -> "Prices":
+        return Prices(machine, self.layout, self.backend, without=without, copies=self._copies)
 
     @property
     def host_layout(self) -> Layout:
@@ -95,8 +102,8 @@ class Prices:
     def estimate(self, term: Term) -> Estimate:
         """Returns the time of one run of the term; its count and its pace are left out."""
         key = (
-            term.operation, term.sizes, term.axis, term.hidden_by, term.nbytes, term.operator,
-            term.share, term.is_rough,
+            term.operation, term.sizes, term.axis, term.hidden_by, term.copied, term.nbytes,
+            term.operator, term.share, term.is_rough,
         )  # fmt: skip
         if key not in self._cache:
             self._cache[key] = self._estimate(term)
@@ -118,14 +125,35 @@ class Prices:
     def _message(self, term: Term) -> Estimate:
         """Returns the time of communication, or of the part that products do not hide."""
         (nbytes,) = term.sizes
-        if term.operation == TRANSFER:
+        copied = self._copied_message(term)
+        if copied:
+            whole = copied
+        elif term.operation == TRANSFER:
             whole = self.transfer(nbytes, term.axis)
         else:
             whole = self.collective(term.operation, nbytes, term.axis)
-        if not term.hidden_by:
+        if not (term.hidden_by and whole.us):
             return whole
-        exposed_us = whole.us - self.total_us(term.hidden_by)
-        return Estimate(max(exposed_us, LEAST_EXPOSED_US) if whole.us else 0.0, ASSUMED)
+        beside = [
+            (self.us(product), self._slowdown(product, term) if copied else COPIES_SLOWDOWN)
+            for product in term.hidden_by
+        ]
+        return Estimate(exposed_us(whole.us, beside), ASSUMED)
+
+    def _copied_message(self, term: Term) -> Estimate | None:
+        """Returns the time of the term's `copied` collective, as `copied` does."""
+        (nbytes,) = term.sizes
+        if not term.copied:
+            return None
+        ranks = self.axes[term.axis].ranks
+        if term.operation == TRANSFER:  # the bytes that a rank sends to the others
+            nbytes *= ranks / max(1, ranks - 1)
+        return self.copied(term.copied, nbytes, term.axis)
+
+    def _slowdown(self, product: Term, message: Term) -> Slowdown:
+        """Returns how much a product and the copies beside it slow each other down."""
+        us, copied = self.estimate(product).us, f"{COPIED}{message.copied}"
+        return self.contention.of(product.operation, copied, message.axis, us)
 
     def is_plain_pass(self, term: Term) -> bool:
         """True if the term is priced by its bytes, because the file has no times of the operation."""
@@ -138,10 +166,22 @@ class Prices:
             operation, nbytes, self.axes[axis], backend=self.backend
         )
 
-    def transfer(self, nbytes: float, axis: str = "pipeline") -> Estimate:
+    def copied(self, operation: str, nbytes: float, axis: str) -> Estimate | None:
+        """Returns the time of a collective by copy engines. None if the ranks are on several machines or
+        CPUs, only messages are sent, or the hardware file has no such link: NCCL's time is used instead.
+        """
+        if axis == self._without:
+            return Estimate(0.0, ASSUMED)
+        if self.backend != NCCL or not self._copies:
+            return None
+        return self.machine.network.copied(operation, nbytes, self.axes[axis])
+
+    def transfer(self, nbytes: float, axis: str = PIPELINE) -> Estimate:
         """Returns the time to send to the next rank of the axis; for a pipeline, to the next stage."""
         if axis == self._without:
             return Estimate(0.0, ASSUMED)
+        if axis == PIPELINE and (copied := self.copied(TRANSFER, nbytes, axis)):
+            return copied
         return self.machine.network.transfer(nbytes, self.axes[axis], backend=self.backend)
 
     def broadcasts(self, nbytes: float, axis: str) -> Estimate:
@@ -153,3 +193,23 @@ class Prices:
         if self.machine.network.is_measured("broadcast", self.axes[axis], backend=self.backend):
             return self.collective("broadcast", nbytes, axis)
         return self.collective("all_gather", nbytes * ranks / (ranks - 1), axis)
+
+
+def exposed_us(message_us: float, products: Iterable[tuple[float, Slowdown]]) -> float:
+    """Returns by how much communication lengthens products that run at the same time, plus what is left
+    of it after the last one; at least LEAST_EXPOSED_US.
+
+    With a slowdown of k for a product and s for the message: while both run, the message progresses at 1/s
+    of its speed, and the product at 1/k. So a product of P us is lengthened by (k-1) P if the message
+    does not end before, and else by (k-1)/k of the s W us that a message of W us then takes. What is left
+    after all products runs at full speed.
+
+    message_us  time of the message alone
+    products    the time of each alone, in order, and the slowdown of both
+    """
+    left_us, lengthened_us = message_us, 0.0
+    for us, slowdown in products:
+        both_us = min(slowdown.kernel * us, slowdown.collective * left_us)
+        lengthened_us += both_us * (1 - 1 / slowdown.kernel)
+        left_us -= both_us / slowdown.collective
+    return max(lengthened_us + left_us, LEAST_EXPOSED_US)

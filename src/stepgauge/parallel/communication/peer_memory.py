@@ -9,6 +9,7 @@ either (`torch.distributed._symmetric_memory` has only `wait_signal`, a kernel).
 """
 
 import ctypes
+import itertools
 import os
 import platform
 import tempfile
@@ -100,6 +101,19 @@ def copies_reach(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     others = [index for _, index in ranks if index != own and index < torch.cuda.device_count()]
     reaches = all(torch.cuda.can_device_access_peer(own, other) for other in others)
     return len({node for node, _ in ranks}) == 1 and all(gathered_objects(reaches, group))
+
+
+def connected_gpu_counts(numbers: Sequence[int]) -> list[int]:
+    """Returns those numbers n of ranks for which the first n GPUs of this machine reach each other's
+    memory. Starts CUDA in this process.
+    """
+    reach = torch.cuda.can_device_access_peer
+    return [
+        number
+        for number in numbers
+        if number <= torch.cuda.device_count()
+        and all(reach(*pair) for pair in itertools.permutations(range(number), 2))
+    ]
 
 
 class HasBoxes(Protocol):
