@@ -79,12 +79,14 @@ def predict_layout(
     traced: Sequence[TracedNetwork] = (),
     *,
     shortened: bool = False,
+    exposed: bool = True,
 ) -> Record:
     """Returns the modelled record.
 
     traced     the stages of a network without formulas
     shortened  for planning with hundreds of layouts: accumulated passes, and micro-batches of a long
                pipeline, are extrapolated from fewer of them
+    exposed    with the exposed communication of each axis, which takes one more simulation per axis
 
     Raises ValueError for what the cost model or the hardware file does not cover.
     """
@@ -93,7 +95,7 @@ def predict_layout(
     figures = {
         **{f"{phase}_ms": ms for phase, ms in step.phases.items()},
         "step_ms": step.step_ms,
-        **_exposed(parts, step),
+        **(_exposed(parts, step) if exposed else {}),
     }
     metrics = {name: Sample.exact(value, "ms") for name, value in figures.items()}
     if step.timeline is not None:
