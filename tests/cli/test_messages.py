@@ -95,6 +95,14 @@ def test_an_unknown_size_lists_bert_where_it_works(capfd):
     assert "bert-tiny" in refused(capfd, "bench", "layout", "--size", "nanoo", "--device", "cpu")
 
 
+def test_the_help_of_validate_has_the_defaults_of_its_rows(capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.run(["validate", "--help"]) == 0
+    text = " ".join(capfd.readouterr().out.replace("│", " ").split())
+    assert "stepgauge model prints their parameters --vocab-size" in text
+    assert "auto for the fastest available [default: auto]" in text
+
+
 def test_the_help_has_options_of_the_run_before_those_of_the_network(capfd):
     assert cli.run(["bench", "step", "--help"]) == 0
     text = capfd.readouterr().out

@@ -101,7 +101,7 @@ def _screened(
             f"no layout divides {spec.global_batch} sequences among {spec.gpus} GPUs; choose a "
             f"global batch that has more common divisors with them"
         )
-    layouts = []
+    layouts: list[Screened] = []
     for candidate in every:
         hear("screening", len(layouts), len(every))
         layouts.append(screen.of(candidate))
