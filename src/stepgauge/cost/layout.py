@@ -102,10 +102,8 @@ def predict_layout(
         metrics["bubble"] = Sample.exact(step.bubble, "fraction of the step")
     sequences = spec.batch * spec.accumulation
     metrics |= rates(spec, machine, step.step_ms, sequences=sequences, ranks=spec.ranks)
-    note = _notes(parts)
-    record = modelled(
-        spec, machine, metrics, step.rows, parts.memory(), late_us=step.late_us, note=note
-    )
+    memory, note = parts.memory(), _notes(parts)
+    record = modelled(spec, machine, metrics, step.rows, memory, late_us=step.late_us, note=note)
     if step.timeline is None:
         return record
     tables = {**record.tables, "spans": span_rows(step.timeline)}
