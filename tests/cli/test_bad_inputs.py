@@ -196,6 +196,9 @@ def test_options_of_a_configuration_file_are_overridden_by_the_command_line(step
     path.write_text("batch = 2\n[model]\n")
     status, out, err = stepgauge("model", "--config", path)
     assert status == 2 and not out and "'batch', which is not a command" in err
+    path.write_text("[bench.stepp]\nbatch = 2\n")
+    status, out, err = stepgauge("model", "--config", path)
+    assert status == 2 and not out and "[bench] has 'stepp', which is not a command" in err
 
 
 def test_a_wrong_value_imports_neither_torch_nor_matplotlib():

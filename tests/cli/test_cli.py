@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -158,6 +159,15 @@ def test_a_file_of_records_is_read_like_a_run(stepgauge, run_folder, tmp_path):
     assert status == 0, err
     status, _, err = stepgauge("bench", "step", *QUICK, "--out", path)
     assert status == 1 and f"{path} is a file, not a folder" in one_sentence(err)
+
+
+def test_show_refuses_rows_of_a_script(stepgauge):
+    path = "benchmarks/results/2026-11-28-h200-tensor-parallel-four.jsonl"
+    status, out, err = stepgauge("show", Path(__file__).parents[2] / path)
+    assert (status, out) == (2, "")
+    assert "holds no records of stepgauge but rows with the fields ranks, way, " in one_sentence(
+        err
+    )
 
 
 def test_show_warns_of_damaged_lines_and_shows_the_rest(stepgauge, run_folder):

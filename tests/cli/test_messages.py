@@ -66,8 +66,9 @@ def test_a_plan_in_80_columns_keeps_its_results(capfd, monkeypatch):
     options = ["--size", "10b", "--gpus", "8", "--hardware", "dgx-h100", "--tokens", "1T"]
     assert cli.run(["plan", *options, "--precision", "bf16", "--global-batch", "64"]) == 0
     text, progress = capfd.readouterr()
-    screened = re.search(r"screens (\d+) layouts by formula, then simulates", progress)
-    assert screened and f": {screened[1]} layouts, " in text
+    screened, *later = progress.splitlines()
+    assert f": {screened.removeprefix('screening ')}, " in text
+    assert later == ["simulating 30 layouts", "leaving out communication of 10 layouts"]
     assert re.match(r"10b, 12(,\d{3}){3} parameters, ", text)
     headings = text.split("#  layout")[0] + text.split("#  layout")[1].partition("\n")[0]
     assert all(word in headings for word in ("step", "±", "peak", "days", "MFU"))
@@ -92,6 +93,14 @@ def test_the_line_of_a_calibrated_operation_counts_its_shapes(count, words):
 
 def test_an_unknown_size_lists_bert_where_it_works(capfd):
     assert "bert-tiny" in refused(capfd, "bench", "layout", "--size", "nanoo", "--device", "cpu")
+
+
+def test_the_help_of_validate_has_the_defaults_of_its_rows(capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.run(["validate", "--help"]) == 0
+    text = " ".join(capfd.readouterr().out.replace("│", " ").split())
+    assert "stepgauge model prints their parameters --vocab-size" in text
+    assert "auto for the fastest available [default: auto]" in text
 
 
 def test_the_help_has_options_of_the_run_before_those_of_the_network(capfd):

@@ -1,11 +1,14 @@
 """`stepgauge plan`: its tables and records, --verify, and errors."""
 
 import functools
+import io
 import json
+import re
 import types
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from tests.cpu_machine import wired
 
 from stepgauge.bench import operators
@@ -92,6 +95,14 @@ def test_a_missing_option_is_named_with_the_command_to_type(stepgauge):
     assert stepgauge("plan")[2] == (
         "stepgauge: plan needs a value for --hardware: see stepgauge plan --help\n"
     )
+
+
+def test_a_bar_shows_the_progress_in_a_terminal(stepgauge, monkeypatch):
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=120)
+    monkeypatch.setattr("stepgauge.cli.console.error_console", terminal)
+    monkeypatch.setattr("stepgauge.cli.plan.error_console", terminal)
+    assert stepgauge("plan", *TINY, "--gpus", 2, "--global-batch", 2, "--top", 2)[0] == 0
+    assert re.search(r"leaving out .*1/2.* layouts", terminal.file.getvalue())
 
 
 def planned_row(step_ms, *, batch, checkpointing):

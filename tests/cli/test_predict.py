@@ -1,5 +1,6 @@
 """`stepgauge predict` and its errors, and predictions next to measurements."""
 
+import csv
 import dataclasses
 import json
 import re
@@ -94,6 +95,24 @@ def test_a_layout_gives_the_row_of_the_command_that_measures_it(stepgauge, linke
     )  # fmt: skip
     assert status == 0, err
     assert "waits for other stages" in out
+
+
+def test_layouts_that_different_commands_measure_are_one_table(stepgauge, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    layouts = ["none", "dp2 zero1", "tp2", "pp2 1f1b m4"]
+    asked = ("predict", "--size", "medium", "--precision", "bf16", "--batch", "8", "--layout",
+             *layouts, "--hardware", "dgx-h100")  # fmt: skip
+    status, out, err = stepgauge(*asked)
+    assert status == 0, err
+    caption, _, headings, *lines = out.splitlines()
+    assert "batch=8" in caption and headings.split()[0] == "layout" and "GiB" in headings
+    assert [line.split("  ")[0].strip() for line in lines[:4]] == layouts
+    status, out, err = stepgauge(*asked, "--format", "csv")
+    rows = list(csv.DictReader(out.splitlines()))
+    assert [row["layout"] for row in rows] == ["none", "dp2 zero1", *layouts[2:]], err
+    one_by_one = json.loads(stepgauge(*asked, "--format", "json")[1])
+    steps = [row["metrics"]["step_ms"]["median"] for row in one_by_one]
+    assert [float(row["step ms"]) for row in rows] == pytest.approx(steps)
 
 
 def test_hides_prints_whether_each_axis_hides(stepgauge):

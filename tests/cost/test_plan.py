@@ -69,6 +69,27 @@ def test_the_first_row_does_not_depend_on_the_number_of_rows():
     assert few == many
 
 
+def test_progress_counts_the_layouts_that_are_screened_and_simulated():
+    heard = []
+    spec = plan_spec(model=ModelSpec.preset("nano"), gpus=2, global_batch=8)
+    machine = CalibratedMachine(DGX_H100)
+    found = plan(spec, machine, top=2, hear=lambda *progress: heard.append(progress))
+    simulated = min(30, found.counted[1])
+    totals = {
+        "screening": found.counted[0],
+        "simulating": simulated,
+        "leaving out communication of": 2,
+    }
+    assert heard == [(name, n, total) for name, total in totals.items() for n in range(total)]
+
+
+def test_rows_have_exposed_communication():
+    """Only rows that are returned have it, because it takes one more simulation per axis."""
+    spec = plan_spec(model=ModelSpec.preset("nano"), gpus=2, global_batch=8)
+    found = plan(spec, CalibratedMachine(DGX_H100), top=2)
+    assert all(any("exposed_ms" in name for name in row.metrics) for row in found.rows)
+
+
 def test_overlapped_tensor_collectives_do_not_make_computation_wait():
     waits = [
         overlaps(

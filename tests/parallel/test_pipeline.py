@@ -1,5 +1,6 @@
 """Pipelines compared with one process under SGD: loss, every gradient and every weight."""
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -16,7 +17,7 @@ from tests.schedules import random_schedule
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from stepgauge.bench.pipeline_rehearsal import rehearse
+from stepgauge.bench.pipeline_rehearsal import NoisyTransfers, rehearse
 from stepgauge.cost.pipeline.timeline import Durations, simulate
 from stepgauge.parallel.communication import peer_memory
 from stepgauge.parallel.pipeline import Pipeline
@@ -158,6 +159,37 @@ def test_a_step_after_one_that_raised_is_refused_until_the_pipeline_is_closed():
     for errors, (before, after) in launch(after_a_failed_step, ranks=2):
         assert "the last step of this pipeline raised" in errors[1]
         assert "call close() on all ranks" in errors[1] and errors[0] != errors[1]
+        assert before is None or torch.equal(before, after)
+
+
+def after_a_failed_rehearsal():
+    """Returns the error of the step after a rehearsal that fails on rank 1, and the losses before it
+    and after it.
+    """
+    stages = [nn.Linear(3, 3), Failing(3, 3)]
+    schedule = build("1f1b", ranks=2, micro_batches=2)
+    pipeline = Pipeline(stages, schedule, loss=nn.functional.mse_loss, transport="messages")
+    x, y = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
+    step = functools.partial(pipeline.step, (x,), (y,))
+    losses, error, stages[1].fails = [step()], "", True
+    with (
+        contextlib.suppress(ZeroDivisionError),
+        pipeline.exchanging_by(NoisyTransfers({}, pipeline.device)),
+    ):
+        step()
+    stages[1].fails = False
+    if dist.get_rank() == 1:
+        with pytest.raises(RuntimeError) as raised:
+            step()
+        error = str(raised.value)
+    dist.barrier()
+    pipeline.close()
+    return error, [*losses, step()]
+
+
+def test_a_rehearsal_that_raised_leaves_no_messages_on_their_way():
+    for rank, (error, (before, after)) in enumerate(launch(after_a_failed_rehearsal, ranks=2)):
+        assert not rank or "call close() on all ranks" in error
         assert before is None or torch.equal(before, after)
 
 

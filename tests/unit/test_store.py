@@ -27,6 +27,24 @@ def test_appends_and_reads(tmp_path):
     assert contents.problems == []
 
 
+OTHER = '{"ranks": 4, "way": "one GPU", "length": 8192, "attention": "sdpa", "step_ms": 1.5}\n'
+
+
+def test_a_file_of_other_rows_is_refused_in_one_sentence(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(2 * OTHER)
+    with pytest.raises(StoreError) as raised:
+        RunStore(path).read()
+    fields = "rows with the fields ranks, way, length, attention and 1 more"
+    assert str(raised.value) == f"{path} holds no records of stepgauge but {fields}"
+    path.write_text(2 * OTHER + numbered(0).to_json() + '\n{"schema": 1, "ki')
+    contents = RunStore(path).read()
+    assert [record.spec["number"] for record in contents.records] == [0]
+    damaged, skipped = contents.problems
+    assert damaged == f"{path} line 4 is damaged and skipped: it is not JSON"
+    assert skipped == f"{path}: 2 of the lines are skipped: {fields}"
+
+
 def test_a_record_without_a_date_is_dated_when_it_is_written(tmp_path):
     store = RunStore(tmp_path / "run")
     store.prepare()

@@ -167,13 +167,21 @@ def _read_config(arguments: Sequence[str]) -> tuple[list[str], tuple[Toml, ...]]
         tables = tomllib.loads(Path(file).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"--config {file} is not valid TOML: {error}") from None
-    for name in tables:
-        if name not in COMMANDS:  # cyclopts would ignore it silently
-            raise ValueError(
-                f"--config {file} has {name!r}, which is not a command; put options into the table "
-                f"of their command, such as [bench.step]"
-            )
+    for name, table in tables.items():
+        _require_command(name, app, file)
+        for within, options in table.items() if isinstance(table, dict) else ():
+            if isinstance(options, dict):
+                _require_command(within, app[name], f"{file} [{name}]")
     return remaining, (Toml(Path(file), search_parents=False),)
+
+
+def _require_command(name: str, group: App, place: str) -> None:
+    """Raises ValueError for a table of a configuration that is no command's. cyclopts would ignore it."""
+    if name not in list(group):
+        raise ValueError(
+            f"--config {place} has {name!r}, which is not a command; put options into the table of "
+            "their command, such as [bench.step]"
+        )
 
 
 def _os_error_message(error: OSError) -> str:

@@ -208,8 +208,11 @@ def print_errors_only() -> None:
 
 
 @contextlib.contextmanager
-def progress(total: int, noun: str) -> Iterator[tuple[Progress, Any]]:
-    """Shows a progress bar on standard error: what is running, the count and the time left."""
+def progress(total: int | None, noun: str) -> Iterator[tuple[Progress, Any]]:
+    """Shows a progress bar on standard error: what is running, the count and the time left.
+
+    total  None if it is not known yet: the bar appears with the update that makes it visible
+    """
     bar = Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
@@ -223,7 +226,7 @@ def progress(total: int, noun: str) -> Iterator[tuple[Progress, Any]]:
         disable=not error_console.is_terminal,  # in a file it would leave an empty line
     )
     with bar:
-        yield bar, bar.add_task("", total=total)
+        yield bar, bar.add_task("", total=total, visible=total is not None)
 
 
 def counted(count: int, noun: str) -> str:

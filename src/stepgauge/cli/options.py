@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, TypedDict
 
 from cyclopts import Group, Parameter, Token
@@ -66,12 +67,14 @@ def spec_options(
     *specs: type,
     sweep: bool = False,
     defaults: dict[str, Any] | None = None,
+    shown: Mapping[str, str] = MappingProxyType({}),
     without: Collection[str] = (),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes the specs' fields options of a command, which receives them as `values`.
 
     sweep     every option accepts several values, separated by spaces or commas
     defaults  by field, in place of the field's own default: a value, or with `sweep` a tuple
+    shown     by field, the default in the help if the command decides it; "": none
     without   fields that do not become options. Neither do fields not declared with `option`, nor
               those that the command has as parameters
     """
@@ -81,7 +84,10 @@ def spec_options(
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         parameters = inspect.signature(command).parameters
         fields = options_of(*specs, without={*without, *parameters})
-        options = {n: _option(f, sweep, all_defaults.get(n), network) for n, f in fields.items()}
+        options = {
+            name: _option(field, sweep, all_defaults.get(name), shown.get(name), network)
+            for name, field in fields.items()
+        }
         given = TypedDict("given", options, total=False)  # type: ignore[misc]
 
         @functools.wraps(command)
@@ -105,14 +111,20 @@ def spec_options(
     return decorate
 
 
-def _option(field: Field, sweep: bool, default: tuple[Any, ...] | None, network: Network) -> Any:
+def _option(
+    field: Field,
+    sweep: bool,
+    default: tuple[Any, ...] | None,
+    shown: str | None,
+    network: Network,
+) -> Any:
     """Returns the field's type for cyclopts, with its flags, help and converter."""
     network_fields = {"size", "hf_config", "model"}
     network_fields |= {each.name for each in dataclasses.fields(network)}
     parameter = Parameter(
         group=NETWORK_GROUP if field.name in network_fields else RUN_GROUP,
         name=_flags(field),
-        help=_help(field, default, network),
+        help=_help(field, default, shown, network),
         metavar=_placeholder(field) + ("..." if sweep else ""),
         consume_multiple=sweep or (0, 1),
         converter=lambda _, tokens: _convert(field, tokens, sweep),
@@ -121,7 +133,9 @@ def _option(field: Field, sweep: bool, default: tuple[Any, ...] | None, network:
     return Annotated[tuple[str, ...], parameter]
 
 
-def _help(field: Field, default: tuple[Any, ...] | None, network: Network) -> str:
+def _help(
+    field: Field, default: tuple[Any, ...] | None, shown: str | None, network: Network
+) -> str:
     """Returns the field's help with its choices and its default in brackets."""
     text = field.metadata["help"]
     if field.name == "size":
@@ -129,8 +143,9 @@ def _help(field: Field, default: tuple[Any, ...] | None, network: Network) -> st
         text += f" ({sizes}); stepgauge model prints their parameters"
     elif field.metadata["choices"]:
         text += f" ({', '.join(field.metadata['choices'])})"
-    values = " ".join(written(field, value) for value in default or (field.default,))
-    shown = "preset" if field.name in SHAPE else values
+    if shown is None:
+        values = " ".join(written(field, value) for value in default or (field.default,))
+        shown = "preset" if field.name in SHAPE else values
     return f"{text} [default: {shown}]" if shown else text
 
 

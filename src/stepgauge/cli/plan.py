@@ -1,5 +1,6 @@
 """`stepgauge plan`: ranks all layouts of a training run on a machine."""
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -7,14 +8,22 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from stepgauge.cli.console import Format, info, print_points, print_table
+from stepgauge.cli.console import (
+    Format,
+    counted,
+    error_console,
+    info,
+    print_points,
+    print_table,
+    progress,
+)
 from stepgauge.cli.option_names import with_option_names
 from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.cli.rows import DEVICE_OF_FILE, Fresh, Out, hardware_argument, with_device_of
 from stepgauge.cli.validate import compare
-from stepgauge.cost.planning.dense import nearest_with_formulas
 from stepgauge.cost.planning.hiding import overlaps, scales
 from stepgauge.cost.planning.planner import (
+    Hear,
     Plan,
     candidate_of,
     device_bytes,
@@ -22,7 +31,6 @@ from stepgauge.cost.planning.planner import (
     longest_context,
     longest_of_all,
 )
-from stepgauge.cost.planning.screen import candidates
 from stepgauge.cost.rates.estimate import SLOWER_HOST
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import Prices
@@ -83,8 +91,8 @@ def command(
     file = HardwareFile.read(hardware)
     (spec,) = expand(PlanSpec, with_device_of(file, values))
     machine = CalibratedMachine(file.on_ranks(spec.gpus))
-    _note_screening(spec, machine)
-    plan = planned(spec, file, top=max(top, verify), tracing=_note_trace)
+    with _progress() as hear:
+        plan = planned(spec, file, top=max(top, verify), tracing=_note_trace, hear=hear)
     if not (verify and format == "json"):  # JSON output is one document, that of `compare`
         _print_plan(spec, plan, machine, values, top=top, format=format)
     if verify:
@@ -95,13 +103,19 @@ def command(
         )
 
 
-def _note_screening(spec: PlanSpec, machine: CalibratedMachine) -> None:
-    """Says what is about to take seconds. A user's model is not screened: each trace is noted."""
-    if isinstance(spec.model, UserModel):
-        return
-    screened = spec if has_formulas(spec) else nearest_with_formulas(spec)
-    count = sum(1 for _ in candidates(screened, machine.network.gpus_per_node))
-    info(f"screens {count} layouts by formula, then simulates the fastest that fit")
+@contextlib.contextmanager
+def _progress() -> Iterator[Hear]:
+    """Shows how many layouts were screened and simulated: a bar, or where there is no terminal a line
+    when each begins.
+    """
+    with progress(None, "layouts") as (bar, task):
+
+        def hear(doing: str, done: int, total: int) -> None:
+            bar.update(task, description=doing, completed=done, total=total, visible=True)
+            if not done and not error_console.is_terminal:
+                info(f"{doing} {counted(total, 'layout')}")
+
+        yield hear
 
 
 def _note_trace(spec: LayoutSpec) -> None:

@@ -63,11 +63,14 @@ def predict(
     Rows have the columns of the command that would measure them. That is bench step; for a --layout
     with only a data axis bench data-parallel, which shows the batch of one rank; for any other layout
     or --accumulation bench layout; and for a lone pipeline axis with --phases backward bench pipeline.
+    A table of whole steps of several commands has the columns of bench layout; JSON does not.
     """
     file = HardwareFile.read(hardware)
     texts = values.get("layout", ("none",))
     rest = with_device_of(file, {n: value for n, value in values.items() if n != "layout"})
     specs = [spec for text in texts for spec in specs_of(Layout.parse(text), rest)]
+    if format != "json":
+        specs = in_one_table(specs)
     records = [with_spread(predicted(spec, file)) for spec in specs]
     print_records(records, format)
     if terms and format != "json":  # the records printed as JSON contain them
@@ -130,6 +133,14 @@ def specs_of(layout: Layout, values: Values) -> list[Any]:
         "per_rank": (layout.per_rank or DEFAULT_PER_RANK,),
     }
     return expand(kind, {**values, **layout_values}, network=Networks)
+
+
+def in_one_table(specs: list[Any]) -> list[Any]:
+    """Returns the specs of whole steps as those of bench layout, if several commands measure them."""
+    is_one_kind = len({type(spec) for spec in specs}) == 1
+    if is_one_kind or any(isinstance(spec, PipelineSpec) for spec in specs):
+        return specs
+    return [as_layout_step(spec) for spec in specs]
 
 
 COMMANDS = {

@@ -105,7 +105,9 @@ def check_(
     shape: Shape = DEFAULT_SHAPE,
     bound: Annotated[
         float | None,
-        Parameter(help="Fail if a rank holds activations of more pairs of micro-batch and stage."),
+        Parameter(
+            help="Fail if a rank holds more activations than this, in pairs of micro-batch and stage."
+        ),
     ] = None,
     format: Form = "text",
 ) -> None:

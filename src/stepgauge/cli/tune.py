@@ -65,9 +65,10 @@ def tune(
     ranks, layout.
 
     An option with one value is fixed. An option with several values is a choice, and its first value
-    is the baseline's. All other options are chosen from what this device can run. Layouts have data,
-    tensor and pipeline axes, and the batch is that of all ranks. With --wrapper, or for your own
-    network, only the wrapper of a data axis is tuned, and the batch is that of one rank.
+    is the baseline's. What is not given is chosen from what this device can run, and its default below
+    is the baseline's; the baseline's layout is data parallel. Layouts have data, tensor and pipeline
+    axes, and the batch is that of all ranks. With --wrapper, or for your own network, only the
+    wrapper of a data axis is tuned, and the batch is that of one rank.
 
     All candidates are predicted first, and the best few are measured. Values that cannot be
     predicted are then measured with the fastest candidate. Without a hardware file, one choice after

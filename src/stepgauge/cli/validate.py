@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 HOST_NOTE = "the host's launches were timed right before the row"
 
 
-@spec_options(StepSpec, ModelSpec, sweep=True)
+@spec_options(StepSpec, ModelSpec, sweep=True, shown={"size": "", "device": "auto"})
 def validate(
     rows: Annotated[
         Path | None, Parameter(help="TOML file with [[rows]]; see docs/validate.md.")

@@ -79,12 +79,14 @@ def predict_layout(
     traced: Sequence[TracedNetwork] = (),
     *,
     shortened: bool = False,
+    exposed: bool = True,
 ) -> Record:
     """Returns the modelled record.
 
     traced     the stages of a network without formulas
     shortened  for planning with hundreds of layouts: accumulated passes, and micro-batches of a long
                pipeline, are extrapolated from fewer of them
+    exposed    with the exposed communication of each axis, which takes one more simulation per axis
 
     Raises ValueError for what the cost model or the hardware file does not cover.
     """
@@ -93,17 +95,15 @@ def predict_layout(
     figures = {
         **{f"{phase}_ms": ms for phase, ms in step.phases.items()},
         "step_ms": step.step_ms,
-        **_exposed(parts, step),
+        **(_exposed(parts, step) if exposed else {}),
     }
     metrics = {name: Sample.exact(value, "ms") for name, value in figures.items()}
     if step.timeline is not None:
         metrics["bubble"] = Sample.exact(step.bubble, "fraction of the step")
     sequences = spec.batch * spec.accumulation
     metrics |= rates(spec, machine, step.step_ms, sequences=sequences, ranks=spec.ranks)
-    note = _notes(parts)
-    record = modelled(
-        spec, machine, metrics, step.rows, parts.memory(), late_us=step.late_us, note=note
-    )
+    memory, note = parts.memory(), _notes(parts)
+    record = modelled(spec, machine, metrics, step.rows, memory, late_us=step.late_us, note=note)
     if step.timeline is None:
         return record
     tables = {**record.tables, "spans": span_rows(step.timeline)}

@@ -115,7 +115,7 @@ class PipelineSpec:
     )
     ahead: int = option(
         AHEAD,
-        "Number of computations by which a receive is posted early",
+        "How many computations before its tensors are used a receive is posted",
         least=0,
         most=100,
         label="changed",

@@ -32,8 +32,8 @@ class PlanSpec:
     gpus: int = option(8, "Total number of accelerators", least=1, most=100_000)
     global_batch: int = option(
         0,
-        f"Sequences per step, over all ranks; 0: {DEFAULT_BATCH}. For your own model: the number of "
-        "its batches per step; 0: one per rank",
+        "Sequences per step, over all ranks; for your own model, batches of it; 0: "
+        f"{DEFAULT_BATCH} sequences, or a batch per rank",
         least=0,
         most=10_000_000,
     )

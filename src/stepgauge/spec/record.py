@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Self
 
@@ -16,6 +16,7 @@ from stepgauge.spec.kinds import RENAMED_METRICS, completed
 SCHEMA = 1
 PROVENANCES = ("measured", "calibrated", "modelled", "published")
 STATUSES = ("ok", "oom", "failed")
+SHOWN_FIELDS = 4  # of a row that is no record, in a message
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,15 @@ def _percentile(ordered: list[float], fraction: float) -> float:
 def now() -> str:
     """Returns the current time as records have it: ISO 8601 in UTC, to the second."""
     return datetime.now(UTC).isoformat("T", "seconds")
+
+
+class OtherRowError(ValueError):
+    """A line is an object of JSON that never was a record, such as a row of a benchmark's script."""
+
+    def __init__(self, fields: Sequence[str]):
+        more = f" and {len(fields) - SHOWN_FIELDS} more" if len(fields) > SHOWN_FIELDS else ""
+        names = ", ".join(fields[:SHOWN_FIELDS])
+        super().__init__(f"rows with the fields {names}{more}" if fields else "empty objects")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,11 +152,15 @@ class Record:
 
     @classmethod
     def from_json(cls, line: str) -> Self:
-        """Reads the output of to_json. Raises ValueError if it is not a record of this schema."""
+        """Reads the output of to_json. Raises ValueError if it is not a record of this schema, and
+        OtherRowError if it is a row of something else.
+        """
         try:
             value = json.loads(line, parse_constant=_refuse)
         except json.JSONDecodeError:
             raise ValueError("it is not JSON") from None
+        if isinstance(value, dict) and "schema" not in value:
+            raise OtherRowError(list(value))
         if not isinstance(value, dict) or value.pop("schema", None) != SCHEMA:
             raise ValueError(f"not a record of schema {SCHEMA}")
         try:

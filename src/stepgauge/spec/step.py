@@ -78,7 +78,7 @@ class WorkSpec(OfNetwork):
     )
     phases: str = option(
         "step",
-        "Phases to time; forward: without gradients, backward: with its forward",
+        "Phases to time; forward: without gradients, backward: forward and backward",
         choices=PHASES,
         label="changed",
     )

@@ -5,12 +5,12 @@ import dataclasses
 import errno
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
 from stepgauge.spec.predictions import without_predicted_metrics
-from stepgauge.spec.record import Record, now
+from stepgauge.spec.record import OtherRowError, Record, now
 
 FILE_NAME = "records.jsonl"
 LOCK_NAME = "lock"
@@ -140,7 +140,7 @@ class RunStore:
 
     def read(self) -> Contents:
         """Returns the valid records and the problems. The folder may also be a .jsonl file of records,
-        which is only read. Raises NoRunError if there is no run.
+        which is only read. Raises NoRunError if there is no run, or other rows only.
         """
         path = self.folder if is_records_file(self.folder) else self.path
         try:
@@ -153,12 +153,25 @@ class RunStore:
             ) from None
         except OSError as error:
             raise StoreError(f"cannot read {path}: {error.strerror}") from None
-        records, problems = [], []
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                records += without_predicted_metrics(Record.from_json(line.decode()))
-            except ValueError as error:
-                problems.append(f"{path} line {number} is damaged and skipped: {error}")
-        return Contents(records, problems)
+        return _contents(path, lines)
+
+
+def _contents(path: Path, lines: Sequence[bytes]) -> Contents:
+    """Reads the lines of the file. Raises NoRunError if all of them are rows of something else."""
+    records: list[Record] = []
+    problems: list[str] = []
+    others: list[OtherRowError] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            records += without_predicted_metrics(Record.from_json(line.decode()))
+        except OtherRowError as error:
+            others.append(error)
+        except ValueError as error:
+            problems.append(f"{path} line {number} is damaged and skipped: {error}")
+    if others and not records and not problems:
+        raise NoRunError(f"{path} holds no records of stepgauge but {others[0]}")
+    if others:
+        problems.append(f"{path}: {len(others)} of the lines are skipped: {others[0]}")
+    return Contents(records, problems)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from stepgauge.cost.planning.planner import Plan, plan
+from stepgauge.cost.planning.planner import Hear, Plan, plan
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.traced.network import TracedNetwork
 from stepgauge.cost.traced.plan import plan_traced
@@ -20,10 +20,12 @@ def planned(
     *,
     top: int = 10,
     tracing: Callable[[LayoutSpec], None] = lambda spec: None,
+    hear: Hear = lambda doing, done, total: None,
 ) -> Plan:
     """Returns the best layouts on the machine of the hardware file.
 
-    Calls `tracing` before each step that is traced, which imports torch. Raises ValueError if the file
+    Calls `tracing` before each step that is traced, which imports torch, and `hear` with the progress
+    of all others. Raises ValueError if the file
     is of another kind of device, and for the reasons of plan and plan_traced.
     """
 
@@ -35,4 +37,4 @@ def planned(
     machine = CalibratedMachine(file.on_ranks(spec.gpus))
     if isinstance(spec.model, UserModel):
         return plan_traced(spec, trace, machine, uncut=uncut_on(spec.model, file, spec.device))
-    return plan(spec, machine, top=top, trace=None if has_formulas(spec) else trace)
+    return plan(spec, machine, top=top, trace=None if has_formulas(spec) else trace, hear=hear)

@@ -2,9 +2,8 @@
 
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.operations.supported import require_priced
@@ -26,6 +25,7 @@ FINALISTS, LEAST_FINALISTS = 3, 30
 LEAST_TRACED = 8  # for a network without formulas, whose traces take seconds each
 DAY_S = 86_400.0
 Trace = Callable[[LayoutSpec], Sequence[TracedNetwork]]
+Hear = Callable[[str, int, int], None]  # what is done with layouts; how many are done, of how many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,23 +47,29 @@ class Plan:
 
 
 def plan(
-    spec: PlanSpec, machine: CalibratedMachine, *, top: int = 10, trace: Trace | None = None
+    spec: PlanSpec,
+    machine: CalibratedMachine,
+    *,
+    top: int = 10,
+    trace: Trace | None = None,
+    hear: Hear = lambda doing, done, total: None,
 ) -> Plan:
     """Ranks the layouts of a training run.
 
     `trace` returns the traced stages of a layout of a network without formulas; such a network is
-    screened like the nearest one with formulas. Memory on a CPU is not predicted, so that everything
-    fits there. Raises ValueError for a GPU of unknown memory, and if nothing fits.
+    screened like the nearest one with formulas. `hear` is called with the progress. Memory on a CPU
+    is not predicted, so that everything fits there. Raises ValueError for a GPU of unknown memory,
+    and if nothing fits.
     """
     limit = limit_of(spec, machine)
-    num_layouts, fitting = _screened(spec, machine, limit, is_traced=trace is not None)
+    num_layouts, fitting = _screened(spec, machine, limit, hear, is_traced=trace is not None)
     refused: list[str] = []
     simulate = functools.partial(
-        _simulated, spec=spec, machine=machine, refused=refused, trace=trace
-    )
-    simulated = filter(None, (simulate(each.candidate) for each in fitting))
+        _simulated, spec=spec, machine=machine, refused=refused,
+        trace=functools.cache(trace) if trace else None,
+    )  # fmt: skip
     finalists = max(FINALISTS * top, LEAST_FINALISTS) if trace is None else max(top, LEAST_TRACED)
-    rows = list(itertools.islice(simulated, finalists))
+    rows = _finalists(fitting, finalists, simulate, hear)
     if not rows:
         raise ValueError(
             f"none of the {len(fitting)} layouts that fit can be predicted; the first: {refused[0]}"
@@ -73,6 +79,7 @@ def plan(
     if not within_limit:
         raise ValueError(f"nothing fits: {rows[0].spec['layout']} {rows[0].note}")
     rows = sorted(within_limit, key=_step_ms)
+    rows = [*_with_exposed(rows[:top], simulate, hear), *rows[top:]]
     others = fitting if trace is None else ()  # tracing them would take too long
     fastest = {
         "wrapper": _fastest_by(lambda c: c.layout.wrapper, rows, others, simulate),
@@ -82,18 +89,22 @@ def plan(
 
 
 def _screened(
-    spec: PlanSpec, machine: CalibratedMachine, limit: float, *, is_traced: bool
+    spec: PlanSpec, machine: CalibratedMachine, limit: float, hear: Hear, *, is_traced: bool
 ) -> tuple[int, list[Screened]]:
     """Returns the number of layouts, and those that fit by formula, the fastest first."""
     screened_spec = nearest_with_formulas(spec) if is_traced else spec
     require_priced(_work(screened_spec))
     screen = Screen(screened_spec, machine)
-    layouts = [screen.of(c) for c in candidates(screened_spec, machine.network.gpus_per_node)]
-    if not layouts:
+    every = list(candidates(screened_spec, machine.network.gpus_per_node))
+    if not every:
         raise ValueError(
             f"no layout divides {spec.global_batch} sequences among {spec.gpus} GPUs; choose a "
             f"global batch that has more common divisors with them"
         )
+    layouts: list[Screened] = []
+    for candidate in every:
+        hear("screening", len(layouts), len(every))
+        layouts.append(screen.of(candidate))
     times = spec.network.num_parameters / screened_spec.network.num_parameters
     needs = [needed_bytes(layout.memory, times=times) for layout in layouts]
     if min(needs) > limit:
@@ -103,6 +114,34 @@ def _screened(
         )
     fitting = [layout for layout, needed in zip(layouts, needs, strict=True) if needed <= limit]
     return len(layouts), sorted(fitting, key=lambda layout: layout.step_us)
+
+
+def _finalists(
+    fitting: Sequence[Screened],
+    count: int,
+    simulate: Callable[[Candidate], Record | None],
+    hear: Hear,
+) -> list[Record]:
+    """Returns the records of the first `count` layouts that can be predicted."""
+    rows: list[Record] = []
+    for layout in fitting:
+        hear("simulating", len(rows), min(count, len(fitting)))
+        if row := simulate(layout.candidate):
+            rows.append(row)
+        if len(rows) == count:
+            break
+    return rows
+
+
+def _with_exposed(
+    rows: Sequence[Record], simulate: Callable[..., Record | None], hear: Hear
+) -> Iterator[Record]:
+    """Yields the rows with exposed communication, which only rows that are shown need."""
+    for number, row in enumerate(rows):
+        hear("leaving out communication of", number, len(rows))
+        complete = simulate(candidate_of(row), exposed=True)
+        assert complete, "a row was predicted before"
+        yield complete
 
 
 def limit_of(spec: PlanSpec, machine: CalibratedMachine) -> float:
@@ -142,14 +181,17 @@ def _simulated(
     machine: CalibratedMachine,
     refused: list[str],
     trace: Trace | None,
+    exposed: bool = False,
 ) -> Record | None:
-    """Returns the modelled record, with the cost of the whole training run.
+    """Returns the modelled record, with the cost of the whole training run and, if `exposed`, with
+    exposed communication.
 
     Returns None for what the runtime refuses or what is not calibrated, and adds the reason to `refused`.
     """
     try:
         step = layout_spec(candidate, spec)
-        record = predict_layout(step, machine, trace(step) if trace else (), shortened=True)
+        traced = trace(step) if trace else ()
+        record = predict_layout(step, machine, traced, shortened=True, exposed=exposed)
     except ValueError as error:
         refused.append(str(error))
         return None
@@ -171,7 +213,7 @@ def largest_micro_batch(spec: PlanSpec, machine: CalibratedMachine, candidate: C
     while True:
         larger = dataclasses.replace(largest, micro_batch=2 * largest.micro_batch)
         try:
-            needed = screen.of(larger).memory.device_bytes
+            needed = screen.memory(larger).device_bytes
         except ValueError:  # more sequences than a step may have
             return largest.micro_batch
         if needed > limit:
@@ -188,7 +230,7 @@ def longest_context(spec: PlanSpec, machine: CalibratedMachine, candidate: Candi
         except ValueError:  # longer than the network's positions
             return model.context_length
         screen = Screen(dataclasses.replace(spec, model=longer), machine)
-        if screen.of(candidate).memory.device_bytes > limit:
+        if screen.memory(candidate).device_bytes > limit:
             return model.context_length
         model = longer
 
@@ -205,7 +247,7 @@ def longest_of_all(spec: PlanSpec, machine: CalibratedMachine) -> tuple[int, Can
             candidate
             for candidate in candidates(spec, machine.network.gpus_per_node)
             if candidate.checkpointing == "blocks" and candidate.layout.wrapper in ("zero3", "none")
-            if screen.of(candidate).memory.device_bytes <= limit
+            if screen.memory(candidate).device_bytes <= limit
         )
         first = next(fitting, None)
         if first is None:

@@ -157,7 +157,7 @@ class Screen:
     def of(self, candidate: Candidate) -> Screened:
         """Estimates a candidate. Raises ValueError for what the machine has no times for."""
         layout, layers = candidate.layout, self.spec.network.num_layers
-        stage = self._stage(candidate, range(ceil_div(layers, layout.pipeline)))
+        stage = self._fullest(candidate)
         prices = self._prices(layout.tensor, layout.data, layout.context, layout.pipeline)
         forward, backward = self._times(stage, prices)
         bubble = _bubble(layout.schedule, layout.pipeline, forward, backward)
@@ -165,15 +165,24 @@ class Screen:
             # the last stage has the head, which may take longer than blocks
             last = self._stage(candidate, range(layers - layers // layout.pipeline, layers))
             forward, backward = max((forward, backward), self._times(last, prices), key=sum)
-            memory = stage_memory(stage, layout)
-        else:
-            memory = step_memory(stage, layout, accumulates=candidate.accumulation > 1)
         passes = layout.microbatches * candidate.accumulation
         exposed, slowed = self._data_us(stage, prices, layout, forward, backward, passes)
         update = prices.us(stage.optimizer(self._num_updated(stage, layout)))
         pass_us = max(forward + backward, self._hosts(stage, prices))
         step_us = passes * pass_us + bubble + exposed + slowed + update
-        return Screened(candidate, step_us, memory)
+        return Screened(candidate, step_us, self.memory(candidate))
+
+    def memory(self, candidate: Candidate) -> Memory:
+        """Returns the memory of the fullest rank."""
+        stage, layout = self._fullest(candidate), candidate.layout
+        if layout.pipeline > 1:
+            return stage_memory(stage, layout)
+        return step_memory(stage, layout, accumulates=candidate.accumulation > 1)
+
+    def _fullest(self, candidate: Candidate) -> StepOperations:
+        """Returns the operations of a rank of the pipeline's fullest stage, the first."""
+        layers = self.spec.network.num_layers
+        return self._stage(candidate, range(ceil_div(layers, candidate.layout.pipeline)))
 
     def _stage(self, candidate: Candidate, blocks: range) -> StepOperations:
         """Returns the operations of these blocks on a rank of the candidate."""

@@ -6,6 +6,7 @@ rate of the nearest size holds, and the estimate says so.
 """
 
 import bisect
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -69,12 +70,15 @@ class Grid:
         self._axes = [
             sorted({shape[axis] for shape in self._times}) for axis in range(len(table.axes))
         ]
+        self._estimates = functools.cache(self._estimate)  # layouts of a plan ask for equal sizes
 
     def time(self, sizes: Sequence[float]) -> Estimate:
         """Returns the measured time, or one from the rates of the shapes around it."""
-        shape = tuple(sizes)
-        if shape in self._times and self._is_usable(shape, inside=True):
-            return Estimate(self._times[shape], CALIBRATED, disturbed=self._disturbed)
+        return self._estimates(tuple(sizes))
+
+    def _estimate(self, sizes: tuple[float, ...]) -> Estimate:
+        if sizes in self._times and self._is_usable(sizes, inside=True):
+            return Estimate(self._times[sizes], CALIBRATED, disturbed=self._disturbed)
         inside = all(a[0] <= s <= a[-1] for a, s in zip(self._axes, sizes, strict=True))
         weights = self._weights_around(sizes, inside=inside)
         if not weights:

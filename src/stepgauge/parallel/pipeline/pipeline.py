@@ -88,7 +88,7 @@ class Pipeline:
     ranks, or differs between ranks.
     """
 
-    _has_failed = False  # a step has raised, and another would get its tensors
+    _failed: Exchange | None = None  # has tensors of a step that raised; another would get them
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class Pipeline:
         """
         self._require_no_failed_step()
         step = self._begin_step(inputs, targets, batches=batches)
-        self._has_failed = True  # until the step is done
+        self._failed = self._transfers  # until the step is done
         for action in self.schedule.ranks[self.rank]:
             try:
                 step.run(action)
@@ -162,12 +162,12 @@ class Pipeline:
         for number in sorted(self._tied.stages & self.modules.keys()):
             if self._reduce is not None:
                 self._reduce(number, self.modules[number])
-        self._has_failed = False
+        self._failed = None
         return step.loss
 
     def _require_no_failed_step(self) -> None:
-        if self._has_failed:
-            remedy = "call close()" if self._transfers.can_restart else "create a new pipeline"
+        if self._failed is not None:
+            remedy = "call close()" if self._failed.can_restart else "create a new pipeline"
             raise RuntimeError(
                 f"the last step of this pipeline raised, and its tensors may still be on their way: "
                 f"{remedy} on all ranks"
@@ -285,8 +285,8 @@ class Pipeline:
     def close(self) -> None:
         """Restores the modules. The next step prepares the pipeline again."""
         self.metas = {}
-        if self._transfers.can_restart:
-            self._has_failed = False
+        if self._failed is not None and self._failed.can_restart:
+            self._failed = None
         for stage in self.stages.values():
             stage.close()
 

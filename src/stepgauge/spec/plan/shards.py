@@ -82,12 +82,17 @@ def _alternate(
     """Gives each arriving parameter to the rank that has received least, among the ranks that may
     still take one of its size. Uses `counts` up.
     """
+    takers: dict[int, list[int]] = {}  # by size: the ranks that may still take one, in order
+    for size, rank in sorted(counts):
+        takers.setdefault(size, []).append(rank)
     owners, received = {}, [0] * ranks
     for parameter in arriving:
-        candidates = [rank for rank in range(ranks) if counts[parameter.numel, rank]]
-        owner = owners[parameter.name] = min(candidates, key=lambda rank: received[rank])
-        counts[parameter.numel, owner] -= 1
-        received[owner] += parameter.numel
+        size = parameter.numel
+        owner = owners[parameter.name] = min(takers[size], key=received.__getitem__)
+        received[owner] += size
+        counts[size, owner] -= 1
+        if not counts[size, owner]:
+            takers[size].remove(owner)
     return owners
 
 
