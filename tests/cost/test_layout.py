@@ -93,7 +93,8 @@ def test_sharded_stages_are_gathered_once_per_step_and_stay_unsharded():
 
 
 def test_overlapped_collectives_expose_what_products_do_not_hide(monkeypatch):
-    """Over fast wires, that is the latency; over slow ones, the rest after the products are done.
+    """Over fast wires, that is the latency; over slow ones, the rest after the products are done. With
+    overlap, backward gathers twice more per block: ten collectives instead of eight.
 
     Small messages are not overlapped. Overlap needs buffers.
     """
@@ -105,7 +106,8 @@ def test_overlapped_collectives_expose_what_products_do_not_hide(monkeypatch):
     assert 0 < exposed["tp2 overlap"] < 0.4 * exposed["tp2"]
     slow = {name: step(name, wired(5e9)).median("tensor_exposed_ms") for name in layouts}
     products = plain.median("forward_ms") + plain.median("backward_ms")
-    assert slow["tp2"] - 0.8 * products < slow["tp2 overlap"] < slow["tp2"]
+    more = 10 / 8 * slow["tp2"]
+    assert more - products < slow["tp2 overlap"] < more
     short = ModelSpec.preset("2.7b", context_length=64)
     few = [step(name, wired(), model=short, batch=2).median("step_ms") for name in layouts]
     assert few[0] == few[1]

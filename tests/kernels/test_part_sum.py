@@ -22,15 +22,24 @@ TOLERANCE = {
     torch.float16: 1e-3,
     torch.bfloat16: 6e-3,
 }
-SHAPES = [(2, 3, 5), (4, 2, 96, 8), (3, 1), (4, 2500), (1, 17), (2, 0, 4)]
+# N parts, B batches, and the shape of a part in a batch
+SHAPES = [(2, 3, 5), (4, 2, 96, 8), (3, 1, 1), (4, 1, 2500), (1, 1, 17), (2, 0, 4), (2, 3, 8, 6)]
 
 
 def check(shape, dtype, device="cpu"):
     generator = torch.Generator().manual_seed(0)
     parts = torch.randn(shape, generator=generator).to(device, dtype)
-    found, exact = part_sum(parts), parts.double().sum(0)
-    assert found.dtype == dtype and found.shape == exact.shape
-    assert (found.double() - exact).norm() <= TOLERANCE[dtype] * exact.norm()
+    _, batch, *rest = shape
+    # a rank's own part: rows of a tensor with the rows of all ranks
+    rows = torch.randn(batch, 3, *rest, generator=generator).to(device, dtype)
+    for rank in range(shape[0]):
+        own = rows[:, 1]
+        exact = torch.cat([parts[:rank], own[None], parts[rank + 1 :]]).double().sum(0)
+        given = parts.clone()
+        given[rank] = float("nan")  # does not count
+        found = part_sum(given, own, rank)
+        assert found.dtype == dtype and found.shape == exact.shape
+        assert (found.double() - exact).norm() <= TOLERANCE[dtype] * exact.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -52,11 +61,12 @@ def test_interp_kernel_equals_float64(shape, dtype, interpreter, poisoned):
 def test_the_kernel_loads_16_bytes_at_once():
     from stepgauge.kernels.part_sum.triton import BLOCK, NUM_WARPS, part_sum_kernel
 
-    pointers = ("parts_ptr", "out_ptr")
+    pointers = ("parts_ptr", "own_ptr", "out_ptr")
+    counts = ("vectors", "stride", "own_stride", "rank")
     compiled = compile_ahead(
         part_sum_kernel,
         90,
-        {**dict.fromkeys(pointers, "*bf16"), "vectors": "i32"},
+        {**dict.fromkeys(pointers, "*bf16"), **dict.fromkeys(counts, "i32")},
         {"NUM_PARTS": 4, "VECTOR": 8, "BLOCK": BLOCK},
         aligned=pointers,
         options={"num_warps": NUM_WARPS},

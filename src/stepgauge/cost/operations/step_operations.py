@@ -371,8 +371,9 @@ class StepOperations(ShareSizes):
             term = Term(name, operation.replace("-", "_"), (nbytes,), axis="tensor")
             if weight and self.overlapped:
                 yield from beside_products(
-                    term, phase, weight, self.tokens, self.share.tensor, self.arithmetic
-                )
+                    term, phase, weight, self.tokens, self.share.tensor, self.arithmetic,
+                    replayed=self.share.replayed,
+                )  # fmt: skip
             else:
                 yield from self._transposed(module, operation)
                 yield term

@@ -14,6 +14,8 @@ def beside_products(
     tokens: int,
     ranks: int,
     arithmetic: Arithmetic,
+    *,
+    replayed: bool = False,
 ) -> Iterator[Term]:
     """Yields the collective with the products that hide it, and what goes with it.
 
@@ -22,6 +24,8 @@ def beside_products(
     begins after the first group of pieces, and is hidden by the others and the own piece; in backward,
     it is hidden by the product of the weight gradient. Before it, the column layer's input is gathered
     again, hidden by the product before.
+
+    `replayed`: the step is replayed from a CUDA graph.
 
     All are copies (parallel/tensor_parallel/exchange.py). A reduce-scatter is an all-to-all of the parts, and
     their sum in a pass of its own.
@@ -38,7 +42,8 @@ def beside_products(
         return
     scatter = dataclasses.replace(collective, copied="all_to_all")
     if phase == "forward":
-        rows = tokens - len(grouped(range(1, ranks), rows=piece)[0]) * piece
+        first, *_ = grouped(range(1, ranks), rows=piece, replayed=replayed)
+        rows = tokens - len(first) * piece
         yield dataclasses.replace(scatter, hidden_by=(product(rows),))
     else:
         again = dataclasses.replace(gather, name=f"{collective.name}.again")

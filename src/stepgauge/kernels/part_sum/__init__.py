@@ -1,4 +1,4 @@
-"""The sum of parts that lie one after the other, such as the summands of several ranks.
+"""The sum of what several ranks computed, where a rank's own part is not next to the received ones.
 
 torch's sum over a first dimension of 2 reached 1.2 of the 4.2 TB/s of a copy on an H200
 (docs/log/2026-11-28-zero3-by-copies.md). The Triton kernel here is for CUDA tensors in float32, bfloat16
@@ -20,22 +20,24 @@ __all__ = ["part_sum"]
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def part_sum(parts: Tensor) -> Tensor:
-    """Returns the sum (*) of contiguous parts (N, *) in their type, accumulated in float32.
+def part_sum(parts: Tensor, own: Tensor, rank: int) -> Tensor:
+    """Returns the sum (B, *) of contiguous parts (N, B, *), of which `own` (B, *) is the one of that rank;
+    what parts[rank] holds does not count. It is accumulated in float32 and has no derivative.
 
-    Has no derivative.
+    own  contiguous within each of the B batches, which may lie apart
     """
-    if not _has_kernel(parts):
+    if not _has_kernel(own):
+        parts[rank].copy_(own)
         return parts.sum(0, dtype=parts.dtype)
     out = parts.new_empty(parts.shape[1:])
-    kernels.part_sum(parts, out)
+    kernels.part_sum(parts, own, rank, out)
     return out
 
 
-def _has_kernel(parts: Tensor) -> bool:
+def _has_kernel(own: Tensor) -> bool:
     return (
         kernels is not None
-        and (parts.is_cuda or kernels.IS_INTERPRETED)
-        and parts.dtype in _KERNEL_DTYPES
-        and parts[0].numel() <= kernels.MOST_ELEMENTS
+        and (own.is_cuda or kernels.IS_INTERPRETED)
+        and own.dtype in _KERNEL_DTYPES
+        and own.numel() <= kernels.MOST_ELEMENTS
     )

@@ -8,9 +8,9 @@ attention has ended. Here each rank writes its messages into an outbox, in memor
 reach (peer_memory.py), and the copy engines of the peers fetch them. The path of a message:
 
     sender, current stream    waits for the flag "free" of this outbox, writes the outbox
-    sender, a lane            sets the flag "full" on the receiver
-    receiver, a lane          waits for "full", copies the message into y, sets "free" on the sender
-    receiver, current stream  waits for the lane (wait_for)
+    sender, own stream        sets the flag "full" on the receiver
+    receiver, own stream      waits for "full", copies the message into y, sets "free" on the sender
+    receiver, current stream  waits for the own stream (wait_for)
 
 Flags are 0 or 1; the stream that waits for a flag sets it back to 0. There are two outboxes, used
 alternately, each with its own flags. So nothing is read or overwritten too early, however far ranks are apart.
@@ -21,14 +21,14 @@ that wait for each other.
 
 Why there is no deadlock: each rank sets its flags "full" before it waits for those of others, in the
 order of launches. So ranks proceed even if the driver serves all streams in that order, and on a CPU,
-where the host does each operation at once.
+where the host does each operation at once. There is one own stream, because a GPU has one engine for
+copies between GPUs, and several streams would mix up the order in which it serves the peers.
 
 Legend: M other ranks, in the order of ranks.
 """
 
 import datetime
 import functools
-import itertools
 import weakref
 from typing import Any
 
@@ -41,17 +41,16 @@ from stepgauge.parallel.communication.groups_by_name import group_named
 from stepgauge.parallel.communication.peer_memory import peer_memory, with_room
 
 BOXES = 2
-MOST_LANES = 3  # streams that fetch from several peers at the same time
 _FULL, _FREE = 0, 1
 
 
 class _Outboxes:
-    """The outboxes, flags and streams of a rank. All ranks of the group must create it together.
+    """The outboxes, flags and stream of a rank. All ranks of the group must create it together.
 
     receivers  the other ranks, in the order in which this rank tells them: 2, 3, 0 for rank 1 of 4
     senders    the other ranks, in the order in which they tell this rank: 0, 3, 2, because each tells
                its right neighbour first
-    lanes      the streams that share the messages; [None] on a CPU
+    stream     where messages are fetched; None on a CPU
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, box_bytes: int):
@@ -60,10 +59,8 @@ class _Outboxes:
         self.receivers = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
         self.senders = self.receivers[::-1]
         self.memory = peer_memory(BOXES, box_bytes, 2 * BOXES * self.ranks, device, group)
-        self.lanes: list[Any] = [None]
-        if device.type == "cuda":
-            count = min(MOST_LANES, len(self.receivers))
-            self.lanes = [torch.cuda.Stream(device) for _ in range(count)]
+        self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._handle = None if self.stream is None else self.stream.cuda_stream
         self._exchanges = 0
 
     def exchange(self, x_M: Tensor) -> Tensor:
@@ -78,33 +75,30 @@ class _Outboxes:
         outbox_M = self.memory.box(self.rank, box)[: x_M.nbytes].view(x_M.dtype).view(x_M.shape)
         outbox_M.copy_(x_M)
         self._begin(y_M)
-        for receiver, lane in zip(self.receivers, itertools.cycle(self.lanes)):
-            self.memory.set_flag(receiver, self._flag(_FULL, box, self.rank), 1, _handle(lane))
-        for sender, lane in zip(self.senders, itertools.cycle(self.lanes)):
-            self._fetch(sender, y_M[place_among_others(sender, of=self.rank)], box, _handle(lane))
+        for receiver in self.receivers:
+            self.memory.set_flag(receiver, self._flag(_FULL, box, self.rank), 1, self._handle)
+        for sender in self.senders:
+            self._fetch(sender, y_M[place_among_others(sender, of=self.rank)], box)
         self._end(y_M)
         return y_M
 
     def _begin(self, y_M: Tensor) -> None:
-        """Makes the lanes wait until the outbox is written and the memory of y is not in use."""
+        """Makes the stream wait until the outbox is written and the memory of y is not in use."""
         if y_M.is_cuda:
-            written = torch.cuda.current_stream(self.device).record_event()
-            for lane in self.lanes:
-                lane.wait_event(written)
+            self.stream.wait_event(torch.cuda.current_stream(self.device).record_event())
 
-    def _fetch(self, sender: int, message: Tensor, box: int, stream: int | None) -> None:
-        self.memory.consume((self._flag(_FULL, box, sender),), stream)
+    def _fetch(self, sender: int, message: Tensor, box: int) -> None:
+        self.memory.consume((self._flag(_FULL, box, sender),), self._handle)
         place = place_among_others(self.rank, of=sender)
         source = self.memory.address(sender, box) + place * message.nbytes
-        self.memory.copy(message.data_ptr(), source, message.nbytes, stream)
-        self.memory.set_flag(sender, self._flag(_FREE, box, self.rank), 1, stream)
+        self.memory.copy(message.data_ptr(), source, message.nbytes, self._handle)
+        self.memory.set_flag(sender, self._flag(_FREE, box, self.rank), 1, self._handle)
 
     def _end(self, y_M: Tensor) -> None:
         """Lets `wait_for` find the copies, and the allocator keep the memory of y until they are done."""
         if y_M.is_cuda:
-            for lane in self.lanes:
-                y_M.record_stream(lane)
-            work = _Copies([lane.record_event() for lane in self.lanes])
+            y_M.record_stream(self.stream)
+            work = _Copies(self.stream.record_event())
             # The same as torch's own copied collectives do (torch.distributed._symmetric_memory). The
             # way out: a public name of it.
             torch._C._distributed_c10d._register_work(y_M, work)
@@ -117,24 +111,19 @@ class _Outboxes:
 class _Copies(dist.Work):
     """Copies in flight."""
 
-    def __init__(self, events: list[Any]):
+    def __init__(self, end: Any):
         super().__init__()
-        self._events = events
+        self._end = end
 
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
         """Makes the current stream wait. The timeout is ignored, because no host waits."""
-        for event in self._events:
-            event.wait()
+        self._end.wait()
         return True
 
 
 def place_among_others(rank: int, *, of: int) -> int:
     """Returns the index of a rank among the ranks other than rank `of`."""
     return rank - (rank > of)
-
-
-def _handle(lane: Any) -> int | None:
-    return None if lane is None else lane.cuda_stream
 
 
 _outboxes: weakref.WeakKeyDictionary[dist.ProcessGroup, _Outboxes] = weakref.WeakKeyDictionary()

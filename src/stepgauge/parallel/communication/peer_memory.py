@@ -2,10 +2,11 @@
 that say when a box is full or free.
 
 On GPUs this is torch's symmetric memory. Its own signals are kernels that spin on a multiprocessor,
-as NCCL's receives do: a matrix product that runs at the same time takes a quarter longer. Here a flag
-is set by a copy of four bytes, and a stream waits for it with the driver's cuStreamWaitValue32 or
-cuStreamBatchMemOp. Neither needs a multiprocessor. The way out: a wait in torch's symmetric memory that needs none
-either (`torch.distributed._symmetric_memory` has only `wait_signal`, a kernel).
+as NCCL's receives do: a matrix product that runs at the same time takes a quarter longer. Here a stream
+sets a flag with the driver's cuStreamWriteValue32 and waits for one with cuStreamWaitValue32 or
+cuStreamBatchMemOp. Neither needs a multiprocessor. The way out: a wait in torch's symmetric memory that
+needs none either (`torch.distributed._symmetric_memory` has only `wait_signal`, a kernel). A flag that was a
+copy of four bytes took 9 us of the engine that copies to other GPUs.
 """
 
 import ctypes
@@ -28,9 +29,6 @@ from stepgauge.runtime.world import gathered_objects
 from stepgauge.spec.units import round_up
 
 SHARED_MEMORY = Path("/dev/shm")
-# On a GPU, flags that count messages (those of pipelines) count modulo this number, which must be larger
-# than the number of boxes.
-VALUES = 1024
 ALIGNMENT = 512
 _WAIT_UNTIL_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2  # CU_STREAM_MEM_OP_...
@@ -166,8 +164,6 @@ class GpuMemory(PeerMemory):
         self._flags = [handle.get_buffer(rank, (flags,), torch.int32, size // 4) for rank in ranks]
         self._flag_addresses = [flags.data_ptr() for flags in self._flags]
         self._own_flags = self._flag_addresses[dist.get_rank(group)]
-        self._values = torch.arange(VALUES, dtype=torch.int32, device=device)
-        self._first_value = self._values.data_ptr()
         self._driver = Driver()
         self._consumptions: dict[tuple[int, ...], MemoryOperations] = {}
         torch.cuda.synchronize(device)
@@ -177,15 +173,11 @@ class GpuMemory(PeerMemory):
         self._driver.copy(target, source, nbytes, self._handle(stream))
 
     def set_flag(self, rank: int, flag: int, value: int, stream: int | None = None) -> None:
-        if os.environ.get("FLAG_COPIES"):
-            source = self._first_value + 4 * (value % VALUES)
-            self._driver.copy(self._flag_addresses[rank] + 4 * flag, source, 4, self._handle(stream))
-            return
         address = self._flag_addresses[rank] + 4 * flag
-        self._driver.write(self._handle(stream), address, value % VALUES)
+        self._driver.write(self._handle(stream), address, value)
 
     def wait(self, flag: int, value: int, stream: int | None = None) -> None:
-        self._driver.wait(self._handle(stream), self._own_flags + 4 * flag, value % VALUES)
+        self._driver.wait(self._handle(stream), self._own_flags + 4 * flag, value)
 
     def consume(self, flags: tuple[int, ...], stream: int | None = None) -> None:
         if flags not in self._consumptions:

@@ -243,17 +243,15 @@ class Scatter:
     """One turn that scatters x_BTD, of which every rank takes the sum of all ranks' rows.
 
     whole  x_BTD, to be written by this rank
-    own    x_BQD, where this rank's own rows must be written or copied (`copy_own`)
     """
 
     def __init__(self, exchange: Exchange, shape_BTD: tuple[int, int, int], like: Tensor):
         batch, length, width = shape_BTD
-        self._exchange = exchange
+        self._exchange, self._length = exchange, length // exchange.ranks
         self._box = exchange.next_box(SCATTER)
-        piece = (batch, length // exchange.ranks, width)
-        self._parts_NBQD = exchange.view(self._box, (exchange.ranks, *piece), like.dtype)
+        parts = (exchange.ranks, batch, self._length, width)
+        self._parts_NBQD = exchange.view(self._box, parts, like.dtype)
         self.whole = like.new_empty(shape_BTD)
-        self.own = self._parts_NBQD[exchange.rank]
 
     def send(self, *ranks: int) -> None:
         """Sends these ranks their rows, after the calling stream's work so far."""
@@ -264,15 +262,11 @@ class Scatter:
             self._copy(rank)
             exchange.tell(rank, self._box, SCATTER)
 
-    def copy_own(self) -> None:
-        """Copies this rank's own rows out of `whole`, after the last rows were sent."""
-        self._copy(self._exchange.rank)
-
     def _copy(self, rank: int) -> None:
         """Copies one sequence at a time, since its rows are contiguous in `whole`."""
-        exchange, memory, own = self._exchange, self._exchange.memory, self.own
-        batch, nbytes = own.shape[0], own.nbytes // own.shape[0]
-        target = memory.address(rank, self._box) + exchange.rank * own.nbytes
+        exchange, memory, part_BQD = self._exchange, self._exchange.memory, self._parts_NBQD[0]
+        batch, nbytes = part_BQD.shape[0], part_BQD.nbytes // part_BQD.shape[0]
+        target = memory.address(rank, self._box) + exchange.rank * part_BQD.nbytes
         source, stream = self.whole.data_ptr(), exchange.handles.get(SCATTER)
         for number in range(batch):
             place = (number * exchange.ranks + rank) * nbytes
@@ -280,9 +274,11 @@ class Scatter:
 
     def sum(self) -> Tensor:
         """Returns x_BQD, the sum of this rank's rows over all ranks. The calling stream waits for them."""
-        self._exchange.join(SCATTER)
-        self._exchange.wait(self._exchange.senders, self._box)
-        return part_sum(self._parts_NBQD)
+        exchange = self._exchange
+        exchange.join(SCATTER)
+        exchange.wait(exchange.senders, self._box)
+        own_BQD = self.whole.narrow(1, exchange.rank * self._length, self._length)
+        return part_sum(self._parts_NBQD, own_BQD, exchange.rank)
 
 
 _exchanges: weakref.WeakKeyDictionary[dist.ProcessGroup, Exchange] = weakref.WeakKeyDictionary()

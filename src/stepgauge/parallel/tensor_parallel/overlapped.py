@@ -111,7 +111,6 @@ def _column_backward(
         torch.mm(gradient_BTF.flatten(0, 1), weight_FD, out=scatter.whole.flatten(0, 1))
         gather.send()
         scatter.send(*exchange.receivers)
-        scatter.copy_own()
         _multiply_rows(gradient_BTF, gather.whole(), out=weight_gradient)
         x_gradient_BQD = scatter.sum()
     return x_gradient_BQD, weight_gradient
@@ -197,7 +196,7 @@ def _multiply_gathered(
     ranks = exchange.ranks
     _multiply(own_BQD, matrix, out=rows_of(out_BTF, exchange.rank, ranks))
     gather.send()
-    for group in grouped(exchange.senders, rows=own_BQD.shape[0] * own_BQD.shape[1]):
+    for group in _groups(exchange.senders, rows=own_BQD.shape[0] * own_BQD.shape[1]):
         _multiply(gather.pieces(group), matrix, out=rows_of(out_BTF, group, ranks))
 
 
@@ -206,11 +205,17 @@ def _multiply_scattered(exchange: Exchange, x_BTF: Tensor, matrix: Tensor) -> Te
     ranks first, and sends them while the rest is computed.
     """
     scatter, ranks = Scatter(exchange, _shape(x_BTF, matrix), x_BTF), exchange.ranks
-    for group in grouped(exchange.receivers, rows=x_BTF.shape[0] * x_BTF.shape[1] // ranks):
+    for group in _groups(exchange.receivers, rows=x_BTF.shape[0] * x_BTF.shape[1] // ranks):
         _multiply(rows_of(x_BTF, group, ranks), matrix, out=rows_of(scatter.whole, group, ranks))
         scatter.send(*group)
-    _multiply(rows_of(x_BTF, exchange.rank, ranks), matrix, out=scatter.own)
+    own = exchange.rank
+    _multiply(rows_of(x_BTF, own, ranks), matrix, out=rows_of(scatter.whole, own, ranks))
     return scatter.sum()
+
+
+def _groups(ranks: list[int], rows: int) -> list[range]:
+    captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return grouped(ranks, rows=rows, replayed=captures)
 
 
 def rows_of(x_BTD: Tensor, group: range | int, ranks: int) -> Tensor:

@@ -146,14 +146,20 @@ def overlaps(stream_bytes: int, ranks: int, *, replayed: bool = False) -> bool:
 
 
 # Pieces of fewer rows are multiplied together: a product of 2048 rows leaves many multiprocessors
-# idle while its last tiles are computed.
+# idle while its last tiles are computed, and the host takes longer to launch it than the GPU to run it.
 LEAST_ROWS = 4096
 
 
-def grouped(ranks: Sequence[int], *, rows: int) -> list[range]:
+def grouped(ranks: Sequence[int], *, rows: int, replayed: bool = False) -> list[range]:
     """Returns the ranks in the same order, in groups whose pieces are multiplied by one product: ranks
     next to each other, until their pieces of `rows` rows make LEAST_ROWS.
+
+    replayed  the products are part of a CUDA graph, where launches are cheap: each rank is a group, so
+              that messages begin earlier, and on all ranks at the same time
+              (docs/log/2026-11-28-pushed-rows.md)
     """
+    if replayed:
+        return [range(rank, rank + 1) for rank in ranks]
     groups: list[range] = []
     for rank in ranks:
         last = groups[-1] if groups else range(0)
