@@ -32,6 +32,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
 # Operation and sizes of a typical call of each class.
 KERNELS: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {
     "cuda": {
+        "long-matmul": ("matmul nn bf16", (8192, 4096, 4096)),
         "matmul": ("matmul nt bf16", (4096, 4096, 4096)),
         "short-matmul": ("matmul tn bf16", (2560, 2560, 4096)),
         "attention": ("attention sdpa forward bf16", (32, 2048, 128)),
@@ -45,7 +46,7 @@ KERNELS: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {
     },
 }
 # The other work that kernels of a class alternate with.
-OTHERS = {"matmul": PASSES, "short-matmul": PASSES, "attention": PASSES, "traffic": PRODUCTS}
+OTHERS = {kernels: PRODUCTS if kernels == "traffic" else PASSES for kernels in KERNELS["cuda"]}
 LONGER = 3  # the work that is not timed is queued for this many times as long
 ROUNDS = 3  # alternately alone and overlapped, so that other work on the machine disturbs both
 

@@ -13,7 +13,7 @@ from stepgauge.measure.environment import device_name
 from stepgauge.parallel.communication.peer_memory import connected_gpu_counts
 from stepgauge.report.comm import links
 from stepgauge.runtime.workers import run_isolated
-from stepgauge.spec.calibration import KERNEL_CLASSES, CalibrationSpec, ContentionSpec
+from stepgauge.spec.calibration import CalibrationSpec, ContentionSpec
 from stepgauge.spec.comm import COPIED, COPIED_OPS, COPIES, CommSpec, sizes
 from stepgauge.spec.first_names import first_names
 from stepgauge.spec.hardware import HardwareFile
@@ -130,7 +130,7 @@ def _contentions(device: torch.device, ranks: int) -> list[ContentionSpec]:
     return [
         _contention(device, ranks, kernels, collective)
         for collective in contention.COLLECTIVES
-        for kernels in KERNEL_CLASSES
+        for kernels in contention.KERNELS[device.type]
     ]
 
 

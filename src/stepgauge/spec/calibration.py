@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -106,23 +105,26 @@ class Contention:
             raise ValueError(f"not a row of the contention table: {error}") from None
 
 
-# Kernels with similar contention: matrix products (short ones have few waves of tiles, and lose a
-# whole wave when a collective occupies some multiprocessors), attention, and memory-bound kernels.
-KERNEL_CLASSES = ("matmul", "short-matmul", "attention", "traffic")
-# During an all-reduce on 2 x H200, products of 93 us took 1.6 and 1.9 times as long, longer ones
-# only 1.1 to 1.4 times (docs/log/2026-11-23-fresh-rows.md).
-SHORT_PRODUCT_US = 150.0
+# Kernels with similar contention: matrix products by their time, attention, and memory-bound kernels. A
+# short product has few waves of tiles, and loses a whole wave when a collective occupies some
+# multiprocessors. A long one starts on all of them, and the collective waits until it ends.
+KERNEL_CLASSES = ("short-matmul", "matmul", "long-matmul", "attention", "traffic")
+# Beside NCCL's collectives on 2 x H200, products of 74 us took 1.89 times as long, of 180 to 200 us 1.23 to
+# 1.88, of 350 to 1840 us 1.04 to 1.16, one of them 1.38; the collectives 1.5 to 1.6, 1.2 to 1.9 and 1.8 to
+# 5.4 times (docs/log/2026-11-28-pushed-rows.md).
+SHORT_PRODUCT_US, LONG_PRODUCT_US = 150.0, 260.0
 
 
-def kernel_class(operation: str, us: float = math.inf) -> str:
+def kernel_class(operation: str, us: float = SHORT_PRODUCT_US) -> str:
     """Returns the kernel class of an operation that takes `us` microseconds.
 
-    "matmul nt bf16" is a "matmul" (or, if shorter than SHORT_PRODUCT_US, a "short-matmul");
-    "rmsnorm forward fp32" is "traffic".
+    "matmul nt bf16" is a "short-matmul", "matmul" or "long-matmul"; "rmsnorm forward fp32" is "traffic".
     """
     first = operation.partition(" ")[0]
     if first == "matmul" and us < SHORT_PRODUCT_US:
         return "short-matmul"
+    if first == "matmul" and us > LONG_PRODUCT_US:
+        return "long-matmul"
     return first if first in KERNEL_CLASSES else "traffic"
 
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from stepgauge.spec.calibration import (
     EXACT,
+    SHORT_PRODUCT_US,
     Contention,
     OperationTable,
     kernel_class,
@@ -298,12 +299,12 @@ class HardwareFile:
         return dataclasses.replace(self, operations={**base, **requested}, by_ranks={})
 
     def contention_of(
-        self, operation: str, collective: str, ranks: int, us: float = math.inf
+        self, operation: str, collective: str, ranks: int, us: float = SHORT_PRODUCT_US
     ) -> Contention | None:
         """Returns how an operation of `us` microseconds and the collective slow each other down.
 
         The result was measured on the number of ranks closest to `ranks`; None if not measured.
-        Older files do not distinguish short matrix products, which then count as others.
+        A file may not distinguish matrix products by their time. They all count as "matmul" then.
         """
         candidates = [row for row in self.contention if row.collective == collective]
         rows: list[Contention] = []

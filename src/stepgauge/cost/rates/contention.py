@@ -1,12 +1,11 @@
 """How much computation and communication slow each other down while both run."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 
 from stepgauge.cost.rates.estimate import ASSUMED, CALIBRATED
 from stepgauge.cost.rates.network import Axis
-from stepgauge.spec.calibration import kernel_class
+from stepgauge.spec.calibration import SHORT_PRODUCT_US, kernel_class
 from stepgauge.spec.comm import COPIED
 from stepgauge.spec.hardware import HardwareFile
 
@@ -39,7 +38,9 @@ class ContentionTable:
         self._hardware, self._axes = hardware, axes
         self._cache: dict[tuple[str, str, str], Slowdown] = {}
 
-    def of(self, operation: str, collective: str, axis: str, us: float = math.inf) -> Slowdown:
+    def of(
+        self, operation: str, collective: str, axis: str, us: float = SHORT_PRODUCT_US
+    ) -> Slowdown:
         """Returns the slowdown of an operation that takes `us` and a collective on the axis."""
         key = kernel_class(operation, us), collective, axis
         if key not in self._cache:
@@ -60,7 +61,9 @@ class ContentionTable:
 class NoContention:
     """Computation and communication that do not slow each other down, to see what contention costs."""
 
-    def of(self, operation: str, collective: str, axis: str, us: float = math.inf) -> Slowdown:
+    def of(
+        self, operation: str, collective: str, axis: str, us: float = SHORT_PRODUCT_US
+    ) -> Slowdown:
         return Slowdown(1.0, 1.0, ASSUMED)
 
     def share_links(self, axis: str, other: str) -> bool:
