@@ -99,7 +99,7 @@ def test_every_bad_input_is_one_sentence_that_names_the_option_and_status_2(step
         (
             ("show", "{folder}/bad.toml"),
             2,
-            "{folder}/bad.toml is a file; name the folder of a run, or a .jsonl file of records",
+            "{folder}/bad.toml is a file; name the folder of a run, or a .jsonl or .json file of records",
         ),
         (("bench", "step", "--config"), 2, "--config needs a value"),
         (("predict", "--size", "nano"), 2, "predict needs a value for --hardware"),

@@ -321,24 +321,28 @@ def test_an_interrupted_training_run_says_where_it_resumes(
     assert (status, err.splitlines()[-1]) == (130, f"stepgauge: interrupted: {message}")
 
 
-def test_sigterm_ends_like_an_interrupt_and_a_second_one_does_not_stop_the_cleanup():
-    """`timeout` signals both the command and its process group, so SIGTERM arrives twice."""
-    code = """
+@pytest.mark.parametrize(
+    ("name", "status", "word"), [("SIGTERM", 143, "terminated"), ("SIGINT", 130, "interrupted")]
+)
+def test_a_second_signal_does_not_stop_the_cleanup(name, status, word):
+    """`timeout` signals both the command and its process group, so each signal arrives twice."""
+    code = f"""
 import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
 from stepgauge import cli
 def app(*_, **__):
     try:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.{name})
     finally:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.{name})
         print("cleaned up")
 cli._load_listed_commands = list  # the app below has no commands
 cli.app = app
 cli.main(["show"])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (143, "cleaned up\n")
-    assert done.stderr == "stepgauge: terminated\n"
+    assert (done.returncode, done.stdout) == (status, "cleaned up\n")
+    assert done.stderr == f"stepgauge: {word}\n"
 
 
 def test_an_interrupt_while_the_command_line_is_imported_is_a_sentence(monkeypatch, capsys):

@@ -356,6 +356,28 @@ def test_an_interrupt_while_the_launchers_thread_starts_leaves_no_ranks(monkeypa
     assert not set(multiprocessing.active_children()) - before
 
 
+def test_a_second_interrupt_leaves_no_ranks(monkeypatch):
+    """The first one ends the ranks, and the second arrives while they end."""
+    before = set(multiprocessing.active_children())
+    ranks = Ranks(time.sleep, 600, ranks=1)
+    wait = ranks._ended.wait
+
+    def interrupted_wait(timeout_s):
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return wait(timeout_s)
+
+    with pytest.raises(KeyboardInterrupt), ranks:
+        assert wait_for(lambda: set(multiprocessing.active_children()) - before)
+        monkeypatch.setattr(ranks._ended, "wait", interrupted_wait)
+        raise KeyboardInterrupt
+    monkeypatch.undo()
+    try:
+        assert wait_for(lambda: not ranks.running, 60)
+    finally:
+        ranks.__exit__(KeyboardInterrupt)
+
+
 def test_an_error_raised_while_handling_a_lost_peer_is_a_consequence():
     """Such a rank waits, so that the launcher reports the rank that died.
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import json
 import resource
 import shutil
 import signal
@@ -176,3 +177,15 @@ def test_latest_keeps_one_record_per_spec_and_place(tmp_path):
         (1, "d", ""),
         (0, "other", ""),
     ]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_records_printed_as_json_are_read_from_a_file(tmp_path, indent):
+    """`--format json` prints them as a list."""
+    path = tmp_path / "printed.json"
+    path.write_text(json.dumps([numbered(n).to_dict() for n in range(2)], indent=indent) + "\n")
+    contents = RunStore(path).read()
+    assert [record.spec["number"] for record in contents.records] == [0, 1]
+    assert not contents.problems
+    path.write_text('[{"schema": 1},\n')
+    assert len(RunStore(path).read().problems) == 1

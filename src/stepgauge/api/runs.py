@@ -37,7 +37,7 @@ def run(spec: Any, *, folder: str | Path | None = None, fresh: bool = False) -> 
 
 
 def open_run(folder: str | Path) -> Run:
-    """Returns the records in a run's folder or in a .jsonl file. Warns of damaged lines; raises
+    """Returns the records in a run's folder or in a .jsonl or .json file. Warns of damaged lines; raises
     StoreError if there is no run.
     """
     contents = RunStore(Path(folder)).read()

@@ -83,13 +83,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     numbers = torchrun_numbers()
     if numbers is None:  # torchrun ends its processes itself
         signal.signal(signal.SIGTERM, _raise_terminated)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
+            signal.signal(signal.SIGINT, _raise_interrupted)
     elif numbers[0] != 0:  # under torchrun only rank 0 prints
         print_errors_only()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):  # the stream may have been replaced
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     status = run(sys.argv[1:] if arguments is None else arguments)
-    if status in (INTERRUPTED, TERMINATED):  # a second Ctrl-C must not cut the cleanup short
+    if status in (INTERRUPTED, TERMINATED):  # Ctrl-C must not cut the rest of the cleanup short
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(status)
 
@@ -129,6 +131,12 @@ def run(arguments: Sequence[str]) -> int:
         word = "terminated" if is_terminated else "interrupted"
         status = TERMINATED if is_terminated else INTERRUPTED
         return print_error(": ".join([word, *map(str, error.args)]), status)
+
+
+def _raise_interrupted(number: int, _: object) -> None:
+    """Handles Ctrl-C once: a second one must not interrupt the cleanup."""
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _raise_terminated(number: int, _: object) -> None:

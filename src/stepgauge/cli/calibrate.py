@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from stepgauge.cli.console import info
 from stepgauge.cli.rows import Device, Fresh, Out, require_success, run_jobs
-from stepgauge.spec.hardware import HardwareFile, draft_of
+from stepgauge.spec.hardware import HardwareFile, require_writable
 from stepgauge.spec.hardware_files import default_path
 from stepgauge.spec.record import Record
 
@@ -60,9 +60,7 @@ def calibrate(
     path = hardware or default_path(name)
     before = HardwareFile.read(path) if path.exists() else HardwareFile(name=path.stem)
     machine.require_same_machine(before, name, threads)
-    draft_of(
-        path.resolve()
-    ).unlink()  # raises if the path cannot be written, before anything is measured
+    require_writable(path.resolve())  # before anything is measured
     records = run_jobs(jobs, out, fresh=fresh)
     if not any(record.status == "ok" for record in records):
         require_success(records)

@@ -15,7 +15,12 @@ from stepgauge.spec.experiments import MACHINE_FILE
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore, is_records_file
 
-Run = Annotated[Path, Parameter(help="Folder of a run, or a .jsonl file of records.")]
+Run = Annotated[
+    Path,
+    Parameter(
+        help="Folder of a run, or a file of records: .jsonl, or .json as --format json prints it."
+    ),
+]
 
 
 def show(

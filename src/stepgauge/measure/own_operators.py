@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stepgauge.cost.operations.elementwise import GATE_BESIDE_PRODUCT
 from stepgauge.cost.operations.fused_loss import fused_forward
-from stepgauge.cost.operations.tensor_overlap import beside_products
+from stepgauge.cost.operations.tensor_overlap import OverlappedLayer
 from stepgauge.cost.operations.terms import TRAFFIC, Arithmetic, Term
 from stepgauge.measure.collective_operators import Axis
 from stepgauge.measure.pointwise import passes
@@ -96,7 +96,7 @@ def _overlapped_layer(
     size = weight.itemsize
     how = Arithmetic(_kind(weight.dtype), size, size, size, False)
     sent = Term(operation, operation, (tokens * stream * size,), axis=axis.name)
-    yield from beside_products(sent, phase, (n, k), tokens, axis.ranks, how)
+    yield from OverlappedLayer((n, k), tokens, axis.ranks, how.dtype).terms(sent, phase)
     if phase == "forward":
         yield from how.linear_forward("linear", tokens, n, k, 0)
     else:

@@ -14,6 +14,7 @@ from stepgauge.report.findings import Finding
 from stepgauge.report.numbers import number
 from stepgauge.report.table import FORMATS, Table
 from stepgauge.spec.store import StoreError
+from stepgauge.spec.whole_file import write_whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,9 +111,11 @@ class Page:
         )
 
     def write(self, path: Path) -> Path:
-        """Writes the HTML document and returns its path. Raises StoreError if that fails."""
+        """Writes the HTML document and returns its path. Raises StoreError if that fails; an earlier
+        document then stays.
+        """
         try:
-            path.write_text(self.html(), encoding="utf-8")
+            write_whole(path, self.html())
         except OSError as error:
             raise StoreError(f"cannot write {path}: {error.strerror}") from None
         return path

@@ -200,7 +200,8 @@ class Ranks:
         try:
             self._launcher.start()
         except BaseException:  # Ctrl-C: without __enter__ there is no __exit__
-            self._kill()
+            if self._kill():
+                self._ended.join()
             raise
         return self
 
@@ -209,11 +210,18 @@ class Ranks:
             self._kill()
         self._ended.join()
 
-    def _kill(self) -> None:
-        """Kills the ranks, repeatedly, because some may not have been started yet."""
+    def _kill(self) -> bool:
+        """Starts to kill the ranks, in a thread, because a second Ctrl-C interrupts this one. The
+        interpreter waits for it. Returns False if the launcher does not run.
+        """
         self._is_killed = True
-        if self._launcher.ident is None:  # not running; if it starts after all, it starts no ranks
-            return
+        if self._launcher.ident is None:  # if it starts after all, it starts no ranks
+            return False
+        threading.Thread(target=self._kill_until_ended).start()
+        return True
+
+    def _kill_until_ended(self) -> None:
+        """Kills the ranks, repeatedly, because some may not have been started yet."""
         deadline = time.monotonic() + STARTED_S
         while not self._ended.wait(0.1):
             for process in set(multiprocessing.active_children()) - self._earlier_children:

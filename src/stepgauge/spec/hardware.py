@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -21,6 +20,7 @@ from stepgauge.spec.first_names import first_names
 from stepgauge.spec.json_objects import read_object, require_keys
 from stepgauge.spec.links import Link
 from stepgauge.spec.units import GIB
+from stepgauge.spec.whole_file import draft_of, write_whole
 
 # Arithmetic type of the matrix products in each precision; the keys of Peaks.flops.
 MATMUL_TYPE = {
@@ -333,8 +333,7 @@ class HardwareFile:
         """Writes the file atomically; of a symbolic link, the file that it points to. Raises OSError if
         that fails.
         """
-        path = path.resolve()
-        draft = draft_of(path)
+        path.resolve().parent.mkdir(parents=True, exist_ok=True)
         value = {
             "schema": HARDWARE_SCHEMA,
             "name": self.name,
@@ -347,19 +346,15 @@ class HardwareFile:
             "contention": [dataclasses.astuple(row) for row in self.contention],
             "links": [dataclasses.asdict(link) for link in self.links],
         }
-        draft.write_text(json.dumps(value) + "\n")
-        draft.replace(path)
+        write_whole(path, json.dumps(value) + "\n")
 
 
-def draft_of(path: Path) -> Path:
-    """Creates an empty temporary file in the same folder, to be renamed to `path` once written.
-
-    Raises OSError if that fails.
-    """
+def require_writable(path: Path) -> None:
+    """Creates the folder of the file. Raises OSError if the file could not be written there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = draft_of(path)
     draft.touch()
-    return draft
+    draft.unlink()
 
 
 def _tables(value: Mapping[str, Any]) -> dict[str, OperationTable]:

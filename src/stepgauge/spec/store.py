@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,7 +28,17 @@ class NoRunError(StoreError):
 
 def is_records_file(path: Path) -> bool:
     """Returns True for a file of records outside a run's folder, such as those in benchmarks/results."""
-    return path.suffix == ".jsonl" and path.is_file()
+    return path.suffix in (".jsonl", ".json") and path.is_file()
+
+
+def _lines_of(data: bytes) -> list[bytes]:
+    """Returns the lines of a file of records. A list, as --format json prints it, has one for each
+    element.
+    """
+    if data.lstrip().startswith(b"["):
+        with contextlib.suppress(ValueError):  # not a list: each line is reported
+            return [json.dumps(element).encode() for element in json.loads(data)]
+    return data.split(b"\n")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,17 +150,17 @@ class RunStore:
             raise
 
     def read(self) -> Contents:
-        """Returns the valid records and the problems. The folder may also be a .jsonl file of records,
-        which is only read. Raises NoRunError if there is no run, or other rows only.
+        """Returns the valid records and the problems. The folder may also be a file of records, which
+        is only read. Raises NoRunError if there is no run, or other rows only.
         """
         path = self.folder if is_records_file(self.folder) else self.path
         try:
-            lines = path.read_bytes().split(b"\n")
+            lines = _lines_of(path.read_bytes())
         except FileNotFoundError:
             raise NoRunError(f"no run at {self.folder}") from None
         except NotADirectoryError:
             raise NoRunError(
-                f"{self.folder} is a file; name the folder of a run, or a .jsonl file of records"
+                f"{self.folder} is a file; name the folder of a run, or a .jsonl or .json file of records"
             ) from None
         except OSError as error:
             raise StoreError(f"cannot read {path}: {error.strerror}") from None

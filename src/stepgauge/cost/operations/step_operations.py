@@ -18,7 +18,7 @@ from stepgauge.cost.operations.head_exchange import HeadExchanges
 from stepgauge.cost.operations.rank_sizes import NetworkPart, ShareSizes
 from stepgauge.cost.operations.ring_attention import RING, Ring
 from stepgauge.cost.operations.supported import CALIBRATED, RECOMPUTED, require_priced
-from stepgauge.cost.operations.tensor_overlap import beside_products
+from stepgauge.cost.operations.tensor_overlap import OverlappedLayer
 from stepgauge.cost.operations.terms import TRAFFIC, Arithmetic, Term, strided_copy
 from stepgauge.cost.streams.program import LaunchCost, LaunchGroup
 from stepgauge.spec.fused_loss import torch_computes
@@ -370,10 +370,8 @@ class StepOperations(ShareSizes):
             name = f"{module}.{operation}"
             term = Term(name, operation.replace("-", "_"), (nbytes,), axis="tensor")
             if weight and self.overlapped:
-                yield from beside_products(
-                    term, phase, weight, self.tokens, self.share.tensor, self.arithmetic,
-                    replayed=self.share.replayed,
-                )  # fmt: skip
+                sizes = weight, self.tokens, self.share.tensor, self.arithmetic.dtype
+                yield from OverlappedLayer(*sizes, self.share.replayed).terms(term, phase)
             else:
                 yield from self._transposed(module, operation)
                 yield term

@@ -3,52 +3,53 @@
 import dataclasses
 from collections.abc import Iterator
 
-from stepgauge.cost.operations.terms import TRAFFIC, Arithmetic, Term
+from stepgauge.cost.operations.terms import TRAFFIC, Term
 from stepgauge.spec.plan.tensor import grouped
 
 
-def beside_products(
-    collective: Term,
-    phase: str,
-    weight: tuple[int, int],
-    tokens: int,
-    ranks: int,
-    arithmetic: Arithmetic,
-    *,
-    replayed: bool = False,
-) -> Iterator[Term]:
-    """Yields the collective with the products that hide it, and what goes with it.
+@dataclasses.dataclass(frozen=True)
+class OverlappedLayer:
+    """A column or row layer whose collectives run during its products. All are copies.
 
-    The products have a `weight` (outputs, inputs). An all-gather is hidden by the product of the rank's
-    own rows, since the pieces of all other ranks arrive at the same time. A reduce-scatter in forward
-    begins after the first group of pieces, and is hidden by the others and the own piece; in backward,
-    it is hidden by the product of the weight gradient. Before it, the column layer's input is gathered
-    again, hidden by the product before.
-
-    `replayed`: the step is replayed from a CUDA graph.
-
-    All are copies (parallel/tensor_parallel/exchange.py). A reduce-scatter is an all-to-all of the parts, and
-    their sum in a pass of its own.
+    weight    outputs, inputs
+    tokens    of all ranks
+    dtype     of the products
+    replayed  the step is replayed from a CUDA graph
     """
-    (n, k), dtype, piece = weight, arithmetic.dtype, tokens // ranks
-    layout, sizes = ("nt", (n, k)) if phase == "forward" else ("nn", (k, n))
 
-    def product(rows: int) -> Term:
-        return Term("", f"matmul {layout} {dtype}", (rows, *sizes))
+    weight: tuple[int, int]
+    tokens: int
+    ranks: int
+    dtype: str
+    replayed: bool = False
 
-    gather = dataclasses.replace(collective, operation="all_gather", copied="all_gather")
-    if collective.operation == "all_gather":
-        yield dataclasses.replace(gather, hidden_by=(product(piece),))
-        return
-    scatter = dataclasses.replace(collective, copied="all_to_all")
-    if phase == "forward":
-        first, *_ = grouped(range(1, ranks), rows=piece, replayed=replayed)
-        rows = tokens - len(first) * piece
-        yield dataclasses.replace(scatter, hidden_by=(product(rows),))
-    else:
-        again = dataclasses.replace(gather, name=f"{collective.name}.again")
-        yield dataclasses.replace(again, hidden_by=(product(tokens),))
-        weights = Term("", f"matmul tn {dtype}", (n, k, tokens))
-        yield dataclasses.replace(scatter, hidden_by=(weights,))
-    nbytes = (ranks + 1) * collective.sizes[0] / ranks
-    yield Term(f"{collective.name}.sum", TRAFFIC, (nbytes,))
+    def terms(self, collective: Term, phase: str) -> Iterator[Term]:
+        """Yields the collective of a phase with the products that hide it, and what goes with it.
+
+        An all-gather is hidden by the product of the rank's own rows, since the pieces of all other ranks
+        arrive at the same time. A reduce-scatter is an all-to-all of the parts, and their sum in a pass
+        of its own. In forward it begins after the first group of pieces, and is hidden by the others and
+        the own piece; in backward, it is hidden by the product of the weight gradient. Before it, the
+        column layer's input is gathered again, hidden by the product before.
+        """
+        piece = self.tokens // self.ranks
+        gather = dataclasses.replace(collective, operation="all_gather", copied="all_gather")
+        if collective.operation == "all_gather":
+            yield dataclasses.replace(gather, hidden_by=(self._product(phase, piece),))
+            return
+        if phase == "forward":
+            first, *_ = grouped(range(1, self.ranks), rows=piece, replayed=self.replayed)
+            hidden_by = self._product(phase, self.tokens - len(first) * piece)
+        else:
+            again = dataclasses.replace(gather, name=f"{collective.name}.again")
+            yield dataclasses.replace(again, hidden_by=(self._product(phase, self.tokens),))
+            hidden_by = Term("", f"matmul tn {self.dtype}", (*self.weight, self.tokens))
+        yield dataclasses.replace(collective, copied="all_to_all", hidden_by=(hidden_by,))
+        nbytes = (self.ranks + 1) * collective.sizes[0] / self.ranks
+        yield Term(f"{collective.name}.sum", TRAFFIC, (nbytes,))
+
+    def _product(self, phase: str, rows: int) -> Term:
+        n, k = self.weight
+        if phase == "forward":
+            return Term("", f"matmul nt {self.dtype}", (rows, n, k))
+        return Term("", f"matmul nn {self.dtype}", (rows, k, n))
