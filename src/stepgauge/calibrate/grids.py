@@ -80,7 +80,7 @@ class Grid:
     def attention_shapes(self, name: str, dtype: str) -> list[Shape]:
         """Returns (heads times batch, length, head width)."""
         if name in self.slow_attentions:
-            few = itertools.product((32,), (512, 4096), (64, 128))
+            few = itertools.product((32,), (512, 4096, 32768), (64, 128))
             return list(few) if dtype == "bf16" else []
         shapes = itertools.product(self.heads, self.lengths, self.head_widths)
         return [(h, t, d) for h, t, d in shapes if h * t <= self.max_positions]
