@@ -158,14 +158,22 @@ def _norms(grid: Grid) -> dict[str, TimedOperation]:
 
 
 def _attentions(grid: Grid) -> dict[str, TimedOperation]:
+    """Returns attention. In bf16 it alternates with passes; long shapes are also timed between products,
+    which draw so much power that the clock falls.
+    """
     timed = {}
     for name, direction, dtype in itertools.product(grid.attentions, DIRECTIONS, ("bf16", "fp32")):
         make = functools.partial(calls.attention, name, direction == "backward", DTYPES[dtype])
-        other = PASSES if dtype == "bf16" else ""
-        if shapes := grid.attention_shapes(name, dtype):
-            timed[f"attention {name} {direction} {dtype}"] = TimedOperation(
-                ("h", "t", "d"), shapes, make, other
-            )
+        shapes = grid.attention_shapes(name, dtype)
+        if not shapes:
+            continue
+        operation = TimedOperation(("h", "t", "d"), shapes, make)
+        full_name = f"attention {name} {direction} {dtype}"
+        timed[full_name] = operation
+        if dtype == "bf16" and grid.alternates:
+            timed[full_name] = operation._replace(alternates_with=PASSES)
+            few = [(h, t, d) for h, t, d in shapes if h == 32 and t >= 2048]
+            timed[f"{full_name} {ALONE}"] = operation._replace(grid=few, alternates_with=PRODUCTS)
     return timed
 
 

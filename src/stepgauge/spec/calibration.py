@@ -9,7 +9,8 @@ from stepgauge.spec.comm import COPIED, COPIED_OPS, OPS
 from stepgauge.spec.fields import DEVICE_HELP, check, option
 from stepgauge.spec.layout import Layout
 
-# Suffix of a second table for matrix products: calls timed back to back, with no other work between.
+# Suffix of a second table of matrix products, timed back to back, and of attention, timed between products:
+# without passes over memory, during which the clock rises.
 ALONE = "alone"
 # Suffix of a table of exactly the shapes that some steps use, timed for their predictions.
 EXACT = "exact"

@@ -27,7 +27,7 @@ from stepgauge.spec.calibration import (
 )
 from stepgauge.spec.hardware import HardwareFile
 
-# Products were calibrated alternating with passes over memory, each for half of the time.
+# Products and attention were calibrated alternating with passes over memory, each for half of the time.
 CALIBRATED_PRODUCT_SHARE = 0.5
 
 
@@ -36,8 +36,8 @@ class CalibratedMachine:
 
     Raises ValueError if neither has a calibration.
 
-    product_share  fraction of the step's time that products take. A GPU at its power limit runs them
-                   faster if the rest of the step draws less power
+    product_share  fraction of the step's time that products and attention take. A GPU at its power
+                   limit runs them faster if the rest of the step draws less power
     requested      the operations and sizes that were looked up; for OPERATORS, the calls
     """
 
@@ -99,12 +99,12 @@ class CalibratedMachine:
         if calibrated is None:
             calibrated = self._grid(operation, self._required_table(operation)).time(sizes)
         estimate = self._on_this_device(operation, calibrated)
-        if operation.startswith("attention"):
-            return self._at_least_traffic(estimate, _attention_bytes(operation, sizes))
         is_product = operation.startswith("matmul") and GROUPED not in operation
         is_outside = is_product and estimate.source == EXTRAPOLATED
-        if back_to_back := self.table(f"{operation} {ALONE}"):
-            estimate = self._at_its_share(operation, sizes, estimate, back_to_back)
+        if without_passes := self.table(f"{operation} {ALONE}"):
+            estimate = self._at_its_share(operation, sizes, estimate, without_passes)
+        if operation.startswith("attention"):
+            return self._at_least_traffic(estimate, _attention_bytes(operation, sizes))
         if is_outside:
             return self._at_least_traffic(estimate, _product_bytes(operation, sizes))
         return estimate
@@ -167,16 +167,16 @@ class CalibratedMachine:
         operation: str,
         sizes: Sequence[float],
         estimate: Estimate,
-        back_to_back: OperationTable,
+        without_passes: OperationTable,
     ) -> Estimate:
-        """Returns the time of a product at the machine's product share.
+        """Returns the time of a product or of attention at the machine's product share.
 
-        Some shapes were timed back to back as well, which is a product share of 1. The time at any
+        Some shapes were timed without passes as well, which is a product share of 1. The time at any
         other share is on the line through both.
         """
-        alternating = self._required_table(operation).at(back_to_back)
+        alternating = self._required_table(operation).at(without_passes)
         alternating_us = self._grid(f"{operation} {ALONE} too", alternating).time(sizes).us
-        alone_us = self._grid(f"{operation} {ALONE}", back_to_back).time(sizes).us
+        alone_us = self._grid(f"{operation} {ALONE}", without_passes).time(sizes).us
         longer = alone_us / alternating_us - 1
         position = (self._product_share - CALIBRATED_PRODUCT_SHARE) / (1 - CALIBRATED_PRODUCT_SHARE)
         return estimate.scaled(1 + longer * position)
