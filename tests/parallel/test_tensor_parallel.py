@@ -4,6 +4,7 @@ import contextlib
 import copy
 import ctypes
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -319,6 +320,7 @@ def overlapped_differences():
         differences["frozen"] = difference_when_frozen()
     differences["many turns"] = difference_over_many_turns()
     differences["many shapes"] = difference_over_many_shapes()
+    begin_no_turn_if_memory_is_short()
     plan.LEAST_OVERLAPPED_BYTES = least
     return differences
 
@@ -440,6 +442,31 @@ def difference_over_many_turns():
     dist.barrier(group)  # unlike a capture that fails, this block has run
     assert exchange_of(group.group_name, x.device, 0)._turns == turns
     return largest
+
+
+def begin_no_turn_if_memory_is_short():
+    """A turn that was counted, but in which nothing was sent, would let the next one write a box that
+    is still read.
+    """
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    x = torch.ones(1, 1, 64, dtype=torch.float64, requires_grad=True)
+    weight = torch.eye(64, dtype=torch.float64)[: 64 // ranks].requires_grad_()
+    y = gathered_product(x, weight, group)
+    exchange = exchange_of(group.group_name, x.device, 0)
+    turns = dict(exchange._turns)
+
+    def no_activations(tensor, shape):
+        if len(shape) == 3:
+            raise MemoryError
+        return torch.empty(shape, dtype=tensor.dtype)
+
+    for layer in (y.sum().backward, lambda: scattered_product(y, weight.t(), group)):
+        with (
+            mock.patch.object(torch.Tensor, "new_empty", no_activations),
+            pytest.raises(MemoryError),
+        ):
+            layer()
+        assert exchange._turns == turns
 
 
 def difference_over_many_shapes():

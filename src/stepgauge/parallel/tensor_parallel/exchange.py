@@ -17,10 +17,10 @@ The receiver's stream waits for the flag and clears it.
 Why nothing is overwritten too early, although receivers send no acknowledgement. The two boxes of a
 kind are used alternately: turn k uses box k mod 2, and all ranks count turns alike. In every turn
 each rank gets a message from each other. Before this rank writes another rank's box in turn k, it has
-received that rank's message of turn k - 1. That rank sent it after its streams had finished turn
-k - 2, the last turn that read this box, because every stream starts a turn after the calling stream,
-which waits for all of them at the end of a turn (`fork`, `join`, `turn_on`). The same holds for the
-flags, so each box has its own: a flag that a rank has not cleared yet is not set again.
+received that rank's message of turn k - 1. That rank sent it after its calling stream had read the box
+of turn k - 2, the last turn that used it, because messages of a turn wait for the calling stream
+(`fork`). The same holds for the flags, so each box has its own: a flag that a rank has not cleared yet
+is not set again. So a turn that has begun must send: it begins when its memory is allocated.
 
 Why there is no deadlock. A rank's n-th wait in a turn comes after its own n-th message of that turn, in
 the order of launches and, on a GPU, by events. So the messages are sent even if the driver serves the
@@ -29,9 +29,9 @@ streams one after the other, and on a CPU, where the host does each operation at
 Turns can be captured in a CUDA graph: flags are always 1 or 0, and `captured` lets all ranks meet
 before and after a replay, since the turns of two replays need not alternate boxes.
 
-Memory that is sent must not be reused before the copy is done. This holds because the other streams wait
-for the calling stream at the beginning, and the calling stream waits for them at the end. A compiler
-that reuses memory therefore needs to know nothing else.
+Memory that is sent must not be reused before the copy is done. This holds because the calling stream
+waits for all messages of a turn (`pieces`, `whole`, `sum`), and the tensors are kept until then. A
+compiler that reuses memory therefore needs to know nothing else.
 
 Legend: B batch, T sequence, D width, N ranks, Q = T/N.
 """
@@ -51,11 +51,7 @@ from stepgauge.parallel.communication.groups_by_name import group_named
 from stepgauge.parallel.communication.peer_memory import PeerMemory, peer_memory, with_room
 
 BOXES = 2  # per kind: one is read while the next is written
-GATHER, SCATTER = (
-    "gather",
-    "scatter",
-)  # the kinds of boxes; each has a stream on which messages are sent
-KINDS = (GATHER, SCATTER)
+KINDS = GATHER, SCATTER = "gather", "scatter"  # of boxes; the messages of each have a stream
 _MEETINGS = 2  # before and after the replay of a CUDA graph
 
 
@@ -88,8 +84,13 @@ class Exchange:
             self._current = torch.cuda.current_stream(device)
         self.handles = {kind: stream.cuda_stream for kind, stream in self._streams.items()}
 
-    def next_box(self, kind: str) -> int:
-        """Starts the next turn of a kind of boxes. Returns its box."""
+    def begin_turn(self, kind: str) -> int:
+        """Begins the next turn of a kind of boxes, on the current stream. Returns its box."""
+        if self._streams:
+            current = torch.cuda.current_stream(self.device)
+            if current != self._current:
+                current.wait_stream(self._current)  # the calling stream of the last turn
+                self._current = current
         self._turns[kind] += 1
         return BOXES * KINDS.index(kind) + self._turns[kind] % BOXES
 
@@ -136,20 +137,6 @@ class Exchange:
             self.tell(rank, place)
         self.wait(self.senders, place)
 
-    @contextlib.contextmanager
-    def turn_on(self, *kinds: str) -> Iterator[None]:
-        """Encloses a turn of these kinds. At its end the calling stream waits for their streams."""
-        if not self._streams:
-            yield
-            return
-        current = torch.cuda.current_stream(self.device)
-        if current != self._current:
-            current.wait_stream(self._current)  # the calling stream of the last turn
-            self._current = current
-        yield
-        for kind in kinds:
-            self.join(kind)
-
     def mark_ready(self, kind: str) -> None:
         """Records the point on the calling stream at which sending may begin. The host can launch a
         product that overlaps with it before it calls `fork`.
@@ -187,16 +174,14 @@ class Gather:
 
     def __init__(self, exchange: Exchange, x_BQD: Tensor, *, keeps_own: bool):
         self._exchange, self._piece = exchange, x_BQD.contiguous()
+        self._box = exchange.begin_turn(GATHER)
         exchange.mark_ready(GATHER)
-        self._box = exchange.next_box(GATHER)
         batch, length, width = x_BQD.shape
         shape = (batch, exchange.ranks * length, width)
         self._whole = exchange.view(self._box, shape, x_BQD.dtype)
         self._received = 0  # messages
-        if (
-            keeps_own
-        ):  # before products: the copy would wait for one to end, and the next for the copy
-            self._rows_of(range(exchange.rank, exchange.rank + 1)).copy_(x_BQD)
+        if keeps_own:  # before products: between two, it would wait for one and delay the other
+            rows_of(self._whole, exchange.rank, exchange.ranks).copy_(x_BQD)
 
     def send(self) -> None:
         """Sends this rank's piece, as it was when the turn began, to all other ranks."""
@@ -225,11 +210,7 @@ class Gather:
             self._exchange.wait_until_sent(self._received)
             self._received += 1
         self._exchange.wait(ranks, self._box)
-        return self._rows_of(ranks)
-
-    def _rows_of(self, ranks: range) -> Tensor:
-        length = self._piece.shape[1]
-        return self._whole.narrow(1, ranks.start * length, len(ranks) * length)
+        return rows_of(self._whole, ranks, self._exchange.ranks)
 
     def whole(self) -> Tensor:
         """Returns all pieces. The calling stream waits for them."""
@@ -247,11 +228,10 @@ class Scatter:
 
     def __init__(self, exchange: Exchange, shape_BTD: tuple[int, int, int], like: Tensor):
         batch, length, width = shape_BTD
-        self._exchange, self._length = exchange, length // exchange.ranks
-        self._box = exchange.next_box(SCATTER)
-        parts = (exchange.ranks, batch, self._length, width)
+        self._exchange, self.whole = exchange, like.new_empty(shape_BTD)
+        self._box = exchange.begin_turn(SCATTER)
+        parts = (exchange.ranks, batch, length // exchange.ranks, width)
         self._parts_NBQD = exchange.view(self._box, parts, like.dtype)
-        self.whole = like.new_empty(shape_BTD)
 
     def send(self, *ranks: int) -> None:
         """Sends these ranks their rows, after the calling stream's work so far."""
@@ -277,8 +257,15 @@ class Scatter:
         exchange = self._exchange
         exchange.join(SCATTER)
         exchange.wait(exchange.senders, self._box)
-        own_BQD = self.whole.narrow(1, exchange.rank * self._length, self._length)
+        own_BQD = rows_of(self.whole, exchange.rank, exchange.ranks)
         return part_sum(self._parts_NBQD, own_BQD, exchange.rank)
+
+
+def rows_of(x_BTD: Tensor, group: range | int, ranks: int) -> Tensor:
+    """Returns the rows of a rank, x_BQD, or of a group of ranks."""
+    length = x_BTD.shape[1] // ranks
+    group = range(group, group + 1) if isinstance(group, int) else group
+    return x_BTD.narrow(1, group.start * length, len(group) * length)
 
 
 _exchanges: weakref.WeakKeyDictionary[dist.ProcessGroup, Exchange] = weakref.WeakKeyDictionary()

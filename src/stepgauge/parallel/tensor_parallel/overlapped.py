@@ -25,12 +25,11 @@ from stepgauge.parallel.autograd.first_derivatives import without_second_derivat
 from stepgauge.parallel.autograd.operators import define_operator
 from stepgauge.parallel.communication.groups_by_name import group_named
 from stepgauge.parallel.tensor_parallel.exchange import (
-    GATHER,
-    SCATTER,
     Exchange,
     Gather,
     Scatter,
     exchange_of,
+    rows_of,
 )
 from stepgauge.spec.plan.tensor import grouped
 
@@ -89,9 +88,8 @@ def _column_forward(x_BQD: Tensor, weight_FD: Tensor, group: str) -> Tensor:
     """Returns y_BTF."""
     exchange = _exchange_for(x_BQD, group, x_BQD.shape[2], ranks=group_named(group).size())
     y_BTF = _fake_column_forward(x_BQD, weight_FD, group)
-    with exchange.turn_on(GATHER):
-        gather = Gather(exchange, x_BQD, keeps_own=False)
-        _multiply_gathered(exchange, gather, x_BQD, weight_FD.t(), y_BTF)
+    gather = Gather(exchange, x_BQD, keeps_own=False)
+    _multiply_gathered(exchange, gather, x_BQD, weight_FD.t(), y_BTF)
     return y_BTF
 
 
@@ -102,25 +100,21 @@ def _column_backward(
     exchange = _exchange_for(x_BQD, group, x_BQD.shape[2], ranks=group_named(group).size())
     weight_gradient = weight_FD.new_empty(weight_FD.shape if wants_weight else 0)
     if not wants_weight:
-        with exchange.turn_on(SCATTER):
-            return _multiply_scattered(exchange, gradient_BTF, weight_FD), weight_gradient
-    with exchange.turn_on(GATHER, SCATTER):
-        gather = Gather(exchange, x_BQD, keeps_own=True)
-        # One product for all ranks: the transfer overlaps with the product of the weight gradient.
-        scatter = Scatter(exchange, _shape(gradient_BTF, weight_FD), x_BQD)
-        torch.mm(gradient_BTF.flatten(0, 1), weight_FD, out=scatter.whole.flatten(0, 1))
-        gather.send()
-        scatter.send(*exchange.receivers)
-        _multiply_rows(gradient_BTF, gather.whole(), out=weight_gradient)
-        x_gradient_BQD = scatter.sum()
-    return x_gradient_BQD, weight_gradient
+        return _multiply_scattered(exchange, gradient_BTF, weight_FD), weight_gradient
+    scatter = Scatter(exchange, _shape(gradient_BTF, weight_FD), x_BQD)
+    gather = Gather(exchange, x_BQD, keeps_own=True)
+    # One product for all ranks: the transfer overlaps with the product of the weight gradient.
+    torch.mm(gradient_BTF.flatten(0, 1), weight_FD, out=scatter.whole.flatten(0, 1))
+    gather.send()
+    scatter.send(*exchange.receivers)
+    _multiply_rows(gradient_BTF, gather.whole(), out=weight_gradient)
+    return scatter.sum(), weight_gradient
 
 
 def _row_forward(x_BTF: Tensor, weight_DF: Tensor, group: str) -> Tensor:
     """Returns y_BQD."""
     exchange = _exchange_for(x_BTF, group, weight_DF.shape[0])
-    with exchange.turn_on(SCATTER):
-        return _multiply_scattered(exchange, x_BTF, weight_DF.t())
+    return _multiply_scattered(exchange, x_BTF, weight_DF.t())
 
 
 def _row_backward(
@@ -131,11 +125,10 @@ def _row_backward(
     x_gradient, weight_gradient = _fake_row_backward(
         gradient_BQD, x_BTF, weight_DF, wants_weight, group
     )
-    with exchange.turn_on(GATHER):
-        gather = Gather(exchange, gradient_BQD, keeps_own=wants_weight)
-        _multiply_gathered(exchange, gather, gradient_BQD, weight_DF, x_gradient)
-        if wants_weight:
-            _multiply_rows(gather.whole(), x_BTF, out=weight_gradient)
+    gather = Gather(exchange, gradient_BQD, keeps_own=wants_weight)
+    _multiply_gathered(exchange, gather, gradient_BQD, weight_DF, x_gradient)
+    if wants_weight:
+        _multiply_rows(gather.whole(), x_BTF, out=weight_gradient)
     return x_gradient, weight_gradient
 
 
@@ -216,13 +209,6 @@ def _multiply_scattered(exchange: Exchange, x_BTF: Tensor, matrix: Tensor) -> Te
 def _groups(ranks: list[int], rows: int) -> list[range]:
     captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     return grouped(ranks, rows=rows, replayed=captures)
-
-
-def rows_of(x_BTD: Tensor, group: range | int, ranks: int) -> Tensor:
-    """Returns the rows of a rank, x_BQD, or of a group of ranks."""
-    length = x_BTD.shape[1] // ranks
-    group = range(group, group + 1) if isinstance(group, int) else group
-    return x_BTD.narrow(1, group.start * length, len(group) * length)
 
 
 def _multiply(rows_BQK: Tensor, matrix_KM: Tensor, *, out: Tensor) -> None:
