@@ -119,6 +119,7 @@ def test_pipeline_transfers_are_copies_unless_messages_are_asked_for():
     assert prices("pp4 1f1b m4", *BY_NCCL).transfer(60e6).us == pytest.approx(600.0)
     messages = prices("pp4 1f1b m4", *BY_NCCL, *BY_COPIES, copies=False)
     assert messages.without("data").transfer(60e6).us == pytest.approx(600.0)
+    assert prices("none", *BY_NCCL, *BY_COPIES).transfer(60e6).us == 0
 
 
 def test_copies_are_not_used_between_machines():

@@ -81,9 +81,9 @@ class Links:
 
     def copied(self, operation: str, nbytes: float, axis: Axis) -> Estimate | None:
         """Returns the time of a collective by copy engines (bench comm --backend copies), in which senders
-        write into the receivers' memory; None if the hardware file has no such link.
+        write into the receivers' memory; None if the hardware file has no such link, or nothing is sent.
         """
-        link = self._measured(operation, axis, COPIES, algorithm="push")
+        link = self._measured(operation, axis, COPIES, algorithm="push") if axis.ranks > 1 else None
         return Estimate(link.time_ms(nbytes) * 1e3, CALIBRATED) if link else None
 
     def _remedy(self, ranks: int) -> str:
