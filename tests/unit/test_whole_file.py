@@ -40,6 +40,19 @@ def test_a_full_disk_leaves_the_earlier_file_and_no_other(tmp_path, write):
     assert path.read_text() == "earlier"
 
 
+def test_an_interrupt_leaves_the_earlier_file_and_no_other(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.write_text("earlier")
+
+    def interrupted(draft, target):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        HardwareFile(name="new").write(path)
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("file", "earlier")]
+
+
 def test_a_page_can_be_written_to_a_pipe():
     """A pipe, such as /dev/stdout, is not replaced by a file."""
     read, write = os.pipe()

@@ -13,8 +13,8 @@ def draft_of(path: Path) -> Path:
 def write_whole(path: Path, text: str) -> None:
     """Writes the file atomically; of a symbolic link, the file that it points to.
 
-    Raises OSError if that fails; an earlier file then stays as it was. A pipe or a device is not
-    replaced but written.
+    Raises OSError if that fails; an earlier file then stays as it was, and no draft. A pipe or a device
+    is not replaced but written.
     """
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
@@ -24,7 +24,7 @@ def write_whole(path: Path, text: str) -> None:
     try:
         draft.write_text(text, encoding="utf-8")
         draft.replace(path)
-    except OSError:
+    except BaseException:  # also Ctrl-C
         with contextlib.suppress(OSError):  # report the first error
             draft.unlink(missing_ok=True)
         raise
