@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.record import Record, now
 from stepgauge.spec.store import RunStore, StoreError
 
@@ -44,6 +45,11 @@ def test_a_file_of_other_rows_is_refused_in_one_sentence(tmp_path):
     damaged, skipped = contents.problems
     assert damaged == f"{path} line 4 is damaged and skipped: it is not JSON"
     assert skipped == f"{path}: 2 of the lines are skipped: {fields}"
+    HardwareFile(name="box").write(path := tmp_path / "box.json")
+    with pytest.raises(
+        StoreError, match="no records of stepgauge but rows with the fields schema, "
+    ):
+        RunStore(path).read()
 
 
 def test_a_record_without_a_date_is_dated_when_it_is_written(tmp_path):

@@ -65,7 +65,8 @@ def now() -> str:
 
 
 class OtherRowError(ValueError):
-    """A line is an object of JSON that never was a record, such as a row of a benchmark's script."""
+    """A line is an object of JSON that never was a record: a row of a benchmark's script, or a hardware
+    file."""
 
     def __init__(self, fields: Sequence[str]):
         more = f" and {len(fields) - SHOWN_FIELDS} more" if len(fields) > SHOWN_FIELDS else ""
@@ -159,7 +160,7 @@ class Record:
             value = json.loads(line, parse_constant=_refuse)
         except json.JSONDecodeError:
             raise ValueError("it is not JSON") from None
-        if isinstance(value, dict) and "schema" not in value:
+        if isinstance(value, dict) and not {"schema", "metrics"} <= value.keys():
             raise OtherRowError(list(value))
         if not isinstance(value, dict) or value.pop("schema", None) != SCHEMA:
             raise ValueError(f"not a record of schema {SCHEMA}")
