@@ -22,7 +22,7 @@ _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def part_sum(parts: Tensor, own: Tensor, rank: int) -> Tensor:
     """Returns the sum (B, *) of contiguous parts (N, B, *), of which `own` (B, *) is the one of that rank;
-    what parts[rank] holds does not count. It is accumulated in float32 and has no derivative.
+    what parts[rank] holds does not count. Sums of 16 bits are accumulated in 32. It has no derivative.
 
     own  contiguous within each of the B batches, which may lie apart
     """
