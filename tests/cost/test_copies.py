@@ -50,9 +50,11 @@ def prices(layout, *links, contention=(), backend="nccl", **options):
 
 
 PRODUCT = Term("product", "matmul nt bf16", (1024, 1024, 1024))
-GATHER = Term("g", "all_gather", (80e6,), axis="tensor", hidden_by=(PRODUCT,), copied="all_gather")
-SCATTER = dataclasses.replace(GATHER, operation="reduce_scatter", copied="all_to_all")
-HEADS = Term("heads", TRANSFER, (60e6,), axis="context", copied="all_to_all")
+GATHER = Term(
+    "g", "all_gather", (80e6,), axis="tensor", hidden_by=(PRODUCT,), copied_as="all_gather"
+)
+SCATTER = dataclasses.replace(GATHER, operation="reduce_scatter", copied_as="all_to_all")
+HEADS = Term("heads", TRANSFER, (60e6,), axis="context", copied_as="all_to_all")
 
 
 def test_a_message_beside_products_by_hand():
@@ -79,7 +81,7 @@ def test_overlapped_messages_are_copies_if_the_file_has_them(term):
     alone = dataclasses.replace(term, hidden_by=())
     found = prices("tp4 overlap", *BY_NCCL, *BY_COPIES).estimate(alone)
     assert (found.us, found.source) == (pytest.approx(400.0), CALIBRATED)
-    plain = dataclasses.replace(alone, copied="")
+    plain = dataclasses.replace(alone, copied_as="")
     assert prices("tp4 overlap", *BY_NCCL, *BY_COPIES).us(plain) == pytest.approx(800.0)
 
 
@@ -108,7 +110,7 @@ def test_exchanged_heads_are_copies_within_a_machine():
     assert prices("cp4 ulysses zero1", *gloo, *BY_COPIES, backend=GLOO).us(HEADS) == pytest.approx(
         6e3
     )
-    ring = dataclasses.replace(HEADS, copied="")
+    ring = dataclasses.replace(HEADS, copied_as="")
     assert prices("cp4 zero1", *BY_NCCL, *BY_COPIES).us(ring) == pytest.approx(600.0)
 
 
@@ -128,7 +130,7 @@ def test_copies_are_not_used_between_machines():
     near = prices("pp4 1f1b m4", *BY_NCCL, *BY_COPIES).machine.hardware
     far = CalibratedMachine(dataclasses.replace(near, other={"fabric": fabric}))
     found = Prices(far, Layout.parse("pp4 1f1b m4"))
-    assert found.copied(TRANSFER, 60e6, "pipeline") is None
+    assert found.by_copies(TRANSFER, 60e6, "pipeline") is None
     assert found.transfer(60e6).us == pytest.approx(1200.0)
 
 

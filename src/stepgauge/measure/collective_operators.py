@@ -71,4 +71,4 @@ class CollectiveOperators:
             parts = args[2] or [1] * axis.ranks
             nbytes *= 1 - parts[0] / sum(parts)
         copied = "all_to_all" if name in COPIED else ""
-        return Term(name, operation, (nbytes,), axis=axis.name, copied=copied)
+        return Term(name, operation, (nbytes,), axis=axis.name, copied_as=copied)

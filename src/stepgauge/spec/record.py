@@ -65,8 +65,7 @@ def now() -> str:
 
 
 class OtherRowError(ValueError):
-    """A line is an object of JSON that never was a record: a row of a benchmark's script, or a hardware
-    file."""
+    """A line is an object of JSON that never was a record: a row of a script, or a hardware file."""
 
     def __init__(self, fields: Sequence[str]):
         more = f" and {len(fields) - SHOWN_FIELDS} more" if len(fields) > SHOWN_FIELDS else ""

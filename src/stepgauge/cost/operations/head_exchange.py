@@ -58,4 +58,4 @@ class HeadExchanges:
     def _exchange(self, name: str, values: float, *hidden_by: Term) -> Term:
         nbytes = values * self.itemsize * (self.ranks - 1) / self.ranks
         return Term(f"attention.{name}", TRANSFER, (nbytes,), axis="context",
-                    hidden_by=hidden_by, copied="all_to_all")  # fmt: skip
+                    hidden_by=hidden_by, copied_as="all_to_all")  # fmt: skip

@@ -26,14 +26,15 @@ class OverlappedLayer:
     def terms(self, collective: Term, phase: str) -> Iterator[Term]:
         """Yields the collective of a phase with the products that hide it, and what goes with it.
 
-        An all-gather is hidden by the product of the rank's own rows, since the pieces of all other ranks
-        arrive at the same time. A reduce-scatter is an all-to-all of the parts, and their sum in a pass
-        of its own. In forward it begins after the first group of pieces, and is hidden by the others and
-        the own piece; in backward, it is hidden by the product of the weight gradient. Before it, the
-        column layer's input is gathered again, hidden by the product before.
+        An all-gather is hidden by the product of the rank's own rows. The pieces of other ranks arrive one
+        after the other, but what their products hide before the last one is left out. A reduce-scatter
+        is an all-to-all of the parts, and their sum in a pass of its own. In forward it begins after the
+        first group of pieces, and is hidden by the others and the own piece; in backward, it is hidden by
+        the product of the weight gradient. Before it, the column layer's input is gathered again, hidden
+        by the product before.
         """
         piece = self.tokens // self.ranks
-        gather = dataclasses.replace(collective, operation="all_gather", copied="all_gather")
+        gather = dataclasses.replace(collective, operation="all_gather", copied_as="all_gather")
         if collective.operation == "all_gather":
             yield dataclasses.replace(gather, hidden_by=(self._product(phase, piece),))
             return
@@ -44,7 +45,7 @@ class OverlappedLayer:
             again = dataclasses.replace(gather, name=f"{collective.name}.again")
             yield dataclasses.replace(again, hidden_by=(self._product(phase, self.tokens),))
             hidden_by = Term("", f"matmul tn {self.dtype}", (*self.weight, self.tokens))
-        yield dataclasses.replace(collective, copied="all_to_all", hidden_by=(hidden_by,))
+        yield dataclasses.replace(collective, copied_as="all_to_all", hidden_by=(hidden_by,))
         nbytes = (self.ranks + 1) * collective.sizes[0] / self.ranks
         yield Term(f"{collective.name}.sum", TRAFFIC, (nbytes,))
 

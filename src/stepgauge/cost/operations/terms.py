@@ -38,8 +38,8 @@ class Term:
     axis         communication: the mesh axis of the ranks that take part
     packs        the mesh axis whose messages this copy packs; without them it is not made
     hidden_by    communication in pieces: the products that run at the same time
-    copied       communication: the collective, as bench comm names it, by which copy engines do it
-                 between GPUs of one machine; "" if NCCL always does it
+    copied_as    communication: the collective that copy engines run instead between GPUs of one
+                 machine, as bench comm names it; "" if NCCL always runs it
     nbytes       bytes of a plain pass that takes as long; used if the hardware file has no times of
                  the operation
     pace         if whole blocks were timed: that time divided by the sum of the block's terms
@@ -59,7 +59,7 @@ class Term:
     axis: str = ""
     packs: str = ""
     hidden_by: tuple["Term", ...] = ()
-    copied: str = ""
+    copied_as: str = ""
     nbytes: float = 0.0
     pace: float = 1.0
     operator: str = ""

@@ -48,7 +48,7 @@ def _sent_per_s(
     by_copies: bool = False,
 ) -> float:  # fmt: skip
     """Returns the bytes per second that a rank sends, in a ring or, where it can, by copies."""
-    copied = prices.copied(operation, nbytes, axis) if by_copies else None
+    copied = prices.by_copies(operation, nbytes, axis) if by_copies else None
     us = (copied or prices.collective(operation, nbytes, axis)).us
     ranks = prices.axes[axis].ranks
     return sends * nbytes * (ranks - 1) / ranks / us * 1e6

@@ -79,7 +79,7 @@ class Links:
         ranks = {} if operation == "send_recv" else {"ranks": axis.ranks}
         return self._hardware.link(op=operation, backend=backend, **ranks, **settings)
 
-    def copied(self, operation: str, nbytes: float, axis: Axis) -> Estimate | None:
+    def by_copies(self, operation: str, nbytes: float, axis: Axis) -> Estimate | None:
         """Returns the time of a collective by copy engines (bench comm --backend copies), in which senders
         write into the receivers' memory; None if the hardware file has no such link, or nothing is sent.
         """

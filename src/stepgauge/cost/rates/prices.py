@@ -102,7 +102,7 @@ class Prices:
     def estimate(self, term: Term) -> Estimate:
         """Returns the time of one run of the term; its count and its pace are left out."""
         key = (
-            term.operation, term.sizes, term.axis, term.hidden_by, term.copied, term.nbytes,
+            term.operation, term.sizes, term.axis, term.hidden_by, term.copied_as, term.nbytes,
             term.operator, term.share, term.is_rough,
         )  # fmt: skip
         if key not in self._cache:
@@ -125,7 +125,7 @@ class Prices:
     def _message(self, term: Term) -> Estimate:
         """Returns the time of communication, or of the part that products do not hide."""
         (nbytes,) = term.sizes
-        copied = self._copied_message(term)
+        copied = self._copied(term)
         if copied:
             whole = copied
         elif term.operation == TRANSFER:
@@ -140,19 +140,21 @@ class Prices:
         ]
         return Estimate(exposed_us(whole.us, beside), ASSUMED)
 
-    def _copied_message(self, term: Term) -> Estimate | None:
-        """Returns the time of the term's `copied` collective, as `copied` does."""
+    def _copied(self, term: Term) -> Estimate | None:
+        """Returns the time of the collective that copy engines run for the term; None without one, and
+        in the cases of `by_copies`.
+        """
         (nbytes,) = term.sizes
-        if not term.copied:
+        if not term.copied_as:
             return None
         ranks = self.axes[term.axis].ranks
         if term.operation == TRANSFER:  # the bytes that a rank sends to the others
             nbytes *= ranks / max(1, ranks - 1)
-        return self.copied(term.copied, nbytes, term.axis)
+        return self.by_copies(term.copied_as, nbytes, term.axis)
 
     def _slowdown(self, product: Term, message: Term) -> Slowdown:
         """Returns how much a product and the copies beside it slow each other down."""
-        us, copied = self.estimate(product).us, f"{COPIED}{message.copied}"
+        us, copied = self.estimate(product).us, f"{COPIED}{message.copied_as}"
         return self.contention.of(product.operation, copied, message.axis, us)
 
     def is_plain_pass(self, term: Term) -> bool:
@@ -166,7 +168,7 @@ class Prices:
             operation, nbytes, self.axes[axis], backend=self.backend
         )
 
-    def copied(self, operation: str, nbytes: float, axis: str) -> Estimate | None:
+    def by_copies(self, operation: str, nbytes: float, axis: str) -> Estimate | None:
         """Returns the time of a collective by copy engines. None if the ranks are on several machines or
         CPUs, only messages are sent, or the hardware file has no such link: NCCL's time is used instead.
         """
@@ -174,13 +176,13 @@ class Prices:
             return Estimate(0.0, ASSUMED)
         if self.backend != NCCL or not self._copies:
             return None
-        return self.machine.network.copied(operation, nbytes, self.axes[axis])
+        return self.machine.network.by_copies(operation, nbytes, self.axes[axis])
 
     def transfer(self, nbytes: float, axis: str = PIPELINE) -> Estimate:
         """Returns the time to send to the next rank of the axis; for a pipeline, to the next stage."""
         if axis == self._without:
             return Estimate(0.0, ASSUMED)
-        if axis == PIPELINE and (copied := self.copied(TRANSFER, nbytes, axis)):
+        if axis == PIPELINE and (copied := self.by_copies(TRANSFER, nbytes, axis)):
             return copied
         return self.machine.network.transfer(nbytes, self.axes[axis], backend=self.backend)
 
