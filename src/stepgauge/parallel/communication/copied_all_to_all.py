@@ -38,7 +38,7 @@ from torch import Tensor
 
 from stepgauge.parallel.autograd.operators import define_operator
 from stepgauge.parallel.communication.groups_by_name import group_named
-from stepgauge.parallel.communication.peer_memory import peer_memory, with_room
+from stepgauge.parallel.communication.peer_memory import in_sending_order, peer_memory, with_room
 
 BOXES = 2
 _FULL, _FREE = 0, 1
@@ -47,17 +47,14 @@ _FULL, _FREE = 0, 1
 class _Outboxes:
     """The outboxes, flags and stream of a rank. All ranks of the group must create it together.
 
-    receivers  the other ranks, in the order in which this rank tells them: 2, 3, 0 for rank 1 of 4
-    senders    the other ranks, in the order in which they tell this rank: 0, 3, 2, because each tells
-               its right neighbour first
-    stream     where messages are fetched; None on a CPU
+    receivers, senders  the other ranks, in the order in which flags are set
+    stream              where messages are fetched; None on a CPU
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, box_bytes: int):
         self.rank, self.ranks = group.rank(), group.size()
         self.device, self.box_bytes = device, box_bytes
-        self.receivers = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
-        self.senders = self.receivers[::-1]
+        self.receivers, self.senders = in_sending_order(self.rank, self.ranks)
         self.memory = peer_memory(BOXES, box_bytes, 2 * BOXES * self.ranks, device, group)
         self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._handle = None if self.stream is None else self.stream.cuda_stream

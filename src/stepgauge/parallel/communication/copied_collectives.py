@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepgauge.parallel.communication.peer_memory import ALIGNMENT, peer_memory
+from stepgauge.parallel.communication.peer_memory import ALIGNMENT, in_sending_order, peer_memory
 from stepgauge.spec.units import round_up
 
 BOXES = 2
@@ -81,14 +81,11 @@ class CopiedCollective:
         self._set_streams()
 
     def _set_peers(self) -> None:
-        """Lists the ranks to which this rank sends, and those that send to it, in the order in which they
-        do: each begins with its right neighbour.
-        """
-        others = [(self._rank + step) % self._ranks for step in range(1, self._ranks)]
-        self._receivers, self._senders = others, others[::-1]
+        """Lists the ranks to which this rank sends, and those that send to it."""
+        self._receivers, self._senders = in_sending_order(self._rank, self._ranks)
         self._acknowledges = False
-        if self._operation == "send_recv":
-            self._receivers, self._senders = others[:1], others[-1:]
+        if self._operation == "send_recv":  # to the right neighbour only
+            del self._receivers[1:], self._senders[1:]
             self._acknowledges = not self._pulls
 
     def _set_streams(self) -> None:

@@ -114,6 +114,14 @@ def connected_gpu_counts(numbers: Sequence[int]) -> list[int]:
     ]
 
 
+def in_sending_order(rank: int, ranks: int) -> tuple[list[int], list[int]]:
+    """Returns the other ranks as this rank sends to them, and as they send to it: 2, 3, 0 and 0, 3, 2 for
+    rank 1 of 4. Each begins with its right neighbour, so that no two send to the same rank at once.
+    """
+    receivers = [(rank + step) % ranks for step in range(1, ranks)]
+    return receivers, receivers[::-1]
+
+
 class HasBoxes(Protocol):
     """An object of one rank of a group, with boxes of `box_bytes` on a device."""
 

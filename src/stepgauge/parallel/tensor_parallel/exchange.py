@@ -48,7 +48,12 @@ from torch import Tensor
 
 from stepgauge.kernels.part_sum import part_sum
 from stepgauge.parallel.communication.groups_by_name import group_named
-from stepgauge.parallel.communication.peer_memory import PeerMemory, peer_memory, with_room
+from stepgauge.parallel.communication.peer_memory import (
+    PeerMemory,
+    in_sending_order,
+    peer_memory,
+    with_room,
+)
 
 BOXES = 2  # per kind: one is read while the next is written
 KINDS = GATHER, SCATTER = "gather", "scatter"  # of boxes; the messages of each have a stream
@@ -58,17 +63,15 @@ _MEETINGS = 2  # before and after the replay of a CUDA graph
 class Exchange:
     """The boxes, flags and streams of a group. All ranks must create it, and use it, in the same way.
 
-    receivers  the other ranks, in the order in which this rank sends to them. One stream sends to all,
-               because a GPU has one engine for copies to others
-    senders    the other ranks, in the order in which they send to this rank
-    handles    kind -> handle of the CUDA stream; empty on a CPU
+    receivers, senders  the other ranks, in the order in which they are sent to, and in which they send
+    handles             kind -> handle of the CUDA stream; empty on a CPU. One stream sends to all
+                        ranks, because a GPU has one engine for copies to others
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, box_bytes: int):
         self.rank, self.ranks = group.rank(), group.size()
         self.device, self.box_bytes = device, box_bytes
-        self.receivers = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
-        self.senders = self.receivers[::-1]
+        self.receivers, self.senders = in_sending_order(self.rank, self.ranks)
         boxes = len(KINDS) * BOXES
         flags = (boxes + _MEETINGS) * self.ranks
         self.memory: PeerMemory = peer_memory(boxes, box_bytes, flags, device, group)
