@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stepgauge.kernels.part_sum import part_sum
 from stepgauge.measure.timing import time_phases
 from stepgauge.parallel.tensor_parallel import TensorParallel, parallelize_tensor
 from stepgauge.runtime.launch import launch
@@ -73,7 +74,7 @@ class Run:
         own = Layer(name, scale, device, dtype)
         table = {"layer": Rule(own.rule)}
         self.parallel: TensorParallel = parallelize_tensor(
-            own, table, by_sequence=True, overlap=form != "plain"
+            own, table, by_sequence=True, overlap=form != "plain", part_sum=part_sum
         )
         generator = torch.Generator(device).manual_seed(tokens)
         batch, weight = 1 if scale == 1 else 2, self.unsplit.layer.weight

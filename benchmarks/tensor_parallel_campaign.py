@@ -58,6 +58,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from stepgauge.calibrate.timing import clock_and_power
+from stepgauge.kernels.part_sum import part_sum
 from stepgauge.kernels.rotary import rotate
 from stepgauge.measure.timing import time_phases
 from stepgauge.models.parts import ATTENTIONS
@@ -245,7 +246,7 @@ class Network:
                 parallelize_module(block, mesh, torch_plan())
         elif way != "one GPU":
             table = table_of(spec, blocks_of(spec))
-            cut = parallelize_tensor(module, table, overlap=way in OVERLAPPED)
+            cut = parallelize_tensor(module, table, overlap=way in OVERLAPPED, part_sum=part_sum)
         return cls(way, spec, device, dtype, module, cut)
 
     def part(self, x: Tensor) -> Tensor:

@@ -78,8 +78,7 @@ def test_overlap_needs_gpus_that_read_each_others_memory(monkeypatch):
     monkeypatch.setattr(tensor_parallel, "device_of", lambda module: torch.device("cuda", 0))
     monkeypatch.setattr(tensor_parallel, "on_one_machine", lambda group: True)
     monkeypatch.setattr(tensor_parallel, "copies_reach", lambda group, device: False)
+    asked = {"by_sequence": True, "part_sum": tensor_parallel.part_sum_by_torch}
     with pytest.raises(ValueError, match="which needs GPUs that can read each other's memory"):
-        tensor_parallel._stream(nn.Linear(2, 2), None, by_sequence=True, overlap=True)
-    assert not tensor_parallel._stream(
-        nn.Linear(2, 2), None, by_sequence=True, overlap=None
-    ).overlap
+        tensor_parallel._stream(nn.Linear(2, 2), None, overlap=True, **asked)
+    assert not tensor_parallel._stream(nn.Linear(2, 2), None, overlap=None, **asked).overlap

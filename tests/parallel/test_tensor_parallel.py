@@ -28,7 +28,11 @@ from stepgauge.models.bert import BertForMaskedLM
 from stepgauge.models.transformer import TransformerLM
 from stepgauge.parallel.communication.peer_memory import MemoryOperation
 from stepgauge.parallel.tensor_parallel import parallelize_tensor
-from stepgauge.parallel.tensor_parallel.exchange import captured_turns, exchange_of
+from stepgauge.parallel.tensor_parallel.exchange import (
+    captured_turns,
+    exchange_of,
+    part_sum_by_torch,
+)
 from stepgauge.parallel.tensor_parallel.overlapped import gathered_product, scattered_product
 from stepgauge.parallel.tensor_parallel.vocabulary_loss import PartialLoss
 from stepgauge.runtime.launch import launch
@@ -495,9 +499,11 @@ def collectives_without_overlap():
     """
     model, table = build("default")
     least, plan.LEAST_OVERLAPPED_BYTES = plan.LEAST_OVERLAPPED_BYTES, 0
-    parallel = parallelize_tensor(model, table, overlap=True)
+    part_sum = mock.Mock(side_effect=part_sum_by_torch)
+    parallel = parallelize_tensor(model, table, overlap=True, part_sum=part_sum)
     with CommDebugMode() as counter:
         parallel.module(*batch(0)).backward()
+    assert part_sum.called
     plan.LEAST_OVERLAPPED_BYTES = least
     counts = {str(operator): count for operator, count in counter.get_comm_counts().items()}
     return [

@@ -20,6 +20,7 @@ from stepgauge.parallel.data_axis import DataAxis, Settings, build_data_axis
 from stepgauge.parallel.layout_state import LayoutState, require_distinct_names
 from stepgauge.parallel.pipeline import Pipeline, Tie
 from stepgauge.parallel.tensor_parallel import TensorParallel, parallelize_tensor
+from stepgauge.parallel.tensor_parallel.exchange import PartSum, part_sum_by_torch
 from stepgauge.parallel.tensor_parallel.vocabulary_loss import PartialLoss
 from stepgauge.parallel.training import (
     Groups,
@@ -55,7 +56,7 @@ class Network:
     context   entered around every forward of a pipeline, such as autocast
     graphs    records the stages of a pipeline (see Pipeline), or the step of a network whose layers
               are cut (see GraphedGradients)
-    partial_loss   for tensor parallelism: see parallelize_tensor
+    partial_loss, part_sum  for tensor parallelism: see parallelize_tensor
     cut_sequences  changes a stage that is called with whole sequences, so that it computes this
               rank's tokens, and its attention uses those of the whole group
     """
@@ -69,6 +70,7 @@ class Network:
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     graphs: Recorder | None = None
     partial_loss: PartialLoss | None = None
+    part_sum: PartSum = part_sum_by_torch
     cut_sequences: Callable[[nn.Module, dist.ProcessGroup], SplitSequences] | None = None
 
     @property
@@ -94,6 +96,7 @@ class Network:
             by_sequence=any(map(is_by_sequence, self.tables)),
             overlap=overlap,
             partial_loss=self.partial_loss,
+            part_sum=self.part_sum,
         )
 
     def counted_mean(

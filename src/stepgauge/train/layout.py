@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from stepgauge.cost.pipeline.cuts import blocks_of
 from stepgauge.kernels.attention import partial as attention
 from stepgauge.kernels.linear_cross_entropy import partial as linear_cross_entropy
+from stepgauge.kernels.part_sum import part_sum
 from stepgauge.models.bert import NOT_MASKED
 from stepgauge.models.transformer import Attention, compiled
 from stepgauge.parallel.communication.peer_memory import copies_reach
@@ -236,6 +237,7 @@ def network_of(
         graphs=CudaGraphs(device) if isinstance(spec, LayoutSpec) and spec.cuda_graphs else None,
         cut_sequences=functools.partial(cut_sequences, layout=layout),
         partial_loss=partial_loss_of(model),
+        part_sum=part_sum,
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from stepgauge.kernels.part_sum import part_sum
 from stepgauge.parallel.autograd.parameter_hooks import hooks_of_module
 from stepgauge.parallel.layout import Network, spread
 from stepgauge.parallel.pipeline.tied import with_shared
@@ -88,6 +89,7 @@ def _spread(
         cut=cut.batch,
         context=functools.partial(PRECISIONS[spec.precision].autocasting, device),
         graphs=CudaGraphs(device) if isinstance(spec, LayoutSpec) and spec.cuda_graphs else None,
+        part_sum=part_sum,
     )
     parallel = spread(
         layout,

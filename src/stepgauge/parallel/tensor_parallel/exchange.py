@@ -39,14 +39,13 @@ Legend: B batch, T sequence, D width, N ranks, Q = T/N.
 import contextlib
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepgauge.kernels.part_sum import part_sum
 from stepgauge.parallel.communication.groups_by_name import group_named
 from stepgauge.parallel.communication.peer_memory import (
     PeerMemory,
@@ -57,7 +56,16 @@ from stepgauge.parallel.communication.peer_memory import (
 
 BOXES = 2  # per kind: one is read while the next is written
 KINDS = GATHER, SCATTER = "gather", "scatter"  # of boxes; the messages of each have a stream
+PartSum = Callable[[Tensor, Tensor, int], Tensor]  # as `part_sum_by_torch`
 _MEETINGS = 2  # before and after the replay of a CUDA graph
+
+
+def part_sum_by_torch(parts_NBQD: Tensor, own_BQD: Tensor, rank: int) -> Tensor:
+    """Returns the sum of the parts, of which `own_BQD` is the one of that rank; what parts_NBQD[rank]
+    holds does not count.
+    """
+    parts_NBQD[rank].copy_(own_BQD)
+    return parts_NBQD.sum(0, dtype=parts_NBQD.dtype)
 
 
 class Exchange:
@@ -66,6 +74,7 @@ class Exchange:
     receivers, senders  the other ranks, in the order in which they are sent to, and in which they send
     handles             kind -> handle of the CUDA stream; empty on a CPU. One stream sends to all
                         ranks, because a GPU has one engine for copies to others
+    part_sum            sums the rows of all ranks
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, box_bytes: int):
@@ -75,6 +84,7 @@ class Exchange:
         boxes = len(KINDS) * BOXES
         flags = (boxes + _MEETINGS) * self.ranks
         self.memory: PeerMemory = peer_memory(boxes, box_bytes, flags, device, group)
+        self.part_sum: PartSum = part_sum_by_torch
         self._turns = dict.fromkeys(KINDS, 0)
         self._views: dict[Any, Tensor] = {}
         self._streams: dict[str, Any] = {}
@@ -261,7 +271,7 @@ class Scatter:
         exchange.join(SCATTER)
         exchange.wait(exchange.senders, self._box)
         own_BQD = rows_of(self.whole, exchange.rank, exchange.ranks)
-        return part_sum(self._parts_NBQD, own_BQD, exchange.rank)
+        return exchange.part_sum(self._parts_NBQD, own_BQD, exchange.rank)
 
 
 def rows_of(x_BTD: Tensor, group: range | int, ranks: int) -> Tensor:
@@ -272,6 +282,7 @@ def rows_of(x_BTD: Tensor, group: range | int, ranks: int) -> Tensor:
 
 
 _exchanges: weakref.WeakKeyDictionary[dist.ProcessGroup, Exchange] = weakref.WeakKeyDictionary()
+_part_sums: weakref.WeakKeyDictionary[dist.ProcessGroup, PartSum] = weakref.WeakKeyDictionary()
 
 # Exchanges whose addresses a CUDA graph has. They stay, even if a larger one has replaced them.
 _captured: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Exchange]] = (
@@ -294,4 +305,12 @@ def captured_turns(group: dist.ProcessGroup) -> Iterator[None]:
 
 def exchange_of(group_name: str, device: torch.device, nbytes: int) -> Exchange:
     """Returns the group's exchange, with boxes of at least `nbytes`. All ranks must call it."""
-    return with_room(_exchanges, group_named(group_name), device, nbytes, Exchange)
+    group = group_named(group_name)
+    exchange = with_room(_exchanges, group, device, nbytes, Exchange)
+    exchange.part_sum = _part_sums.get(group, part_sum_by_torch)
+    return exchange
+
+
+def use_part_sum(group: dist.ProcessGroup, part_sum: PartSum) -> None:
+    """Lets the group's exchange sum rows so. Operators only have the group's name."""
+    _part_sums[group] = part_sum

@@ -24,7 +24,12 @@ from stepgauge.parallel.communication.peer_memory import copies_reach, on_one_ma
 from stepgauge.parallel.graphed_gradients import Context, GraphedGradients
 from stepgauge.parallel.replicas import device_of, prepare_replicas
 from stepgauge.parallel.tensor_parallel.cuts import Cuts, cut_parameters
-from stepgauge.parallel.tensor_parallel.exchange import captured_turns
+from stepgauge.parallel.tensor_parallel.exchange import (
+    PartSum,
+    captured_turns,
+    part_sum_by_torch,
+    use_part_sum,
+)
 from stepgauge.parallel.tensor_parallel.gradient_sums import GradientSum, SumHooks, gradient_sums
 from stepgauge.parallel.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -147,6 +152,7 @@ def parallelize_tensor(
     by_sequence: bool | None = None,
     overlap: bool | None = None,
     partial_loss: PartialLoss | None = None,
+    part_sum: PartSum = part_sum_by_torch,
 ) -> TensorParallel:
     """Cuts the module's layers in place, as the table says. All ranks of the group must call it.
 
@@ -159,8 +165,8 @@ def parallelize_tensor(
                  of the first block's input. None: True if the table has a rule split or sequence
     overlap      large collectives run at the same time as products. None: True if by_sequence,
                  between GPUs of one machine that reach each other's memory (peer access)
-    partial_loss a linear layer and cross-entropy over a part of the vocabulary, such as
-                 kernels.linear_cross_entropy.partial: the head then holds no logits for its loss
+    partial_loss kernels.linear_cross_entropy.partial: the head then holds no logits for its loss
+    part_sum     with overlap, sums what a rank gets from others; kernels.part_sum is faster than torch
 
     Raises ValueError if the table does not fit the module, or if the results would differ from one
     process; DifferentModelsError if ranks have different networks. The first training forward
@@ -171,17 +177,22 @@ def parallelize_tensor(
     table = table_by_config(module) if table is None else table
     by_sequence = is_by_sequence(table) if by_sequence is None else by_sequence
     prepare_replicas(module, group)
-    stream = _stream(module, group, by_sequence, overlap)
+    stream = _stream(module, group, by_sequence, overlap, part_sum)
     rules = rules_of(module, table, by_sequence=by_sequence)
     cuts = cut_parameters(module, rules, stream.rank, stream.ranks)
-    _apply(module, rules, stream, cuts)
-    _prepare_parts(module, partial_loss)
+    _apply(module, rules, stream, cuts, partial_loss)
     sums = gradient_sums(module, rules, cuts, stream)
     module.register_forward_hook(PartialGradientCheck({*cuts, *sums}, stream))
     return TensorParallel(module, stream, cuts, sums, SumHooks(module, sums, stream))
 
 
-def _apply(module: nn.Module, rules: Rules, stream: ResidualStream, cuts: Cuts) -> None:
+def _apply(
+    module: nn.Module,
+    rules: Rules,
+    stream: ResidualStream,
+    cuts: Cuts,
+    partial_loss: PartialLoss | None,
+) -> None:
     for name, rule in rules:
         APPLY[rule.kind](module, name, stream, cuts)
     for name, rule in rules:
@@ -192,6 +203,7 @@ def _apply(module: nn.Module, rules: Rules, stream: ResidualStream, cuts: Cuts) 
                     layer.gathers = False
         for count in rule.counts:
             setattr(part, count.attribute, count.value(stream.ranks))
+    _prepare_parts(module, partial_loss)
 
 
 def table_by_config(module: nn.Module) -> Table:
@@ -206,7 +218,11 @@ def table_by_config(module: nn.Module) -> Table:
 
 
 def _stream(
-    module: nn.Module, group: dist.ProcessGroup, by_sequence: bool, overlap: bool | None
+    module: nn.Module,
+    group: dist.ProcessGroup,
+    by_sequence: bool,
+    overlap: bool | None,
+    part_sum: PartSum,
 ) -> ResidualStream:
     device = device_of(module)
     if overlap is None:
@@ -219,6 +235,7 @@ def _stream(
         raise ValueError("overlap is True, which needs GPUs that can read each other's memory")
     if overlap:
         register(group)
+        use_part_sum(group, part_sum)
     return ResidualStream(group, by_sequence, overlap)
 
 
