@@ -62,6 +62,12 @@ class Times:
 
 
 def job(spec: ContentionSpec) -> Job:
+    """Returns the job. Raises ValueError for kernels that the device does not distinguish."""
+    device = torch.device(spec.device).type
+    if spec.kernels not in KERNELS[device]:
+        raise ValueError(
+            f"kernels is {spec.kernels!r}; on a {device} it is one of {', '.join(KERNELS[device])}"
+        )
     return Job(RUN, spec)
 
 
