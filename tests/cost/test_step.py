@@ -314,6 +314,22 @@ def test_launch_bound_times_are_not_extrapolated():
     assert found.us == pytest.approx(of_its_bytes / 1e3, rel=0.05)
 
 
+def test_far_larger_products_have_the_best_rate_that_was_timed_also_in_another_layout():
+    """Few shapes were timed of nn: at the rate of its nearest, a large product would take 100 times as long."""
+    few = OperationTable(("m", "n", "k"), ((64, 64, 64, 2.0), (64, 256, 64, 4.0)))
+    many = OperationTable(("m", "n", "k"), ((64, 64, 64, 10.0), (2048, 2048, 2048, 1e4)))
+    traffic = OperationTable(("bytes",), ((1e6, 1.0), (1e9, 1e3)))
+
+    def us(*sizes, **tables):
+        operations = {f"matmul {layout} fp32": table for layout, table in tables.items()}
+        file = HardwareFile(name="made", operations={**operations, "traffic": traffic})
+        return CalibratedMachine(file).time("matmul nn fp32", *sizes).us
+
+    assert us(2048, 64, 64, nn=few) == pytest.approx(4.0 * 2048 / 256)
+    assert us(128, 64, 64, nn=few) == pytest.approx(4.0)  # near: the rate of the nearest
+    assert us(2048, 2048, 2048, nn=few, nt=many) == 1e4
+
+
 def test_attention_without_a_mask_takes_twice_the_causal_time_unless_it_was_timed():
     axes, sizes = ("h", "t", "d"), (64, 4096, 64)
     tables = {

@@ -49,6 +49,10 @@ WORK: Mapping[str, Callable[..., float]] = {
     **dict.fromkeys(("cast", "optimizer", "traffic", "residual", "strided"), lambda size: size),
 }
 
+# Sizes that are this many times as large as the nearest timed ones have the best rate of all shapes: small
+# shapes near the edge of a grid can be a hundred times as slow for their work as large ones.
+FAR = 8.0
+
 # A time is launch-bound if some shape with this many times the work takes less than this many times
 # as long.
 FLOOR_WORK_RATIO, FLOOR_US_RATIO = 4.0, 1.5
@@ -90,13 +94,18 @@ class Grid:
         if inside:
             return Estimate(us, INTERPOLATED, disturbed=self._disturbed)
         nearest = min(weights, key=lambda corner: _times_away(corner, sizes))
+        away = _times_away(nearest, sizes)
+        smaller = self._work(*sizes) < self._work(*nearest)
+        if not smaller and away > FAR:
+            us = min(us, self._work(*sizes) * self._least_us_per_work)
         return Estimate(
-            us,
-            EXTRAPOLATED,
-            times_away=_times_away(nearest, sizes),
-            smaller=self._work(*sizes) < self._work(*nearest),
-            disturbed=self._disturbed,
+            us, EXTRAPOLATED, times_away=away, smaller=smaller, disturbed=self._disturbed
         )
+
+    @functools.cached_property
+    def _least_us_per_work(self) -> float:
+        """The time per work of the shape with the best rate."""
+        return min(us / self._work(*shape) for shape, us in self._times.items())
 
     def _weights_around(
         self, sizes: Sequence[float], *, inside: bool

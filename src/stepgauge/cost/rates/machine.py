@@ -13,7 +13,7 @@ from stepgauge.cost.rates.estimate import (
     TRANSFERRED,
     Estimate,
 )
-from stepgauge.cost.rates.grid import WORK, Grid, grouped_flops
+from stepgauge.cost.rates.grid import FAR, WORK, Grid, grouped_flops
 from stepgauge.cost.rates.network import Links
 from stepgauge.cost.rates.peak_ratios import PeakRatios
 from stepgauge.spec.calibration import (
@@ -27,6 +27,7 @@ from stepgauge.spec.calibration import (
 )
 from stepgauge.spec.hardware import HardwareFile
 
+PRODUCT_LAYOUTS = ("nt", "nn", "tn")
 # Products and attention were calibrated alternating with passes over memory, each for half of the time.
 CALIBRATED_PRODUCT_SHARE = 0.5
 
@@ -97,7 +98,7 @@ class CalibratedMachine:
         self.requested.add((operation, sizes))
         calibrated = self._exact(operation, sizes)
         if calibrated is None:
-            calibrated = self._grid(operation, self._required_table(operation)).time(sizes)
+            calibrated = self._interpolated(operation, sizes)
         estimate = self._on_this_device(operation, calibrated)
         is_product = operation.startswith("matmul") and GROUPED not in operation
         is_outside = is_product and estimate.source == EXTRAPOLATED
@@ -108,6 +109,19 @@ class CalibratedMachine:
         if is_outside:
             return self._at_least_traffic(estimate, _product_bytes(operation, sizes))
         return estimate
+
+    def _interpolated(self, operation: str, sizes: tuple[float, ...]) -> Estimate:
+        """Returns the time from the operation's table. If its shapes are far, because few were timed, the
+        same product in another layout may have been timed nearer.
+        """
+        found = self._grid(operation, self._required_table(operation)).time(sizes)
+        if found.times_away <= FAR or not operation.startswith("matmul"):
+            return found
+        kind, *layout, dtype = operation.split()
+        others = [" ".join((kind, *layout[:-1], other, dtype)) for other in PRODUCT_LAYOUTS]
+        tables = ((name, self.table(name)) for name in others)
+        near = [self._grid(name, table).time(sizes) for name, table in tables if table]
+        return min((found, *near), key=lambda each: each.times_away)
 
     def knows(self, operation: str, sizes: tuple[float, ...]) -> bool:
         """True if the file has times of the operation, or one at these sizes."""
