@@ -146,6 +146,7 @@ def test_a_layout_of_several_nodes_is_started_by_torchrun(stepgauge):
         status, out, err = stepgauge(*asked, "--gpus", str(gpus), "--global-batch", "12")
         assert status == 0, err
         assert message in out
+        assert "in fp32, which is the default: --precision bf16 has 15 times the peak FLOP/s" in out
 
 
 def test_missing_host_costs_are_listed_as_an_assumption(stepgauge):
@@ -158,7 +159,7 @@ def test_missing_host_costs_are_listed_as_an_assumption(stepgauge):
         "  host cost assumed to be that of h200-sxm (calibrate --ranks measures it): "
     )
     assert "± is the possible error of a step" in text
-    assert "values of a hidden state" in text
+    assert "values of a hidden state" in text and "in fp32" not in text
 
 
 def test_the_reason_is_given_if_no_layout_can_be_predicted(stepgauge):

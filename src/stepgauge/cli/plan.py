@@ -263,6 +263,7 @@ def _alternatives(spec: PlanSpec, plan: Plan, machine: CalibratedMachine) -> Ite
 def _assumptions(spec: PlanSpec, machine: CalibratedMachine) -> Iterator[str]:
     """Yields what the predictions assume of the machine and the network."""
     hardware = machine.hardware
+    yield from _faster_precision(spec, hardware)
     yield (
         "± is the possible error of a step: that of each term, by how it was obtained, and a host up "
         f"to {SLOWER_HOST:g} times as slow, which dominates where steps are short"
@@ -295,6 +296,15 @@ def _assumptions(spec: PlanSpec, machine: CalibratedMachine) -> Iterator[str]:
         f"{slowed.collective:.3g} times as long ({slowed.source})"
     )
     yield "all ranks are equally fast, no host is slow, nothing fails, and data arrives in time"
+
+
+def _faster_precision(spec: PlanSpec, hardware: HardwareFile) -> Iterator[str]:
+    fp32, bf16 = (hardware.peaks.of(name) if hardware.peaks else None for name in ("fp32", "bf16"))
+    if spec.precision == "fp32" and fp32 and bf16 and bf16 > fp32:
+        yield (
+            f"the step is in fp32, which is the default: --precision bf16 has {bf16 / fp32:.0f} times the "
+            f"peak FLOP/s"
+        )
 
 
 def command_of(row: Record, values: Values) -> str:
