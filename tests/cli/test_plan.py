@@ -50,6 +50,8 @@ def test_tables_fit_80_columns_and_captions_state_common_values(monkeypatch, ste
     asked = ("--top", "3", "--tokens", "1T", "--hardware", HARDWARE / "dgx-h100.json")
     assert stepgauge("plan", *SMALL, *asked)[0] == 0
     assert "tokens a step in fp32 on 8 x NVIDIA H100" in tables[0].caption
+    assert "fit in 78 GiB; predicted for dgx-h100, " in tables[0].caption
+    assert "dgx-h100" in tables[0].to("csv")
     assert "accumulation 1" in tables[0].caption and "accumulation" in tables[0].hidden
     ranked, parts = ([dict(zip(t.columns, row, strict=True)) for row in t.rows] for t in tables)
     for row, held in zip(ranked, parts, strict=True):

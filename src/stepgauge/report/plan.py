@@ -8,6 +8,7 @@ from stepgauge.cost.data_axis.wrapper_host import ASSUMED, LEFT_OUT
 from stepgauge.cost.planning.overlap_ratios import OverlapRatio
 from stepgauge.report.numbers import SizeUnit, number, size_unit
 from stepgauge.report.table import Table
+from stepgauge.report.views import PREDICTED_FOR
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.record import Record
 
@@ -33,7 +34,7 @@ def plan_table(rows: Sequence[Record], caption: str) -> Table:
         names=2,
         keys=("layout", *SETTINGS),
         caption=", ".join([caption, *(f"{name} {value}" for name, value in shared.items())]),
-        hidden=frozenset(shared),
+        hidden=frozenset({*shared, PREDICTED_FOR}),  # the caption says it
         formats={"± %": ".0f"},
     )
 
@@ -57,6 +58,7 @@ def _cells(place: int, row: Record, unit: SizeUnit) -> dict[str, Any]:
         "tensor exposed ms": row.median("tensor_exposed_ms"),
         "bubble %": _percent(row.median("bubble")),
         "tokens/s": row.median("tokens_per_s"),
+        PREDICTED_FOR: row.environment.get("hardware"),
     }
 
 
