@@ -160,7 +160,7 @@ def _train(spec: TrainSpec, out: Path) -> str:
             info(_complete(spec, store) if is_complete else f"resuming from step {step}")
 
         with _errors_as_sentences():
-            record = bench_train.run(spec, folder=out, report=report, resumed=resumed)
+            record = bench_train.run(spec, folder=out, report=report, resumed=resumed, note=info)
         record = stamped(record)
         if {"tokens_per_s", "steps_per_s"} & record.metrics.keys():
             store.append(record)
