@@ -57,6 +57,10 @@ def test_bench_comm_then_fit(stepgauge, tmp_path):
         (("--nodes", "2"), "--nodes is 2; start several nodes with torchrun"),
         (("--backend", "nccl"), "--backend is 'nccl', which takes only GPU tensors"),
         (
+            ("--backend", "copies"),
+            "has all_gather, all_to_all, send_recv: choose one of them, as in --op all_gather",
+        ),
+        (
             ("-b", "1K", "-e", "1M", "--size", "3K"),
             "size and a range from begin to end are both given",
         ),

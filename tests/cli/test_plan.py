@@ -13,7 +13,8 @@ from tests.cpu_machine import wired
 
 from stepgauge.bench import operators
 from stepgauge.cli.fitting import GAP, column_widths, columns_that_fit
-from stepgauge.report.plan import plan_table
+from stepgauge.cost.data_axis.wrapper_host import LEFT_OUT
+from stepgauge.report.plan import joined_notes, plan_table
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.planning import PlanSpec
@@ -49,6 +50,8 @@ def test_tables_fit_80_columns_and_captions_state_common_values(monkeypatch, ste
     asked = ("--top", "3", "--tokens", "1T", "--hardware", HARDWARE / "dgx-h100.json")
     assert stepgauge("plan", *SMALL, *asked)[0] == 0
     assert "tokens a step in fp32 on 8 x NVIDIA H100" in tables[0].caption
+    assert "fit in 78 GiB; predicted for dgx-h100, " in tables[0].caption
+    assert "dgx-h100" in tables[0].to("csv")
     assert "accumulation 1" in tables[0].caption and "accumulation" in tables[0].hidden
     ranked, parts = ([dict(zip(t.columns, row, strict=True)) for row in t.rows] for t in tables)
     for row, held in zip(ranked, parts, strict=True):
@@ -308,3 +311,25 @@ def test_the_search_for_the_largest_micro_batch_ends_for_a_tiny_network(stepgaug
     status, out, err = stepgauge("plan", *TINY, "--gpus", 1, "--global-batch", 1, "--top", 1)
     assert status == 0, err
     assert "the largest micro-batch of the first layout is 524288" in out
+
+
+def test_notes_of_several_rows_are_one_sentence_with_their_numbers():
+    def row(note):
+        return Record(kind="layout", spec={}, note=note)
+
+    late = "if it launches 1.7 times as slowly, the step takes {} ms longer (compiled: fewer)"
+    host, missing = f"the host limits this step: {late}", f"{LEFT_OUT}: "
+    rows = [
+        row(f"blocks 5 6; {host.format('8,165')}; {missing}tp2"),
+        row("blocks 6 5"),
+        row(f"{host.format('786')}; {missing}tp4, zero1"),
+        row(host.format("1,000")),
+    ]
+    assert joined_notes(rows) == [
+        f"{LEFT_OUT}: tp2, tp4, zero1",
+        "row 1: blocks 5 6",
+        f"rows 1, 3 and 4: {host.format('786 to 8,165')}",
+        "row 2: blocks 6 5",
+    ]
+    assert joined_notes(rows[2:])[1] == f"all rows: {host.format('786 to 1,000')}"
+    assert joined_notes(rows[3:]) == [host.format("1,000")]

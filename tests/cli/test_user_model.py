@@ -165,6 +165,7 @@ def test_a_users_model_is_trained_and_errors_of_its_file_are_one_sentence(
     command = ("train", *quick, "--out", tmp_path / "run", "--model")
     status, out, err = stepgauge(*command, f"{file}:net", "--ranks", "2", "--data-parallel", "flat")
     assert status == 0 and out.startswith("loss 0.") and "58 parameters" in out, err
+    assert "every step trains on this one batch" in " ".join(err.split())
     (row,) = rows(tmp_path / "run")
     assert row.median("steps_per_s") > 0 and row.spec["model"]["factory"] == "net"
     for name, message in (

@@ -72,6 +72,15 @@ def test_a_users_network_learns_and_a_stopped_run_resumes_bit_for_bit(file, tmp_
     assert run(spec, folder=tmp_path / "cut").series == whole.series  # including dropout
 
 
+def test_training_on_one_batch_is_noted(file, tmp_path):
+    notes = []
+    for factory in ("single", "regression"):
+        run(spec_of(file, factory, steps=1, warmup=0), folder=tmp_path / factory, note=notes.append)
+    (note,) = notes
+    assert "mine.py:single returns 'batch', so that every step trains on this one batch" in note
+    assert "'batches'" in note
+
+
 def test_an_edited_file_cannot_be_resumed(file, tmp_path):
     run(spec_of(file, "single", steps=10), folder=tmp_path)
     file.write_text(MODEL.replace("0.2", "0.3"))

@@ -38,7 +38,10 @@ def test_a_file_of_other_rows_is_refused_in_one_sentence(tmp_path):
     with pytest.raises(StoreError) as raised:
         RunStore(path).read()
     fields = "rows with the fields ranks, way, length, attention and 1 more"
-    assert str(raised.value) == f"{path} holds no records of stepgauge but {fields}"
+    assert str(raised.value) == (
+        f"{path} holds no records of stepgauge but {fields}: read it as lines of JSON, as a script "
+        "(such as those in benchmarks/) wrote them"
+    )
     path.write_text(2 * OTHER + numbered(0).to_json() + '\n{"schema": 1, "ki')
     contents = RunStore(path).read()
     assert [record.spec["number"] for record in contents.records] == [0]

@@ -451,3 +451,23 @@ def test_a_prediction_stands_beside_its_measurement_and_alone_without_one(record
     assert rows["large"]["step ms"] == 100.0 and rows["large"]["provenance"] == "modelled"
     assert len(table.rows) == 3
     assert "predicted ms" not in record_table([small, medium]).columns
+
+
+def test_predictions_say_for_which_machine(record):
+    def made_for(machine, size="small"):
+        environment = {"device": "Test GPU", "hardware": machine}
+        return dataclasses.replace(record(size), provenance="modelled", environment=environment)
+
+    table = record_table([made_for("box"), made_for("box", "medium")])
+    assert table.caption == "batch=4, context=512, precision=fp32, predicted for box"
+    assert "predicted for" not in table.for_display().columns
+    assert [row["predicted for"] for row in csv.DictReader(io.StringIO(table.to("csv")))] == [
+        "box",
+        "box",
+    ]
+    for form in ("markdown", "latex"):
+        assert "predicted for box" in table.to(form).splitlines()[0]
+    several = record_table([made_for("box"), made_for("rack", "medium")])
+    assert "predicted for" in several.for_display().columns
+    assert "predicted" not in several.caption
+    assert "predicted for" not in record_table([record(), made_for("box", "medium")]).columns

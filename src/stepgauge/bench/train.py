@@ -41,6 +41,7 @@ def run(
     folder: Path,
     report: Callable[[LossPoint], None] = lambda point: None,
     resumed: Callable[[int], None] = lambda step: None,
+    note: Callable[[str], None] = lambda sentence: None,
 ) -> Record:
     """Trains in the folder, from its newest checkpoint if it has one, and returns the record. A run
     that had already finished has no rate.
@@ -51,6 +52,8 @@ def run(
     """
     place = _place(spec)
     task = build_task(spec, place)
+    if task.note:
+        note(task.note)
     devices.reset_peak_memory(task.step.device)
     start = time.perf_counter()
     curve, trained = Trainer(spec, task, folder, place=place).run(report, resumed)

@@ -44,6 +44,7 @@ from stepgauge.report.plan import (
     parts_table,
     plan_table,
 )
+from stepgauge.report.views import PREDICTED_FOR
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
@@ -235,7 +236,10 @@ def _caption(spec: PlanSpec, plan: Plan, machine: CalibratedMachine) -> str:
             f"{spec.size}, {spec.model.num_parameters:,} parameters, "
             f"{spec.global_batch} x {spec.model.context_length} tokens"
         )
-    return f"{step} a step in {spec.precision} on {spec.gpus} x {device}: {total} layouts{fit}; predicted"
+    return (
+        f"{step} a step in {spec.precision} on {spec.gpus} x {device}: {total} layouts{fit}; "
+        f"{PREDICTED_FOR} {machine.hardware.name}"
+    )
 
 
 def _alternatives(spec: PlanSpec, plan: Plan, machine: CalibratedMachine) -> Iterator[str]:

@@ -18,7 +18,7 @@ from stepgauge.spec.fallbacks import what_ran
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
-from stepgauge.spec.train import BYTES, DEFAULT_CORPUS, TrainSpec
+from stepgauge.spec.train import BYTES, DEFAULT_CORPUS, TrainSpec, layout_of
 from stepgauge.spec.units import NATS_PER_BIT
 from stepgauge.spec.user_model import UserModel
 
@@ -156,20 +156,30 @@ def _train(spec: TrainSpec, out: Path) -> str:
                 last_printed = time.monotonic()
 
         def resumed(step: int) -> None:
-            info(
-                f"the run is already complete, at step {step}"
-                if step == spec.steps
-                else f"resuming from step {step}"
-            )
+            is_complete = step == spec.steps
+            info(_complete(spec, store) if is_complete else f"resuming from step {step}")
 
         with _errors_as_sentences():
-            record = bench_train.run(spec, folder=out, report=report, resumed=resumed)
+            record = bench_train.run(spec, folder=out, report=report, resumed=resumed, note=info)
         record = stamped(record)
         if {"tokens_per_s", "steps_per_s"} & record.metrics.keys():
             store.append(record)
     for sentence in what_ran(record):
         info(sentence)
     return _summary(spec, record, out)
+
+
+def _complete(spec: TrainSpec, store: RunStore) -> str:
+    """Returns a sentence on a run that ended earlier, with its layout if another one is asked for."""
+    sentence = f"the run is already complete, at step {spec.steps}"
+    trained = [record for record in store.read().records if record.kind == spec.kind]
+    before, wanted = [str(layout_of(each.spec)) for each in trained[-1:]], str(spec.parsed_layout)
+    if before in ([], [wanted]):
+        return sentence
+    return (
+        f"{sentence}: it was trained under layout {before[0]!r}; to train under {wanted!r}, start another "
+        "run with --out FOLDER"
+    )
 
 
 @contextlib.contextmanager

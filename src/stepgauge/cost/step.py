@@ -98,7 +98,7 @@ def _host_limit(late_us: float, step_us: float, *, is_compiled: bool) -> str:
         f"the host limits this step, or nearly: if it launches {SLOWER_HOST:g} times as slowly, the step "
         f"takes {late_us / 1e3:,.0f} ms longer, which ± includes"
     )
-    return limit if is_compiled else f"{limit}; compiled blocks need fewer launches"
+    return limit if is_compiled else f"{limit} (compiled blocks need fewer launches)"
 
 
 def _too_large(memory: Memory, machine: CalibratedMachine) -> str:

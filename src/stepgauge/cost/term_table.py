@@ -68,7 +68,7 @@ def notes_on(rows: Sequence[Row], machine: CalibratedMachine) -> list[str]:
     if longest:
         notes.append(
             f"untimed: {ms:.2g} ms of the step are estimated from the bytes or FLOPs of "
-            f"{', '.join(longest)}; stepgauge validate --now times these calls"
+            f"{', '.join(longest)} (stepgauge validate --now times these calls)"
         )
     ms, longest = _longest(rows, lambda row: row[TIMES_AWAY] > NEAR)
     if longest:

@@ -1,4 +1,4 @@
-"""Reports on collectives: a table with the columns of nccl-tests, fits of time by size, plots."""
+"""Reports on collectives: a table with the fields of nccl-tests, fits of time by size, plots."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -25,8 +25,8 @@ def comm_spec(record: Record) -> CommSpec:
 
 
 def comm_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -> Table:
-    """Returns the columns of nccl-tests and percentiles. Sizes are of the whole operation, times of
-    the slowest rank.
+    """Returns the fields of nccl-tests, in another order, and percentiles. Sizes are of the whole
+    operation, times of the slowest rank.
     """
     rows = []
     for record in records:

@@ -1,16 +1,22 @@
 """Tables of planned layouts."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stepgauge.cost.data_axis.wrapper_host import ASSUMED, LEFT_OUT
 from stepgauge.cost.planning.overlap_ratios import OverlapRatio
 from stepgauge.report.numbers import SizeUnit, number, size_unit
 from stepgauge.report.table import Table
+from stepgauge.report.views import PREDICTED_FOR
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.record import Record
 
 OUTSIDE = "(outside)"
 SETTINGS = ("micro batch", "accumulation", "checkpointing")
+_FIGURE = re.compile(
+    r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?(?= ms| times)"
+)  # a time or a ratio in a note
 
 
 def plan_table(rows: Sequence[Record], caption: str) -> Table:
@@ -28,7 +34,7 @@ def plan_table(rows: Sequence[Record], caption: str) -> Table:
         names=2,
         keys=("layout", *SETTINGS),
         caption=", ".join([caption, *(f"{name} {value}" for name, value in shared.items())]),
-        hidden=frozenset(shared),
+        hidden=frozenset({*shared, PREDICTED_FOR}),  # the caption says it
         formats={"± %": ".0f"},
     )
 
@@ -52,6 +58,7 @@ def _cells(place: int, row: Record, unit: SizeUnit) -> dict[str, Any]:
         "tensor exposed ms": row.median("tensor_exposed_ms"),
         "bubble %": _percent(row.median("bubble")),
         "tokens/s": row.median("tokens_per_s"),
+        PREDICTED_FOR: row.environment.get("hardware"),
     }
 
 
@@ -59,15 +66,43 @@ def _percent(fraction: float | None) -> float | None:
     return None if fraction is None else 100 * fraction
 
 
-def joined_notes(rows: Iterable[Record]) -> list[str]:
-    """Returns the sentences of the rows' notes. Those that are equal up to a colon become one, with
-    all that their lists name after it.
+def joined_notes(rows: Sequence[Record]) -> list[str]:
+    """Returns the sentences of the rows' notes with the numbers of the rows that have them.
+
+    Those that differ only in a time or a ratio become one with a range; those on missing host costs
+    become one that lists what all rows miss.
     """
     lists: dict[str, dict[str, None]] = {}
-    for sentence in (part for row in rows for part in row.note.split("; ") if part):
-        head, _, names = sentence.partition(": ")
-        lists.setdefault(head, {}).update(dict.fromkeys(names.split(", ")))
-    return [": ".join(filter(None, (head, ", ".join(names)))) for head, names in lists.items()]
+    shared: dict[str, list[tuple[int, str]]] = {}
+    for place, row in enumerate(rows, start=1):
+        for sentence in filter(None, row.note.split("; ")):
+            head, _, names = sentence.partition(": ")
+            if head in (ASSUMED, LEFT_OUT):
+                lists.setdefault(head, {}).update(dict.fromkeys(names.split(", ")))
+            else:
+                shared.setdefault(_FIGURE.sub("#", sentence), []).append((place, sentence))
+    missing = [f"{head}: {', '.join(names)}" for head, names in lists.items()]
+    return [*missing, *(_of_rows(dict(each), len(rows)) for each in shared.values())]
+
+
+def _of_rows(sentences: Mapping[int, str], count: int) -> str:
+    """Returns one sentence for rows whose sentences differ at most in their figures."""
+    figures = [_FIGURE.findall(sentence) for sentence in sentences.values()]
+    ranges = (_range(texts) for texts in zip(*figures, strict=True))
+    sentence = _FIGURE.sub(lambda _: next(ranges), next(iter(sentences.values())))
+    if count == 1:
+        return sentence
+    if len(sentences) == count:
+        return f"all rows: {sentence}"
+    *others, last = map(str, sentences)
+    return (
+        f"rows {', '.join(others)} and {last}: {sentence}" if others else f"row {last}: {sentence}"
+    )
+
+
+def _range(texts: Sequence[str]) -> str:
+    low, *_, high = sorted([*texts, texts[0]], key=lambda text: float(text.replace(",", "")))
+    return low if low == high else f"{low} to {high}"
 
 
 def parts_table(rows: Sequence[Record]) -> Table:

@@ -1,6 +1,6 @@
 """Makes the table of any set of records: its columns, figures and remarks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stepgauge.report.names import flatten, identifying_fields, shared_values
@@ -18,6 +18,7 @@ FIRST = (
     *("data_exposed_ms", "tensor_exposed_ms", "pipeline_exposed_ms"),
     *("mfu", "peak_bytes", "tokens_per_s"),
 )  # the figures that readers look for come first
+PREDICTED_FOR = "predicted for"  # a column, and part of a caption
 NOT_MEASURABLE = "not measurable here"  # exposed time that is only noise
 
 
@@ -51,16 +52,16 @@ def record_table(
         [*names, *headings, *([REMARK] if any(remarks) else [])],
         rows,
         numeric=frozenset(headings),
-        caption=" on ".join(filter(None, (shared.text, _device(records)))),
-        hidden=shared.columns(),
+        caption=_caption(records, shared.text),
+        hidden=frozenset({*shared.columns(), *_shared_machine(provenance)}),
         names=len(fields),
         formats={"error": "+.1%", "± %": ".0f"},
     )
 
 
 def _provenance(records: Sequence[Record]) -> dict[str, list[str]]:
-    """Returns the columns that tell rows apart but are no spec fields: whether a row was measured,
-    and on which device. Empty if all rows have the same.
+    """Returns the columns that tell rows apart but are no spec fields: whether a row was measured, on
+    which device, and for which machine it was predicted. Measured rows that have the same need none.
     """
     columns: dict[str, list[str]] = {}
     if len({record.provenance for record in records}) > 1:
@@ -71,7 +72,31 @@ def _provenance(records: Sequence[Record]) -> dict[str, list[str]]:
     ]
     if len({device for device in devices if device}) > 1:
         columns["measured on"] = devices
+    machines = _predicted_for(records)
+    if (machines and all(machines)) or len({machine for machine in machines if machine}) > 1:
+        columns[PREDICTED_FOR] = machines
     return columns
+
+
+def _predicted_for(records: Sequence[Record]) -> list[str]:
+    """Returns the name of each prediction's hardware file; "" for other rows."""
+    return [
+        str(record.environment.get("hardware", "")) if record.provenance == "modelled" else ""
+        for record in records
+    ]
+
+
+def _shared_machine(provenance: Mapping[str, Sequence[str]]) -> list[str]:
+    """Returns the column of the machine if the caption names it, because all rows are for it."""
+    return [PREDICTED_FOR] if len(set(provenance.get(PREDICTED_FOR, []))) == 1 else []
+
+
+def _caption(records: Sequence[Record], shared: str) -> str:
+    """Returns what all rows share, and the machine on which or for which they all were obtained."""
+    machines = set(_predicted_for(records))
+    if len(machines) == 1 and "" not in machines:
+        return ", ".join(filter(None, (shared, f"{PREDICTED_FOR} {machines.pop()}")))
+    return " on ".join(filter(None, (shared, _device(records))))
 
 
 def _predictions(rows: Sequence[Row]) -> dict[str, list[float | None]]:

@@ -64,7 +64,7 @@ OPS: Mapping[str, Op] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommSpec:
-    """One row of `bench comm`: a collective at a size, as nccl-tests prints it."""
+    """One row of `bench comm`: a collective at a size, with bandwidths as nccl-tests defines them."""
 
     kind: ClassVar[str] = "comm"
 
@@ -148,7 +148,10 @@ class CommSpec:
                 )
             return
         if self.op not in COPIED_OPS:
-            raise ValueError(f"op is {self.op!r}; backend 'copies' has {', '.join(COPIED_OPS)}")
+            raise ValueError(
+                f"op is {self.op!r}; backend 'copies' has {', '.join(COPIED_OPS)}: choose one of "
+                f"them, as in --op {COPIED_OPS[0]}"
+            )
         if self.algorithm == "ring":
             raise ValueError("algorithm is 'ring'; backend 'copies' has push and pull")
         if self.nodes > 1:

@@ -8,17 +8,17 @@ DISTURBED = 1.5  # largest p90 / p10 of an undisturbed row
 MISSED_CORES = "missed_cores"  # metric: how many of the cores that a row needed other work took
 LEAST_MISSED = 0.15  # the services of a quiet machine take fewer cores than this
 CRITERION = (
-    "other work took cores that they needed, or, where that is not known, their p90 is over "
-    f"{DISTURBED} × their p10"
+    f"their p90 is over {DISTURBED} × their p10 or, as calibrate counts, other work took cores that "
+    "they needed"
 )
 TRIES = "measurements"  # environment key: how often a disturbed row was measured
 
 
 def is_disturbed(record: Record) -> bool:
-    """Returns True if other work took cores that the row needed.
+    """Returns True if other work took cores that the row needed, which only calibrate records.
 
-    Where that is unknown: if p90 / p10 of the step or operation time is too large, or, in a
-    comparison of peers, that of any peer.
+    In all other rows: if p90 / p10 of the step or operation time is too large, or, in a comparison
+    of peers, that of any peer. A row that other work slowed evenly is then not noticed.
     """
     if MISSED_CORES in record.metrics:
         return (record.median(MISSED_CORES) or 0.0) > LEAST_MISSED

@@ -182,7 +182,14 @@ def _contents(path: Path, lines: Sequence[bytes]) -> Contents:
         except ValueError as error:
             problems.append(f"{path} line {number} is damaged and skipped: {error}")
     if others and not records and not problems:
-        raise NoRunError(f"{path} holds no records of stepgauge but {others[0]}")
+        raise NoRunError(f"{path} holds no records of stepgauge but {others[0]}{_advice(path)}")
     if others:
         problems.append(f"{path}: {len(others)} of the lines are skipped: {others[0]}")
     return Contents(records, problems)
+
+
+def _advice(path: Path) -> str:
+    """Returns the end of a sentence on a file of other rows: what to do with it."""
+    if path.suffix != ".jsonl":
+        return ""
+    return ": read it as lines of JSON, as a script (such as those in benchmarks/) wrote them"

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.fields import DEVICE_HELP, as_in, check, option
@@ -153,9 +154,7 @@ class TrainSpec:
     @property
     def parsed_layout(self) -> Layout:
         """The layout, whether given as `layout` or as `data_parallel` and `ranks`."""
-        if self.layout != "none":
-            return Layout.parse(self.layout)
-        return Layout(data=self.ranks, wrapper=self.data_parallel)
+        return layout_of(vars(self))
 
     @property
     def is_text(self) -> bool:
@@ -183,3 +182,10 @@ class TrainSpec:
         progress = min(1.0, (step - self.warmup) / max(1, self.steps - 1 - self.warmup))
         cosine = (1 + math.cos(math.pi * progress)) / 2
         return highest * (self.final_learning_rate + (1 - self.final_learning_rate) * cosine)
+
+
+def layout_of(spec: Mapping[str, Any]) -> Layout:
+    """Returns the layout of a TrainSpec's values, also of those in a record."""
+    if spec["layout"] != "none":
+        return Layout.parse(spec["layout"])
+    return Layout(data=spec["ranks"], wrapper=spec["data_parallel"])

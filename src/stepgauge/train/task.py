@@ -19,6 +19,7 @@ class Task:
                    resumed only with the same values
     environment    entries of the record's environment
     tokens         per step on all ranks; None if unknown
+    note           a sentence for the user, given before training; "" if there is none
     """
 
     step: TrainingStep
@@ -29,3 +30,4 @@ class Task:
     loss_unit: str = ""
     held_out_unit: str = ""
     tokens: int | None = None
+    note: str = ""

@@ -51,6 +51,7 @@ class UserParts:
 
     module: nn.Module
     batches: Callable[[int], Any]
+    is_one_batch: bool = False  # `batches` returns the same one for every number
     held_out: list[Any] | None = None
     loss: Callable[..., Any] | None = None
     optimizer: Callable[..., torch.optim.Optimizer] | None = None
@@ -71,15 +72,15 @@ class UserParts:
             raise ValueError(
                 f"{where} returned a dict with {unknown[0]!r}; it may have {', '.join(PARTS)}"
             )
-        if not isinstance(given.get("module"), nn.Module):
+        if not isinstance(module := given.get("module"), nn.Module):
             raise ValueError(
-                f"{where} returned module of type {type(given.get('module')).__name__}; it must be "
-                f"an nn.Module"
+                f"{where} returned module of type {type(module).__name__}; it must be an nn.Module"
             )
         if not given.keys() & {"batch", "batches"}:
             raise ValueError(f"{where} returned a dict without a 'batch' or 'batches'")
         batch = given.pop("batch", None)
-        given.setdefault("batches", lambda number: batch)
+        if "batches" not in given:
+            given |= {"batches": lambda number: batch, "is_one_batch": True}
         for name in ("batches", "loss", "optimizer"):
             if given.get(name) is not None and not callable(given[name]):
                 raise ValueError(
@@ -201,8 +202,7 @@ def moved(module: nn.Module, device: torch.device) -> nn.Module:
     """Returns the module on the device. A module on the meta device is accepted only while memory is
     predicted on fake tensors; otherwise it has no values, and ValueError is raised.
     """
-    held = (*module.parameters(), *module.buffers())
-    if not any(tensor.device.type == "meta" for tensor in held):
+    if all(held.device.type != "meta" for held in (*module.parameters(), *module.buffers())):
         return module.to(device)
     if type(torch.empty(0)) is Tensor:
         raise ValueError(
@@ -337,8 +337,7 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
     """Splits a batch for a network with a loss function. Raises ValueError if it is no pair."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise ValueError("with a loss function the batch must be a pair (inputs, targets)")
-    inputs, targets = batch
-    return inputs, targets
+    return batch[0], batch[1]
 
 
 def _called(module: Callable[..., Any], inputs: Any) -> Any:

@@ -55,6 +55,14 @@ def user_task(
             "num_parameters": built.num_parameters,
             "optimizer": built.step.optimizer_name,
         },
+        note=_one_batch_note(model) if parts.is_one_batch else "",
+    )
+
+
+def _one_batch_note(model: UserModel) -> str:
+    return (
+        f"{model.file}:{model.factory} returns 'batch', so that every step trains on this one batch; "
+        "return a function 'batches' instead to train on others (docs/api.md)"
     )
 
 

@@ -40,7 +40,7 @@ def comm(
     fresh: rows.Fresh = False,
     format: rows.RowFormat = "table",
 ) -> None:
-    """Time collectives, report the columns of nccl-tests, and check every element of the results.
+    """Time collectives, report bandwidths as nccl-tests defines them, and check every element.
 
     Every option accepts several values; all combinations are measured. Under torchrun its processes
     are the ranks; otherwise this command starts them. `stepgauge comm fit RUN` fits a cost per byte
