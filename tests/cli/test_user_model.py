@@ -165,9 +165,10 @@ def test_a_users_model_is_trained_and_errors_of_its_file_are_one_sentence(
     command = ("train", *quick, "--out", tmp_path / "run", "--model")
     status, out, err = stepgauge(*command, f"{file}:net", "--ranks", "2", "--data-parallel", "flat")
     assert status == 0 and out.startswith("loss 0.") and "58 parameters" in out, err
-    assert "every step trains on this one batch" in " ".join(err.split())
     (row,) = rows(tmp_path / "run")
     assert row.median("steps_per_s") > 0 and row.spec["model"]["factory"] == "net"
+    status, _, err = stepgauge("train", *quick, "--out", tmp_path / "one", "--model", f"{file}:net")
+    assert status == 0 and "every step trains on this one batch" in " ".join(err.split())
     for name, message in (
         ("breaks", "stepgauge: mine.py:15: RuntimeError: no such tile"),
         ("leaves", "stepgauge: mine.py:17: RuntimeError: SystemExit: 3"),
