@@ -315,9 +315,11 @@ def test_launch_bound_times_are_not_extrapolated():
 
 
 def test_far_larger_products_have_the_best_rate_that_was_timed_also_in_another_layout():
-    """Few shapes were timed of nn: at the rate of its nearest, a large product would take 100 times as long."""
-    few = OperationTable(("m", "n", "k"), ((64, 64, 64, 2.0), (64, 256, 64, 4.0)))
-    many = OperationTable(("m", "n", "k"), ((64, 64, 64, 10.0), (2048, 2048, 2048, 1e4)))
+    """Few shapes were timed of nn: at the rate of its nearest, a large product would take twice as long."""
+    rows = ((64, 64, 64, 2.0), (64, 256, 64, 4.0))
+    axes = ("m", "n", "k")
+    few = OperationTable(axes, rows, left_out=10)
+    many = OperationTable(axes, ((64, 64, 64, 10.0), (2048, 2048, 2048, 1e4)))
     traffic = OperationTable(("bytes",), ((1e6, 1.0), (1e9, 1e3)))
 
     def us(*sizes, **tables):
@@ -325,9 +327,13 @@ def test_far_larger_products_have_the_best_rate_that_was_timed_also_in_another_l
         file = HardwareFile(name="made", operations={**operations, "traffic": traffic})
         return CalibratedMachine(file).time("matmul nn fp32", *sizes).us
 
-    assert us(2048, 64, 64, nn=few) == pytest.approx(4.0 * 2048 / 256)
-    assert us(128, 64, 64, nn=few) == pytest.approx(4.0)  # near: the rate of the nearest
+    assert us(512, 64, 64, nn=few) == pytest.approx(8 * 2.0)  # near: the rate of the nearest
+    assert us(64 * 24, 64, 64, nn=few) == pytest.approx(8 * 2.0 + 16 * 4.0 / 4)
+    times = [us(64 * factor, 64, 64, nn=few) for factor in range(1, 40)]
+    assert times == sorted(times), "more work takes longer"
     assert us(2048, 2048, 2048, nn=few, nt=many) == 1e4
+    whole = dataclasses.replace(few, left_out=0)
+    assert us(2048, 2048, 2048, nn=whole, nt=many) != 1e4
 
 
 def test_attention_without_a_mask_takes_twice_the_causal_time_unless_it_was_timed():

@@ -49,8 +49,8 @@ WORK: Mapping[str, Callable[..., float]] = {
     **dict.fromkeys(("cast", "optimizer", "traffic", "residual", "strided"), lambda size: size),
 }
 
-# Sizes that are this many times as large as the nearest timed ones have the best rate of all shapes: small
-# shapes near the edge of a grid can be a hundred times as slow for their work as large ones.
+# Work beyond this many times the nearest timed sizes has the best rate of all shapes: small shapes near the edge
+# of a grid can be a hundred times as slow for their work as large ones.
 FAR = 8.0
 
 # A time is launch-bound if some shape with this many times the work takes less than this many times
@@ -96,8 +96,9 @@ class Grid:
         nearest = min(weights, key=lambda corner: _times_away(corner, sizes))
         away = _times_away(nearest, sizes)
         smaller = self._work(*sizes) < self._work(*nearest)
-        if not smaller and away > FAR:
-            us = min(us, self._work(*sizes) * self._least_us_per_work)
+        if not smaller and away > FAR:  # continuous, so that more work never takes less time
+            near = FAR / away
+            us = near * us + (1 - near) * self._work(*sizes) * self._least_us_per_work
         return Estimate(
             us, EXTRAPOLATED, times_away=away, smaller=smaller, disturbed=self._disturbed
         )

@@ -111,16 +111,17 @@ class CalibratedMachine:
         return estimate
 
     def _interpolated(self, operation: str, sizes: tuple[float, ...]) -> Estimate:
-        """Returns the time from the operation's table. If its shapes are far, because few were timed, the
-        same product in another layout may have been timed nearer.
+        """Returns the time from the operation's table. If few shapes were timed and all are far, the same
+        product in another layout may have been timed nearer.
         """
-        found = self._grid(operation, self._required_table(operation)).time(sizes)
-        if found.times_away <= FAR or not operation.startswith("matmul"):
+        table = self._required_table(operation)
+        found = self._grid(operation, table).time(sizes)
+        if found.times_away <= FAR or not table.has_few or not operation.startswith("matmul"):
             return found
         kind, *layout, dtype = operation.split()
         others = [" ".join((kind, *layout[:-1], other, dtype)) for other in PRODUCT_LAYOUTS]
         tables = ((name, self.table(name)) for name in others)
-        near = [self._grid(name, table).time(sizes) for name, table in tables if table]
+        near = [self._grid(name, other).time(sizes) for name, other in tables if other]
         return min((found, *near), key=lambda each: each.times_away)
 
     def knows(self, operation: str, sizes: tuple[float, ...]) -> bool:
