@@ -75,6 +75,20 @@ def test_sizes_that_were_held_out_are_not_fitted():
     assert found.held_out_error(least_bytes=2**40) is None
 
 
+def test_a_predicted_time_lies_between_those_of_the_measured_sizes():
+    """Also of sizes that were held out of the fit, which two lines do not go through."""
+    times = {2**10: 0.02, 2**16: 0.03, 2**20: 0.021, 2**24: 0.05, 2**26: 0.16, 2**28: 0.56}
+    points = [LinkPoint(size, ms) for size, ms in times.items()]
+    found = link(points, settings={}, measured={})
+    assert found.held_out, "no size is held out"
+    for size, ms in times.items():
+        assert found.time_ms(size) == pytest.approx(0.03 if size == 2**20 else ms), "never falls"
+    assert found.time_ms((2**24 + 2**26) / 2) == pytest.approx((0.05 + 0.16) / 2)
+    assert found.time_ms(1) == pytest.approx(0.02)
+    more_ms = 2**28 / found.pieces[-1].bytes_per_s * 1e3
+    assert found.time_ms(2**29) == pytest.approx(0.56 + more_ms)
+
+
 def test_times_that_fall_with_size_give_a_flat_line():
     (piece,) = fit([LinkPoint(1, 2.0), LinkPoint(2, 1.9)])
     assert piece.time_ms(10**9) == pytest.approx(1.95, rel=0.01)

@@ -372,6 +372,21 @@ def test_products_outside_of_the_grid_depend_on_their_share_of_the_step_too():
     assert inside == pytest.approx([10.0, 12.0]) and outside == pytest.approx([20.0, 24.0])
 
 
+def test_attention_depends_on_the_share_of_products_as_they_do():
+    name, axes, sizes = "attention sdpa forward bf16", ("h", "t", "d"), (32, 8192, 128)
+    tables = {
+        name: OperationTable(axes, ((*sizes, 900.0),)),
+        f"{name} alone": OperationTable(axes, ((*sizes, 1170.0),)),
+        "traffic": OperationTable(("bytes",), ((1e6, 1.0), (1e9, 1e3))),
+    }
+    made = CalibratedMachine(HardwareFile(name="made", operations=tables))
+    found = [made.at_product_share(share).time(name, *sizes).us for share in (0.5, 0.75, 1.0)]
+    assert found == pytest.approx([900.0, 1035.0, 1170.0])
+    del tables[f"{name} alone"]  # an older file
+    older = CalibratedMachine(HardwareFile(name="made", operations=tables))
+    assert older.at_product_share(1.0).time(name, *sizes).us == 900.0
+
+
 def test_batched_products_take_at_least_the_time_of_their_bytes_unless_they_were_timed():
     """One product with all rows would reuse a factor that each product of a batch reads separately."""
     sizes = (128, 1024, 1024, 64)

@@ -56,6 +56,21 @@ def test_a_file_keeps_times_by_ranks_and_contention(tmp_path):
         Contention.from_row(["matmul", "all_reduce", 1.2])
 
 
+def test_products_have_the_contention_of_their_time_where_the_file_has_it():
+    rows = [
+        Contention(kernels, "all_reduce", slowdown, 1.5, 2)
+        for kernels, slowdown in (("short-matmul", 1.9), ("matmul", 1.4), ("long-matmul", 1.1))
+    ]
+
+    def slowdowns(*rows):
+        file = HardwareFile(name="box").with_contention(rows)
+        found = [file.contention_of("matmul nt bf16", "all_reduce", 2, us) for us in (80, 200, 400)]
+        return [row.kernel_slowdown for row in found]
+
+    assert slowdowns(*rows) == [1.9, 1.4, 1.1]
+    assert slowdowns(rows[1]) == [1.4, 1.4, 1.4]  # an older file
+
+
 def test_a_file_is_written_through_a_symbolic_link(tmp_path):
     (tmp_path / "link.json").symlink_to(tmp_path / "box.json")
     HardwareFile(name="box").write(tmp_path / "link.json")

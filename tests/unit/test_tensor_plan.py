@@ -3,7 +3,7 @@
 import pytest
 
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.plan.tensor import Cut, Rule, Section, matched
+from stepgauge.spec.plan.tensor import Cut, Rule, Section, grouped, matched
 from stepgauge.spec.plan.tensor_tables import table_of
 
 
@@ -61,3 +61,10 @@ def test_a_stage_has_the_rules_of_its_modules():
     experts = ModelSpec(num_experts=2, experts_per_token=1)
     with pytest.raises(ValueError, match="experts have no tensor parallel yet"):
         table_of(experts)
+
+
+def test_small_pieces_of_neighbours_are_one_product_unless_the_step_is_replayed():
+    senders = [0, 3, 2]  # to rank 1 of 4
+    assert grouped(senders, rows=2048) == [range(0, 1), range(2, 4)]
+    assert grouped(senders, rows=4096) == [range(0, 1), range(3, 4), range(2, 3)]
+    assert grouped(senders, rows=2048, replayed=True) == grouped(senders, rows=4096)
