@@ -65,6 +65,6 @@ def test_a_stage_has_the_rules_of_its_modules():
 
 def test_small_pieces_of_neighbours_are_one_product_unless_the_step_is_replayed():
     senders = [0, 3, 2]  # to rank 1 of 4
-    assert grouped(senders, rows=2048) == [range(0, 1), range(2, 4)]
-    assert grouped(senders, rows=4096) == [range(0, 1), range(3, 4), range(2, 3)]
+    assert grouped(senders, rows=2048) == [range(1), range(2, 4)]
+    assert grouped(senders, rows=4096) == [range(1), range(3, 4), range(2, 3)]
     assert grouped(senders, rows=2048, replayed=True) == grouped(senders, rows=4096)
