@@ -8,7 +8,7 @@ DISTURBED = 1.5  # largest p90 / p10 of an undisturbed row
 MISSED_CORES = "missed_cores"  # metric: how many of the cores that a row needed other work took
 LEAST_MISSED = 0.15  # the services of a quiet machine take fewer cores than this
 CRITERION = (
-    f"their p90 is over {DISTURBED} × their p10 or, as calibrate counts, other work took cores that "
+    f"their p90 is over {DISTURBED} × their p10; or, for rows of calibrate, other work took cores that "
     "they needed"
 )
 TRIES = "measurements"  # environment key: how often a disturbed row was measured
