@@ -280,7 +280,9 @@ def test_an_interrupt_while_the_fork_server_starts_is_reported_once(tmp_path, ca
         "    time.sleep(0.01)\n"
     )
     code = (
+        "import faulthandler, signal\n"
         "from stepgauge.runtime import fork_server, launch, workers\n"
+        "faulthandler.register(signal.SIGUSR1)\n"
         "fork_server.preload('slow_server')\n"
         "if __name__ == '__main__':\n"
         "    try:\n"
@@ -302,7 +304,13 @@ def test_an_interrupt_while_the_fork_server_starts_is_reported_once(tmp_path, ca
     assert wait_for(lambda: (tmp_path / "begun").exists())
     os.killpg(process.pid, signal.SIGINT)
     (tmp_path / "sent").touch()
-    out, err = process.communicate()
+    try:
+        out, err = process.communicate(timeout=150)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGUSR1)  # writes where its threads wait
+        wait_for(lambda: process.poll() is not None, 2)
+        os.killpg(process.pid, signal.SIGKILL)
+        pytest.fail(process.communicate()[1])
     own = [line for line in err.splitlines() if "/gloo/" not in line]  # a rank whose peer has ended
     assert (out, own) == ("interrupted\n", [])
 

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from tests.processes import alive, wait_for
 
+from stepgauge.runtime import launch as launch_module
 from stepgauge.runtime.early_exit import _watch
+from stepgauge.runtime.interrupts import interrupts_delayed
 from stepgauge.runtime.launch import RankError, Ranks, _End, _is_consequence, launch
 from stepgauge.runtime.world import TIMEOUT_S, check_interfaces, joined_world
 
@@ -354,6 +356,67 @@ def test_an_interrupt_while_the_launchers_thread_starts_leaves_no_ranks(monkeypa
         pass
     assert ranks.running is not is_started
     assert not set(multiprocessing.active_children()) - before
+
+
+@pytest.fixture
+def ctrl_c_raises():
+    """It is ignored where tests run in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_is_delayed_until_the_block_ends(ctrl_c_raises):
+    done = []
+    with pytest.raises(KeyboardInterrupt), interrupts_delayed():
+        signal.raise_signal(signal.SIGINT)
+        done.append("the block")
+    assert done and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class InterruptedCondition:
+    """A condition; Ctrl-C arrives when the main thread has acquired its lock."""
+
+    def __init__(self, condition):
+        self.condition, self.is_interrupted = condition, False
+
+    def __enter__(self):
+        self.condition.__enter__()
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and not self.is_interrupted:
+            self.is_interrupted = True
+            signal.raise_signal(signal.SIGINT)
+
+    def __exit__(self, *error):
+        return self.condition.__exit__(*error)
+
+    def __getattr__(self, name):
+        return getattr(self.condition, name)
+
+
+def test_an_interrupt_inside_a_threads_start_leaves_no_ranks(ctrl_c_raises, monkeypatch):
+    """The thread would wait forever for the lock of its own start."""
+    ranks = Ranks(time.sleep, 600, ranks=1)
+    started = ranks._launcher._started
+    started._cond = InterruptedCondition(started._cond)
+    with pytest.raises(KeyboardInterrupt), ranks:
+        pass
+    assert started._cond.is_interrupted and not ranks.running
+
+
+def test_an_interrupt_ends_although_the_launcher_hangs(monkeypatch):
+    monkeypatch.setattr(launch_module, "NOTICED_S", 0.5)
+    monkeypatch.setattr(launch_module, "stop_server", lambda: None)
+    hangs = threading.Event()
+    monkeypatch.setattr(launch_module, "elastic_launch", lambda *_: lambda *_: hangs.wait())
+    ranks = Ranks(time.sleep, 600, ranks=1)
+    try:
+        with pytest.raises(KeyboardInterrupt), ranks:
+            raise KeyboardInterrupt
+        assert not hangs.is_set()
+    finally:
+        hangs.set()
+        ranks._launcher.join()
 
 
 def test_a_second_interrupt_leaves_no_ranks(monkeypatch):

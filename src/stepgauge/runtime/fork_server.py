@@ -5,9 +5,10 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
+
+from stepgauge.runtime.interrupts import interrupts_delayed
 
 _PRELOADED: list[str] = []
 
@@ -40,14 +41,10 @@ def start_server() -> None:
 
 
 def start_process(process: ForkServerProcess) -> None:
-    """Starts the process, and the server if it is not running.
-
-    An interrupt waits until the process has started: with half of its arguments, it would end with a
-    traceback.
-    """
+    """Starts the process, and the server if it is not running."""
     start_server()
-    with ThreadPoolExecutor(max_workers=1) as thread:  # Python interrupts the main thread only
-        thread.submit(process.start).result()
+    with interrupts_delayed():
+        process.start()
 
 
 def stop_server() -> None:

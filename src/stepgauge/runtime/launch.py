@@ -29,6 +29,7 @@ from stepgauge.runtime.early_exit import (
 )
 from stepgauge.runtime.fork_server import describe_exit, preload, start_server, stop_server
 from stepgauge.runtime.host import threads_per_rank
+from stepgauge.runtime.interrupts import interrupts_delayed
 from stepgauge.runtime.parent import end_with_parent
 from stepgauge.runtime.world import (
     KEPT_GROUP,
@@ -48,6 +49,7 @@ from stepgauge.runtime.world import (
 CONSEQUENCE_S = 3.0
 LATE_EXIT_S = 60.0
 STARTED_S = 0.5  # time to start ranks if the fork server is ready
+NOTICED_S = 30.0  # time in which torch's launcher notices that all ranks were killed
 # multiprocessing passes at most 256 file descriptors to a process; torch's launcher needs two per rank.
 MOST_STARTED = 100
 _LOOPBACK = ("lo", "lo0")
@@ -198,7 +200,8 @@ class Ranks:
         self._earlier_children = set(multiprocessing.active_children())
         start_server()  # here, because the launcher's thread cannot shield it from Ctrl-C
         try:
-            self._launcher.start()
+            with interrupts_delayed():
+                self._launcher.start()
         except BaseException:  # Ctrl-C: without __enter__ there is no __exit__
             if self._kill():
                 self._ended.join()
@@ -217,17 +220,21 @@ class Ranks:
         self._is_killed = True
         if self._launcher.ident is None:  # if it starts after all, it starts no ranks
             return False
-        threading.Thread(target=self._kill_until_ended).start()
+        with interrupts_delayed():
+            threading.Thread(target=self._kill_until_ended).start()
         return True
 
     def _kill_until_ended(self) -> None:
         """Kills the ranks, repeatedly, because some may not have been started yet."""
-        deadline = time.monotonic() + STARTED_S
+        begin = time.monotonic()
         while not self._ended.wait(0.1):
             for process in set(multiprocessing.active_children()) - self._earlier_children:
                 process.kill()
-            if time.monotonic() > deadline:  # the launcher waits for a server that still imports
+            elapsed = time.monotonic() - begin
+            if elapsed > STARTED_S:  # the launcher waits for a server that still imports
                 stop_server()
+            if elapsed > NOTICED_S:  # its thread ends with the interpreter
+                self._ended.set()
 
     @property
     def running(self) -> bool:
