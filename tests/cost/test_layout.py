@@ -231,14 +231,32 @@ def test_accumulation_adds_gradients():
     assert of_a_stage == pytest.approx(3 * 12 * MODEL.num_parameters / 2, rel=0.02)
 
 
+def copies_of_several_sequences(spec, machine):
+    """Returns what tensor parallelism took more until ranks cut the batch by token (2026-11-29), by
+    metric. A strided copy came before each collective, and another after an all-gather, also without
+    communication. The loss held the gathered input twice.
+    """
+    model, tensor = spec.network, Layout.parse(spec.layout).tensor
+    numel = spec.batch * model.context_length * model.d_model
+    times = (machine.time("strided copy bf16", n) for n in (numel / tensor, numel))
+    piece, whole = (time.us / 1e3 for time in times)
+    sent, received = 2 * piece + 2 * whole, 2 * whole  # in a block, in each direction
+    blocks = model.num_layers * (sent + received)
+    return {
+        "forward_ms": blocks + piece + whole,  # and the head's
+        "step_ms": 2 * blocks + 2 * piece + 3 * whole,  # and the first split's
+        "tensor_exposed_ms": 2 * model.num_layers * sent,
+        "peak_bytes": 2 * numel,
+    }
+
+
 def test_measured_tensor_parallel_rows_of_several_sequences():
-    """Their exchanges are between strided copies, and their loss is fullest in its forward. Rotation's
-    backward had a copy more until ac25dd3: of rows before it forward and peak are compared, steps of
-    the two in bf16 after it that the GPU bounds.
+    """Their loss is fullest in its forward. Rotation's backward had a copy more until ac25dd3: of rows
+    before it forward and peak are compared, steps of the two in bf16 after it that the GPU bounds.
     """
     machine = CalibratedMachine(HardwareFile.read(ROOT / "hardware" / "h200-sxm.json"))
 
-    def check(name, sizes, **tolerances):
+    def check(name, sizes, copies_of=copies_of_several_sequences, **tolerances):
         lines = (ROOT / f"benchmarks/results/2026-11-23-h200-{name}.jsonl").read_text().splitlines()
         rows = [row for row in map(Record.from_json, lines) if row.spec.get("layout") == "tp2"]
         measured = {
@@ -250,16 +268,16 @@ def test_measured_tensor_parallel_rows_of_several_sequences():
         for row in measured.values():
             own = {k: v for k, v in row.spec.items() if k in LayoutSpec.__dataclass_fields__}
             spec = LayoutSpec(**{**own, "model": ModelSpec(**row.spec["model"])})
-            found = predict_layout(spec, machine)
+            found, copies = predict_layout(spec, machine), copies_of(spec, machine)
             for metric, most in tolerances.items():
-                value = row.median(metric)
-                assert found.median(metric) == pytest.approx(value, rel=most), metric
+                value = found.median(metric) + copies[metric]
+                assert value == pytest.approx(row.median(metric), rel=most), metric
 
     before = {("2.7b", 16), ("custom", 4), ("large", 16)}
     check("validation", before, forward_ms=0.02, peak_bytes=0.002, tensor_exposed_ms=0.1)
     check("validation-now", {("custom", 8), ("large", 2)}, step_ms=0.025, peak_bytes=0.002)
-    bound_by_the_host = {("medium", 12)}  # which launches less without communication
-    check("validation-now", bound_by_the_host, tensor_exposed_ms=0.1)
+    host = {("medium", 12)}  # bound by the host, which launches less without communication
+    check("validation-now", host, lambda *_: {"tensor_exposed_ms": 0.0}, tensor_exposed_ms=0.1)
 
 
 def test_two_ranks_in_a_ring_each_have_half_of_everything_but_the_keys():

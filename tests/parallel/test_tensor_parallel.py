@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import ctypes
+import dataclasses
 import functools
 from unittest import mock
 
@@ -121,6 +122,7 @@ class UserBlock(nn.Module):
 
 
 HEADS = Rule("column", (Section(16, unit=4),))
+SCALES = torch.tensor([[[0.5]], [[2.0]]], dtype=torch.float64)
 USER_TABLE = {
     "embed": Rule("embedding"),
     "layers.0": Rule("split"),
@@ -169,6 +171,10 @@ def build(name):
         model, table = UserModel(), USER_TABLE
         if name == "user with a hook":
             model.embed.register_forward_hook(lambda layer, inputs, output: output * 2)
+        if name == "user by token":
+            table = {each: dataclasses.replace(rule, by_token=True) for each, rule in table.items()}
+        if name == "user with a scale per sequence":  # which a stream by token would mix up
+            model.layers[0].register_forward_hook(lambda *call: call[-1] * SCALES)
     elif name == "counting":
         model, table = counting_model(), COUNTING_TABLE
     elif name == "one key head, transposed":
@@ -319,6 +325,7 @@ def overlapped_differences():
     for name, least_rows in zip(OVERLAPPED, (0, LEAST_ROWS), strict=True):
         plan.LEAST_ROWS = least_rows
         differences[name, "overlapped"] = difference(name, overlap=True)
+    differences["by sequence", "overlapped"] = difference("user", overlap=True)
     if dist.get_world_size() == 2:  # nothing here depends on the number of ranks
         differences["compiled"] = difference("default", overlap=True, prepare=compile_blocks)
         differences["frozen"] = difference_when_frozen()
@@ -430,14 +437,14 @@ def difference_over_many_turns():
     group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     weight, largest = torch.eye(64, dtype=torch.float64)[: 64 // ranks], 0.0
     for turn in range(30):
-        x = torch.full((1, 1, 64), turn + rank, dtype=torch.float64)
+        x = torch.full((1, 64), turn + rank, dtype=torch.float64)
         with captured_turns(group) if turn % 5 in (1, 2) else contextlib.nullcontext():
             y = gathered_product(x, weight, group)
-            pieces = scattered_product(y[:, :, :2], torch.eye(2, dtype=torch.float64), group)
+            pieces = scattered_product(y[:, :2], torch.eye(2, dtype=torch.float64), group)
             if turn % 3 == 0:
                 gathered_product(x, weight, group)
         expected = turn + torch.arange(ranks, dtype=torch.float64)
-        errors = (y - expected[None, :, None], pieces - ranks * expected[rank])
+        errors = (y - expected[:, None], pieces - ranks * expected[rank])
         largest = max(largest, *(error.abs().max().item() for error in errors))
     turns = exchange_of(group.group_name, x.device, 0)._turns
     with contextlib.suppress(ZeroDivisionError), captured_turns(group):
@@ -453,14 +460,15 @@ def begin_no_turn_if_memory_is_short():
     is still read.
     """
     group, ranks = dist.group.WORLD, dist.get_world_size()
-    x = torch.ones(1, 1, 64, dtype=torch.float64, requires_grad=True)
+    x = torch.ones(2, 64, dtype=torch.float64, requires_grad=True)
     weight = torch.eye(64, dtype=torch.float64)[: 64 // ranks].requires_grad_()
     y = gathered_product(x, weight, group)
+    rows = y.shape[0]
     exchange = exchange_of(group.group_name, x.device, 0)
     turns = dict(exchange._turns)
 
     def no_activations(tensor, shape):
-        if len(shape) == 3:
+        if shape[0] in (rows, rows // ranks):
             raise MemoryError
         return torch.empty(shape, dtype=tensor.dtype)
 
@@ -474,21 +482,21 @@ def begin_no_turn_if_memory_is_short():
 
 
 def difference_over_many_shapes():
-    """Multiplies pieces whose batch and length change, so that boxes grow and are then too large."""
+    """Multiplies pieces whose length changes, so that boxes grow and are then too large."""
     group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     generator, largest = torch.Generator().manual_seed(3), 0.0
-    for batch_size, length in ((1, 1), (3, 5), (2, 1), (1, 9), (3, 3), (1, 1)):
-        shape = batch_size, ranks * length, 12
+    for rows in (1, 15, 2, 9, 16, 1):
+        shape = ranks * rows, 12
         whole = torch.randn(shape, generator=generator, dtype=torch.float64)
         weight = torch.randn(7, 12, generator=generator, dtype=torch.float64, requires_grad=True)
-        piece = whole.chunk(ranks, 1)[rank].clone().requires_grad_()
+        piece = whole.chunk(ranks)[rank].clone().requires_grad_()
         x = whole.clone().requires_grad_()
         expected = x @ weight.detach().t()
         expected.square().sum().backward()
         y = gathered_product(piece, weight, group)
         y.square().sum().div(ranks).backward()
-        pairs = [(y, expected), (piece.grad, x.grad.chunk(ranks, 1)[rank])]
-        pairs.append((weight.grad, 2 * expected.flatten(0, 1).t() @ whole.flatten(0, 1) / ranks))
+        pairs = [(y, expected), (piece.grad, x.grad.chunk(ranks)[rank])]
+        pairs.append((weight.grad, 2 * expected.t() @ whole / ranks))
         largest = max([largest, *((a - b).abs().max().item() for a, b in pairs)])
     return largest
 
@@ -673,7 +681,7 @@ def all_differences():
     }
     adapted = ("library adapted", "library by sequence, adapted", "gpt2 adapted")
     other = ("library", "library by sequence", "counting", "gpt2", "one key head, transposed")
-    other = (*other, "user with a hook")
+    other += ("user with a hook", "user by token", "user with a scale per sequence")
     checks |= {name: functools.partial(difference, name) for name in (*other, *adapted)}
     for name in ("user", "library by sequence", "gpt2"):
         checks[name, "penalty"] = functools.partial(difference_of_penalties, name)

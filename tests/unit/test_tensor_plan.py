@@ -54,7 +54,7 @@ def test_a_star_in_a_pattern_matches_one_part_of_a_name():
 
 def test_a_stage_has_the_rules_of_its_modules():
     spec = ModelSpec(num_layers=4, block="post-norm")
-    assert table_of(spec, range(2))["blocks.0"] == Rule("split")
+    assert table_of(spec, range(2))["blocks.0"] == Rule("split", by_token=True)
     assert "blocks.1" not in table_of(spec, range(1, 3)), "the stage receives pieces"
     assert not {"embedding", "head", "norm"} & table_of(spec, range(1, 3)).keys()
     assert "head" in table_of(spec, range(2, 4))

@@ -22,7 +22,7 @@ from stepgauge.runtime.imagined_world import imagined_world
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_rules import schedule_of
 from stepgauge.spec.plan.stages import halves_of, num_parts
-from stepgauge.spec.plan.tensor import is_by_sequence
+from stepgauge.spec.plan.tensor import is_by_sequence, is_by_token
 from stepgauge.spec.plan.tensor_tables import table_of
 from stepgauge.spec.step import WorkSpec
 from stepgauge.spec.user_model import UserModel
@@ -173,7 +173,7 @@ def _build_user_stage(
         for each in stages if "tensor" in groups else ():
             parallelize_tensor(
                 each, cut.table_of(each), group=groups["tensor"], overlap=layout.overlap,
-                by_sequence=is_by_sequence(cut.table),
+                by_sequence=is_by_sequence(cut.table), by_token=is_by_token(cut.table),
             )  # fmt: skip
         return Parallel(module=stages[-1], optimizer=optimizer(grouped(stages[-1])))
 

@@ -33,7 +33,7 @@ from stepgauge.runtime.recording import Recorder
 from stepgauge.runtime.world import gathered_objects
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.plan.pipeline import Schedule
-from stepgauge.spec.plan.tensor import Table, is_by_sequence
+from stepgauge.spec.plan.tensor import Table, is_by_sequence, is_by_token
 from stepgauge.spec.units import ceil_div
 
 Batch = Sequence[Any]
@@ -86,14 +86,15 @@ class Network:
     def cut_layers(
         self, stage: int, module: nn.Module, mesh: DeviceMesh, *, overlap: bool
     ) -> TensorParallel:
-        """Cuts the layers of a stage, in place. If the table of one stage splits sequences, all stages
-        do.
+        """Cuts the layers of a stage, in place. If the table of one stage splits the residual stream, all
+        stages do.
         """
         return parallelize_tensor(
             module,
             self.table(stage),
             group=mesh.get_group("tensor"),
             by_sequence=any(map(is_by_sequence, self.tables)),
+            by_token=any(map(is_by_token, self.tables)),
             overlap=overlap,
             partial_loss=self.partial_loss,
             part_sum=self.part_sum,

@@ -181,11 +181,8 @@ def loss_bytes(operations: StepOperations) -> float:
     if operations.compiles_loss:  # the gradient overwrites the logits
         return 0.0
     if operations.share.tensor > 1:
-        # Local variables of parallel/tensor_parallel/layers.py hold the last norm's output and, for
-        # several sequences, the gathered input before its dimensions are reordered.
-        gathered = m * operations.model.d_model * operations.arithmetic.activation_bytes
-        held = operations.stream_bytes + (gathered if operations.share.batch > 1 else 0)
-        return m * v * (18 if is_bf16 else 12) + held
+        # A local variable of parallel/tensor_parallel/layers.py holds the last norm's output.
+        return m * v * (18 if is_bf16 else 12) + operations.stream_bytes
     return m * v * (4 if is_bf16 else 8)
 
 

@@ -19,7 +19,7 @@ from stepgauge.cost.operations.rank_sizes import NetworkPart, ShareSizes
 from stepgauge.cost.operations.ring_attention import RING, Ring
 from stepgauge.cost.operations.supported import CALIBRATED, RECOMPUTED, require_priced
 from stepgauge.cost.operations.tensor_overlap import OverlappedLayer
-from stepgauge.cost.operations.terms import TRAFFIC, Arithmetic, Term, strided_copy
+from stepgauge.cost.operations.terms import TRAFFIC, Arithmetic, Term
 from stepgauge.cost.streams.program import LaunchCost, LaunchGroup
 from stepgauge.spec.fused_loss import torch_computes
 from stepgauge.spec.model_fields import NORM_PARAMETERS, NORMS
@@ -362,7 +362,6 @@ class StepOperations(ShareSizes):
         """Yields a module's tensor-parallel collectives.
 
         If the layout overlaps them, they run during the products with `weight` (outputs, inputs).
-        Otherwise each comes with the copies that it needs.
         """
         rule = self._rule(module)
         nbytes = self.tokens * self.model.d_model * (itemsize or self.arithmetic.activation_bytes)
@@ -373,24 +372,7 @@ class StepOperations(ShareSizes):
                 sizes = weight, self.tokens, self.share.tensor, self.arithmetic.dtype
                 yield from OverlappedLayer(*sizes, self.share.replayed).terms(term, phase)
             else:
-                yield from self._transposed(module, operation)
                 yield term
-
-    def _transposed(self, module: str, operation: str) -> Iterator[Term]:
-        """Yields the copies of a collective that change the order of batch and positions.
-
-        Ranks exchange the same positions of all sequences. A collective's input is copied into that
-        order; an all-gather's output, or the input repeated instead of it, is copied back.
-        """
-        if self.share.batch == 1:
-            return
-        whole, piece = self.tokens * self.model.d_model, self.own_tokens * self.model.d_model
-        gather, scatter = [(piece, "tensor"), (whole, "")], [(whole, "tensor")]
-        copies = {"all-gather": gather, "reduce-scatter": scatter}
-        for numel, packs in copies.get(operation, []):
-            copy = strided_copy(f"{module}.transpose", numel)
-            plain = Term(copy.name, TRAFFIC, (2 * self.arithmetic.activation_bytes * numel,))
-            yield dataclasses.replace(plain if self.arithmetic.is_compiled else copy, packs=packs)
 
 
 def _paced(terms: Iterable[Term], pace: float) -> list[Term]:

@@ -36,7 +36,6 @@ class Term:
     gradient     elements of the parameter whose gradient is complete after this term; 0 if none is
     for_weights  part of a weight gradient: no other pipeline stage waits for it
     axis         communication: the mesh axis of the ranks that take part
-    packs        the mesh axis whose messages this copy packs; without them it is not made
     hidden_by    communication in pieces: the products that run at the same time
     copied_as    communication: the collective that copy engines run instead between GPUs of one
                  machine, as bench comm names it; "" if NCCL always runs it
@@ -57,7 +56,6 @@ class Term:
     gradient: int = 0
     for_weights: bool = False
     axis: str = ""
-    packs: str = ""
     hidden_by: tuple["Term", ...] = ()
     copied_as: str = ""
     nbytes: float = 0.0

@@ -95,8 +95,6 @@ class Prices:
 
     def us(self, term: Term) -> float:
         """Returns the time of all runs of the term, at its pace."""
-        if term.packs and term.packs == self._without:
-            return 0.0
         return term.count * term.pace * self.estimate(term).us
 
     def estimate(self, term: Term) -> Estimate:

@@ -21,16 +21,14 @@ _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def part_sum(parts: Tensor, own: Tensor, rank: int) -> Tensor:
-    """Returns the sum (B, *) of contiguous parts (N, B, *), of which `own` (B, *) is the one of that rank;
-    what parts[rank] holds does not count. Sums of 16 bits are accumulated in 32. It has no derivative.
-
-    own  contiguous within each of the B batches, which may lie apart
+    """Returns the sum of contiguous parts (N, *), of which `own` is the one of that rank; what
+    parts[rank] holds does not count. Sums of 16 bits are accumulated in 32. It has no derivative.
     """
     if not _has_kernel(own):
         parts[rank].copy_(own)
         return parts.sum(0, dtype=parts.dtype)
     out = parts.new_empty(parts.shape[1:])
-    kernels.part_sum(parts, own, rank, out)
+    kernels.part_sum(parts, own.contiguous(), rank, out)
     return out
 
 

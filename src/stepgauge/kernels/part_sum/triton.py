@@ -15,45 +15,37 @@ from torch import Tensor
 from stepgauge.kernels.launch import Launch
 
 BLOCK, NUM_WARPS = 2048, 4
-MOST_ELEMENTS = 2**31 - 1  # of a batch of a part, which are counted in 32 bits
+MOST_ELEMENTS = 2**31 - 1  # of a part, which are counted in 32 bits
 MOST_VECTOR = 8  # elements that a thread loads at once: 16 bytes in bf16
 
 
-@triton.jit(do_not_specialize=["vectors", "stride", "own_stride", "rank"])
+@triton.jit(do_not_specialize=["vectors", "rank"])
 def part_sum_kernel(
     parts_ptr,
     own_ptr,
     out_ptr,
     vectors,
-    stride,
-    own_stride,
     rank,
     NUM_PARTS: tl.constexpr,
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sums a block of elements of one batch in float32.
+    """Sums a block of elements in float32.
 
-    Counts and strides are given in units of VECTOR elements: as the compiler knows a factor of theirs,
-    it can load so many elements at once.
-
-    vectors     elements of a batch
-    stride      from a part to the next
-    own_stride  from a batch of `own` to the next
-    rank        the part that is `own` instead
+    vectors  elements of a part, in units of VECTOR: as the compiler knows a factor, it can load so many
+             elements at once
+    rank     the part that is `own` instead
     """
-    batch = tl.program_id(1).to(tl.int64)
     numel = vectors * VECTOR
     index_M = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask_M = index_M < numel
-    own_M = tl.load(own_ptr + batch * own_stride * VECTOR + index_M, mask=mask_M, other=0.0)
-    parts_ptr += batch * numel
+    own_M = tl.load(own_ptr + index_M, mask=mask_M, other=0.0)
     sum_M = tl.zeros([BLOCK], tl.float32)
     for part in tl.static_range(NUM_PARTS):
         part_M = tl.load(parts_ptr + index_M, mask=mask_M & (part != rank), other=0.0)
         sum_M += tl.where(part == rank, own_M, part_M).to(tl.float32)
-        parts_ptr += stride.to(tl.int64) * VECTOR
-    tl.store(out_ptr + batch * numel + index_M, sum_M.to(out_ptr.dtype.element_ty), mask=mask_M)
+        parts_ptr += numel.to(tl.int64)
+    tl.store(out_ptr + index_M, sum_M.to(out_ptr.dtype.element_ty), mask=mask_M)
 
 
 IS_INTERPRETED = not isinstance(part_sum_kernel, triton.runtime.JITFunction)
@@ -67,12 +59,10 @@ def _launch_for(num_parts: int, vector: int, dtype: torch.dtype, device: torch.d
 
 
 def part_sum(parts: Tensor, own: Tensor, rank: int, out: Tensor) -> None:
-    """Writes to `out` (B, *) what kernels.part_sum.part_sum returns."""
+    """Writes to `out` what kernels.part_sum.part_sum returns."""
     if not out.numel():
         return
-    numel, own_stride, stride = own[0].numel(), own.stride(0), out.numel()
-    vector = math.gcd(numel, own_stride, MOST_VECTOR)
+    vector = math.gcd(out.numel(), MOST_VECTOR)
     launch = _launch_for(parts.shape[0], vector, parts.dtype, parts.device)
-    grid = triton.cdiv(numel, BLOCK), own.shape[0]
-    counts = (numel // vector, stride // vector, own_stride // vector, rank)
-    launch(grid, (parts, own, out), counts)
+    grid = (triton.cdiv(out.numel(), BLOCK),)
+    launch(grid, (parts, own, out), (out.numel() // vector, rank))

@@ -1,7 +1,7 @@
 """Collectives that torch.compile keeps in its graphs: they return new tensors. Those that write into
 their argument would break a graph. Autograd does not follow them.
 
-Legend: B batch, T tokens, N ranks, Q = T/N tokens of a rank, D width, M other ranks, in the order of ranks.
+Legend: N ranks, R rows of a rank, S = N R rows of all ranks, D width, M other ranks, in the order of ranks.
 """
 
 import torch
@@ -22,18 +22,18 @@ def over_ranks(x: Tensor, group: dist.ProcessGroup | None, operation: str = "sum
     return x if group is None else all_reduce(x, group, operation)
 
 
-def all_gather(x_BQD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns x_BTD, the pieces of all ranks."""
-    pieces_QBD = x_BQD.transpose(0, 1).contiguous()
-    gathered = _ops.all_gather_into_tensor(pieces_QBD, group.size(), group.group_name)
-    return _ops.wait_tensor(gathered).transpose(0, 1)
+def all_gather(x_RD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns x_SD, the rows of all ranks."""
+    return _ops.wait_tensor(
+        _ops.all_gather_into_tensor(x_RD.contiguous(), group.size(), group.group_name)
+    )
 
 
-def reduce_scatter(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns x_BQD, the rank's piece of the sum over ranks."""
-    whole_TBD = x_BTD.transpose(0, 1).contiguous()
-    piece = _ops.reduce_scatter_tensor(whole_TBD, "sum", group.size(), group.group_name)
-    return _ops.wait_tensor(piece).transpose(0, 1)
+def reduce_scatter(x_SD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns x_RD, the rank's rows of the sum over ranks."""
+    return _ops.wait_tensor(
+        _ops.reduce_scatter_tensor(x_SD.contiguous(), "sum", group.size(), group.group_name)
+    )
 
 
 def exchange_with_others(x_M: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,11 +1,11 @@
-"""Exchanges pieces of activations between ranks of one machine, by copies that overlap with products.
+"""Exchanges rows of activations between ranks of one machine, by copies that overlap with products.
 
 A rank sends by copying into boxes of the receiver, in memory that its peers can reach
-(peer_memory.py). There are two kinds of boxes, both with room for x_BTD:
+(peer_memory.py). There are two kinds of boxes, both with room for x_SD:
 
-    gather   a rank sends its piece x_BQD to every other rank; the receiver's box becomes x_BTD
-    scatter  a rank sends to every other rank that rank's rows of its own x_BTD; the receiver's box
-             becomes x_NBQD, the rows of all ranks, and the receiver sums them
+    gather   a rank sends its rows x_RD to every other rank; the receiver's box becomes x_SD
+    scatter  a rank sends to every other rank that rank's rows of its own x_SD; the receiver's box
+             becomes x_NRD, what all ranks sent, and the receiver sums it
 
 Copy engines move the bytes, and no multiprocessor waits. All messages are pushed: copies out of
 another GPU's memory took 1.2 to 2 times as long as copies into it
@@ -30,10 +30,10 @@ Turns can be captured in a CUDA graph: flags are always 1 or 0, and `captured` l
 before and after a replay, since the turns of two replays need not alternate boxes.
 
 Memory that is sent must not be reused before the copy is done. This holds because the calling stream
-waits for all messages of a turn (`pieces`, `whole`, `sum`), and the tensors are kept until then. A
+waits for all messages of a turn (`rows`, `whole`, `sum`), and the tensors are kept until then. A
 compiler that reuses memory therefore needs to know nothing else.
 
-Legend: B batch, T sequence, D width, N ranks, Q = T/N.
+Legend: N ranks, R rows of a rank, S = N R rows of all, D width.
 """
 
 import contextlib
@@ -57,15 +57,16 @@ from stepgauge.parallel.communication.peer_memory import (
 BOXES = 2  # per kind: one is read while the next is written
 KINDS = GATHER, SCATTER = "gather", "scatter"  # of boxes; the messages of each have a stream
 PartSum = Callable[[Tensor, Tensor, int], Tensor]  # as `part_sum_by_torch`
+MOST_VIEWS = 256
 _MEETINGS = 2  # before and after the replay of a CUDA graph
 
 
-def part_sum_by_torch(parts_NBQD: Tensor, own_BQD: Tensor, rank: int) -> Tensor:
-    """Returns the sum of the parts, of which `own_BQD` is the one of that rank; what parts_NBQD[rank]
+def part_sum_by_torch(parts_NRD: Tensor, own_RD: Tensor, rank: int) -> Tensor:
+    """Returns the sum of the parts, of which `own_RD` is the one of that rank; what parts_NRD[rank]
     holds does not count.
     """
-    parts_NBQD[rank].copy_(own_BQD)
-    return parts_NBQD.sum(0, dtype=parts_NBQD.dtype)
+    parts_NRD[rank].copy_(own_RD)
+    return parts_NRD.sum(0, dtype=parts_NRD.dtype)
 
 
 class Exchange:
@@ -110,12 +111,18 @@ class Exchange:
     def view(self, box: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Returns this rank's box as a tensor."""
         key = box, shape, dtype
+        if len(self._views) > MOST_VIEWS:  # batches of many lengths
+            self._views.clear()
         if key not in self._views:
             nbytes = math.prod(shape) * dtype.itemsize
             with torch.inference_mode(False):  # the views are kept and also used in training
                 own = self.memory.box(self.rank, box)[:nbytes]
                 self._views[key] = own.view(dtype).view(shape)
         return self._views[key]
+
+    def copy(self, target: int, source: Tensor, kind: str) -> None:
+        """Copies a contiguous tensor to an address, on the kind's stream."""
+        self.memory.copy(target, source.data_ptr(), source.nbytes, self.handles.get(kind))
 
     def tell(self, rank: int, box: int, kind: str = "") -> None:
         """Sets this rank's flag for a box on another rank, after the work so far of the kind's stream
@@ -180,43 +187,33 @@ class Exchange:
 
 
 class Gather:
-    """One turn that gathers x_BTD, of which this rank has x_BQD.
+    """One turn that gathers x_SD, of which this rank has x_RD.
 
-    keeps_own  this rank's piece is needed in x_BTD, too: `whole` will be called
+    keeps_own  this rank's rows are needed in x_SD, too: `whole` will be called
     """
 
-    def __init__(self, exchange: Exchange, x_BQD: Tensor, *, keeps_own: bool):
-        self._exchange, self._piece = exchange, x_BQD.contiguous()
+    def __init__(self, exchange: Exchange, x_RD: Tensor, *, keeps_own: bool):
+        self._exchange, self._own = exchange, x_RD.contiguous()
         self._box = exchange.begin_turn(GATHER)
         exchange.mark_ready(GATHER)
-        batch, length, width = x_BQD.shape
-        shape = (batch, exchange.ranks * length, width)
-        self._whole = exchange.view(self._box, shape, x_BQD.dtype)
+        shape = (exchange.ranks * x_RD.shape[0], x_RD.shape[1])
+        self._whole = exchange.view(self._box, shape, x_RD.dtype)
         self._received = 0  # messages
         if keeps_own:  # before products: between two, it would wait for one and delay the other
-            rows_of(self._whole, exchange.rank, exchange.ranks).copy_(x_BQD)
+            rows_of(self._whole, exchange.rank, exchange.ranks).copy_(x_RD)
 
     def send(self) -> None:
-        """Sends this rank's piece, as it was when the turn began, to all other ranks."""
-        exchange = self._exchange
+        """Sends this rank's rows, as they were when the turn began, to all other ranks."""
+        exchange, nbytes = self._exchange, self._own.nbytes
         exchange.fork(GATHER)
         for message, peer in enumerate(exchange.receivers):
-            self._copy(peer)
+            target = exchange.memory.address(peer, self._box) + exchange.rank * nbytes
+            exchange.copy(target, self._own, GATHER)
             exchange.tell(peer, self._box, GATHER)
             exchange.mark_sent(message)
 
-    def _copy(self, rank: int) -> None:
-        """Copies one sequence at a time, since its rows are contiguous in the box."""
-        exchange, memory = self._exchange, self._exchange.memory
-        batch, nbytes = self._piece.shape[0], self._piece.nbytes // self._piece.shape[0]
-        target, source = memory.address(rank, self._box), self._piece.data_ptr()
-        stream = exchange.handles.get(GATHER)
-        for number in range(batch):
-            place = (number * exchange.ranks + exchange.rank) * nbytes
-            memory.copy(target + place, source + number * nbytes, nbytes, stream)
-
-    def pieces(self, ranks: range) -> Tensor:
-        """Returns the pieces of these other ranks. The calling stream waits for them. To be called for
+    def rows(self, ranks: range) -> Tensor:
+        """Returns the rows of these other ranks. The calling stream waits for them. To be called for
         groups in the order of `senders`.
         """
         for _ in ranks:
@@ -226,7 +223,7 @@ class Gather:
         return rows_of(self._whole, ranks, self._exchange.ranks)
 
     def whole(self) -> Tensor:
-        """Returns all pieces. The calling stream waits for them."""
+        """Returns all rows. The calling stream waits for them."""
         if not_received := self._exchange.senders[self._received :]:
             self._exchange.join(GATHER)
             self._exchange.wait(not_received, self._box)
@@ -234,17 +231,16 @@ class Gather:
 
 
 class Scatter:
-    """One turn that scatters x_BTD, of which every rank takes the sum of all ranks' rows.
+    """One turn that scatters x_SD, of which every rank takes the sum of all ranks' rows.
 
-    whole  x_BTD, to be written by this rank
+    whole  x_SD, to be written by this rank
     """
 
-    def __init__(self, exchange: Exchange, shape_BTD: tuple[int, int, int], like: Tensor):
-        batch, length, width = shape_BTD
-        self._exchange, self.whole = exchange, like.new_empty(shape_BTD)
+    def __init__(self, exchange: Exchange, shape_SD: tuple[int, int], like: Tensor):
+        self._exchange, self.whole = exchange, like.new_empty(shape_SD)
         self._box = exchange.begin_turn(SCATTER)
-        parts = (exchange.ranks, batch, length // exchange.ranks, width)
-        self._parts_NBQD = exchange.view(self._box, parts, like.dtype)
+        parts = (exchange.ranks, shape_SD[0] // exchange.ranks, shape_SD[1])
+        self._parts_NRD = exchange.view(self._box, parts, like.dtype)
 
     def send(self, *ranks: int) -> None:
         """Sends these ranks their rows, after the calling stream's work so far."""
@@ -252,33 +248,25 @@ class Scatter:
         exchange.mark_ready(SCATTER)
         exchange.fork(SCATTER)
         for rank in ranks:
-            self._copy(rank)
+            rows_RD = rows_of(self.whole, rank, exchange.ranks)
+            target = exchange.memory.address(rank, self._box) + exchange.rank * rows_RD.nbytes
+            exchange.copy(target, rows_RD, SCATTER)
             exchange.tell(rank, self._box, SCATTER)
 
-    def _copy(self, rank: int) -> None:
-        """Copies one sequence at a time, since its rows are contiguous in `whole`."""
-        exchange, memory, part_BQD = self._exchange, self._exchange.memory, self._parts_NBQD[0]
-        batch, nbytes = part_BQD.shape[0], part_BQD.nbytes // part_BQD.shape[0]
-        target = memory.address(rank, self._box) + exchange.rank * part_BQD.nbytes
-        source, stream = self.whole.data_ptr(), exchange.handles.get(SCATTER)
-        for number in range(batch):
-            place = (number * exchange.ranks + rank) * nbytes
-            memory.copy(target + number * nbytes, source + place, nbytes, stream)
-
     def sum(self) -> Tensor:
-        """Returns x_BQD, the sum of this rank's rows over all ranks. The calling stream waits for them."""
+        """Returns x_RD, the sum of this rank's rows over all ranks. The calling stream waits for them."""
         exchange = self._exchange
         exchange.join(SCATTER)
         exchange.wait(exchange.senders, self._box)
-        own_BQD = rows_of(self.whole, exchange.rank, exchange.ranks)
-        return exchange.part_sum(self._parts_NBQD, own_BQD, exchange.rank)
+        own_RD = rows_of(self.whole, exchange.rank, exchange.ranks)
+        return exchange.part_sum(self._parts_NRD, own_RD, exchange.rank)
 
 
-def rows_of(x_BTD: Tensor, group: range | int, ranks: int) -> Tensor:
-    """Returns the rows of a rank, x_BQD, or of a group of ranks."""
-    length = x_BTD.shape[1] // ranks
+def rows_of(x_SD: Tensor, group: range | int, ranks: int) -> Tensor:
+    """Returns the rows of a rank, x_RD, or of a group of ranks."""
+    length = x_SD.shape[0] // ranks
     group = range(group, group + 1) if isinstance(group, int) else group
-    return x_BTD.narrow(1, group.start * length, len(group) * length)
+    return x_SD.narrow(0, group.start * length, len(group) * length)
 
 
 _exchanges: weakref.WeakKeyDictionary[dist.ProcessGroup, Exchange] = weakref.WeakKeyDictionary()

@@ -1,8 +1,8 @@
 """The collectives around the residual stream of a tensor-parallel network.
 
-The path of an activation through a block, with the stream cut by sequence (by_sequence=True):
+The path of an activation through a block, with the stream cut over ranks (by_sequence=True):
 
-    x_BQD  each rank's piece of the sequence; norms and residual additions work on it
+    x_BQD  each rank's piece of the tokens; norms and residual additions work on it
       all-gather            gather_input, or column_linear with the layer
     x_BTD  all tokens
       column layer          each rank has some rows of the weight
@@ -16,9 +16,15 @@ Backward mirrors this: the gradient of an all-gather is a reduce-scatter and vic
 stream (by_sequence=False) every rank has x_BTD. Forward then needs no gather and all-reduces y_BTD;
 backward all-reduces the gradient of x_BTD, since each rank only knows the share of its features.
 
-All collectives are followed by autograd and kept in the graph by torch.compile.
+Which tokens a piece has. By sequence, rank r has positions rQ to (r+1)Q of each sequence. By token, it has
+tokens rBQ to (r+1)BQ of the batch, whose sequences follow one another in memory: no copy is needed to
+send or join pieces. The piece has the shape (B, Q, D) there, too, so that a module that reads shapes
+finds the same; but row b of it need not belong to sequence b.
 
-Legend: B batch, T sequence, D model width, F features of a rank, N ranks, Q = T/N.
+Collectives and products see rows: R = BQ of a rank, S = BT of all ranks. `_rows` and `_by_batch` change
+between the two shapes. All collectives are followed by autograd and kept in the graph by torch.compile.
+
+Legend: B batch, T sequence, D model width, F features of a rank, N ranks, Q = T/N, R = BQ, S = BT.
 """
 
 import dataclasses
@@ -44,6 +50,7 @@ class ResidualStream:
     """The collectives of one tensor-parallel group.
 
     by_sequence   each rank has a piece x_BQD of the stream; otherwise it has all of x_BTD
+    by_token      a piece is of the batch's tokens in order, instead of each sequence's
     overlap       large collectives run at the same time as the product next to them; needs
                   by_sequence and a group known to `groups_by_name.register`
     replayed      the step is replayed from a CUDA graph, so that smaller collectives overlap
@@ -53,6 +60,7 @@ class ResidualStream:
 
     group: dist.ProcessGroup
     by_sequence: bool = True
+    by_token: bool = False
     overlap: bool = False
     replayed: bool = False
     communicates: bool = True
@@ -77,26 +85,29 @@ class ResidualStream:
         """Returns x_BTD, as the input of layers of which each rank computes a part. Backward sums
         the gradients of all ranks.
         """
-        if self.by_sequence:
-            _require_sequence(x)
+        if not self.by_sequence:
+            return _SumOfGradients.apply(x, self.group) if self.communicates else x
+        rows_RD = self._rows(x)
         if not self.communicates:
-            return x.repeat(1, self.ranks, 1) if self.by_sequence else x
-        return (_Gather if self.by_sequence else _SumOfGradients).apply(x, self.group)
+            return self._by_batch(rows_RD.repeat(self.ranks, 1), x.shape[0])
+        return self._by_batch(_Gather.apply(rows_RD, self.group), x.shape[0])
 
     def reduce_output(self, y_BTD: Tensor) -> Tensor:
         """Sums the ranks' summands. Returns the rank's piece y_BQD if the stream is by sequence."""
         if not self.by_sequence:
             return self.sum(y_BTD)
         self._require_divisible(y_BTD)
+        rows_SD = self._rows(y_BTD)
         if not self.communicates:
-            return piece_of(y_BTD, self.group)
-        return _ReduceScatter.apply(y_BTD, self.group)
+            return self._by_batch(piece_of(rows_SD, self.group), y_BTD.shape[0])
+        return self._by_batch(_ReduceScatter.apply(rows_SD, self.group), y_BTD.shape[0])
 
     def column_linear(self, x: Tensor, weight_FD: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns h_BTF: `gather_input`, then a linear layer with some of its rows on each rank."""
         if not self._overlaps(x, self.ranks):
             return F.linear(self.gather_input(x), weight_FD, bias)
-        h_BTF = gathered_product(x, weight_FD.to(x.dtype), self.group)
+        h_SF = gathered_product(self._rows(x), weight_FD.to(x.dtype), self.group)
+        h_BTF = self._by_batch(h_SF, x.shape[0])
         return h_BTF if bias is None else h_BTF + bias.to(x.dtype)
 
     def row_linear(self, x_BTF: Tensor, weight_DF: Tensor) -> Tensor:
@@ -104,7 +115,9 @@ class ResidualStream:
         if not self._overlaps(x_BTF, 1, width=weight_DF.shape[0]):
             return self.reduce_output(F.linear(x_BTF, weight_DF))
         self._require_divisible(x_BTF)
-        return scattered_product(x_BTF, weight_DF.to(x_BTF.dtype), self.group)
+        weight_DF = weight_DF.to(x_BTF.dtype)
+        y_RD = scattered_product(self._rows(x_BTF), weight_DF, self.group)
+        return self._by_batch(y_RD, x_BTF.shape[0])
 
     def _overlaps(self, x: Tensor, pieces: int, width: int = 0) -> bool:
         """True if the collective next to a product should overlap it. The stream has `pieces` times
@@ -112,7 +125,8 @@ class ResidualStream:
         """
         if not (self.overlap and self.by_sequence and self.communicates):
             return False
-        nbytes = x.shape[0] * x.shape[1] * pieces * (width or x.shape[2]) * x.dtype.itemsize
+        tokens = x.numel() // x.shape[-1] * pieces
+        nbytes = tokens * (width or x.shape[-1]) * x.dtype.itemsize
         return overlaps(nbytes, self.ranks, replayed=self.replayed)
 
     def split(self, x_BTD: Tensor) -> Tensor:
@@ -120,9 +134,9 @@ class ResidualStream:
         if not self.by_sequence:
             return x_BTD
         self._require_divisible(x_BTD)
-        if not self.communicates:
-            return piece_of(x_BTD, self.group)
-        return _Split.apply(x_BTD, self.group)
+        rows_SD = self._rows(x_BTD)
+        split = _Split.apply if self.communicates else piece_of
+        return self._by_batch(split(rows_SD, self.group), x_BTD.shape[0])
 
     def sum(self, y: Tensor) -> Tensor:
         """Returns the sum over ranks, on every rank. Every rank has the same gradient of the sum, so
@@ -134,26 +148,35 @@ class ResidualStream:
         """Returns the sum over ranks. Autograd follows it only where gradients are enabled."""
         return self.sum(x) if torch.is_grad_enabled() else over_ranks(x, self.active_group)
 
+    def _rows(self, x: Tensor) -> Tensor:
+        """Returns (B, Q, D) as (R, D), or (B, T, D) as (S, D), in an order in which rank r has the r-th
+        part of all rows.
+        """
+        if x.ndim != 3:
+            raise ValueError(
+                f"the residual stream is cut along dim 1 of batch, sequence and width, but a layer gets "
+                f"an input of shape {tuple(x.shape)}; choose by_sequence=False"
+            )
+        return (x if self.by_token else x.transpose(0, 1)).flatten(0, 1)
+
+    def _by_batch(self, rows: Tensor, batch: int) -> Tensor:
+        """Undoes `_rows`."""
+        if self.by_token:
+            return rows.unflatten(0, (batch, -1))
+        return rows.unflatten(0, (-1, batch)).transpose(0, 1)
+
     def _require_divisible(self, x_BTD: Tensor) -> None:
-        _require_sequence(x_BTD)
-        if x_BTD.shape[1] % self.ranks:
+        if x_BTD.ndim == 3 and x_BTD.shape[1] % self.ranks:
             raise ValueError(
                 f"the sequence has {x_BTD.shape[1]} tokens, which {self.ranks} ranks do not "
                 "divide; choose a multiple, or by_sequence=False"
             )
 
 
-def _require_sequence(x: Tensor) -> None:
-    if x.ndim != 3:
-        raise ValueError(
-            f"the residual stream is cut along dim 1 of batch, sequence and width, but a layer gets "
-            f"an input of shape {tuple(x.shape)}; choose by_sequence=False"
-        )
-
-
-def piece_of(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    length = x_BTD.shape[1] // group.size()
-    return x_BTD.narrow(1, group.rank() * length, length)
+def piece_of(x_SD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns the rank's rows."""
+    length = x_SD.shape[0] // group.size()
+    return x_SD.narrow(0, group.rank() * length, length)
 
 
 class _Function(torch.autograd.Function):
@@ -177,8 +200,8 @@ def _backward(
 
 class _Gather(_Function):
     @staticmethod
-    def forward(x_BQD: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return all_gather(x_BQD, group)
+    def forward(x_RD: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return all_gather(x_RD, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -187,8 +210,8 @@ class _Gather(_Function):
 
 class _ReduceScatter(_Function):
     @staticmethod
-    def forward(y_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return reduce_scatter(y_BTD, group)
+    def forward(y_SD: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return reduce_scatter(y_SD, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -197,8 +220,8 @@ class _ReduceScatter(_Function):
 
 class _Split(_Function):
     @staticmethod
-    def forward(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return piece_of(x_BTD, group).clone()
+    def forward(x_SD: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return piece_of(x_SD, group).clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -206,11 +229,11 @@ class _Split(_Function):
 
 
 class _Join(_Function):
-    """Joins the ranks' pieces. Unlike that of _Gather, the gradient is the same on every rank."""
+    """Joins the ranks' rows. Unlike that of _Gather, the gradient is the same on every rank."""
 
     @staticmethod
-    def forward(x_BQD: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return all_gather(x_BQD, group)
+    def forward(x_RD: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return all_gather(x_RD, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -44,7 +45,7 @@ from stepgauge.parallel.tensor_parallel.rules import Rules, rules_of
 from stepgauge.parallel.tensor_parallel.vocabulary_loss import PartialLoss
 from stepgauge.parallel.whole_norm import clip_whole_norm
 from stepgauge.runtime.recording import Recorder
-from stepgauge.spec.plan.tensor import Table, is_by_sequence
+from stepgauge.spec.plan.tensor import Table, is_by_sequence, is_by_token
 from stepgauge.spec.plan.transformers_tables import table_of_config
 
 
@@ -145,15 +146,10 @@ class TensorParallel:
 
 
 def parallelize_tensor(
-    module: nn.Module,
-    table: Table | None = None,
-    *,
-    group: dist.ProcessGroup | None = None,
-    by_sequence: bool | None = None,
-    overlap: bool | None = None,
-    partial_loss: PartialLoss | None = None,
-    part_sum: PartSum = part_sum_by_torch,
-) -> TensorParallel:
+    module: nn.Module, table: Table | None = None, *, group: dist.ProcessGroup | None = None,
+    by_sequence: bool | None = None, by_token: bool | None = None, overlap: bool | None = None,
+    partial_loss: PartialLoss | None = None, part_sum: PartSum = part_sum_by_torch,
+) -> TensorParallel:  # fmt: skip
     """Cuts the module's layers in place, as the table says. All ranks of the group must call it.
 
     Every rank passes the whole module; the values of rank 0 are used. Layers and parameters are
@@ -163,6 +159,7 @@ def parallelize_tensor(
     table        None: built from the config of a network of the transformers library
     by_sequence  norms and the residual stream have one piece of the sequence per rank, along dim 1
                  of the first block's input. None: True if the table has a rule split or sequence
+    by_token     these pieces are of the batch's tokens in order. None: True if a rule says so
     overlap      large collectives run at the same time as products. None: True if by_sequence,
                  between GPUs of one machine that reach each other's memory (peer access)
     partial_loss kernels.linear_cross_entropy.partial: the head then holds no logits for its loss
@@ -176,8 +173,10 @@ def parallelize_tensor(
     assert group is not None, "tensor parallel needs a process group"
     table = table_by_config(module) if table is None else table
     by_sequence = is_by_sequence(table) if by_sequence is None else by_sequence
+    by_token = is_by_token(table) if by_token is None else by_token
+    stream = ResidualStream(group, by_sequence, by_token)
     prepare_replicas(module, group)
-    stream = _stream(module, group, by_sequence, overlap, part_sum)
+    _set_overlap(stream, device_of(module), overlap, part_sum)
     rules = rules_of(module, table, by_sequence=by_sequence)
     cuts = cut_parameters(module, rules, stream.rank, stream.ranks)
     _apply(module, rules, stream, cuts, partial_loss)
@@ -217,17 +216,13 @@ def table_by_config(module: nn.Module) -> Table:
     return table_of_config(config.to_dict(), [name for name, _ in module.named_modules()])
 
 
-def _stream(
-    module: nn.Module,
-    group: dist.ProcessGroup,
-    by_sequence: bool,
-    overlap: bool | None,
-    part_sum: PartSum,
-) -> ResidualStream:
-    device = device_of(module)
+def _set_overlap(
+    stream: ResidualStream, device: torch.device, overlap: bool | None, part_sum: PartSum
+) -> None:
+    group = stream.group
     if overlap is None:
-        overlap = by_sequence and copies_reach(group, device)
-    if overlap and not by_sequence:
+        overlap = stream.by_sequence and copies_reach(group, device)
+    if overlap and not stream.by_sequence:
         raise ValueError("overlap is True, which needs by_sequence=True")
     if overlap and not on_one_machine(group):
         raise ValueError("overlap is True, which needs the ranks of the tensor axis on one machine")
@@ -236,7 +231,7 @@ def _stream(
     if overlap:
         register(group)
         use_part_sum(group, part_sum)
-    return ResidualStream(group, by_sequence, overlap)
+    stream.overlap = overlap
 
 
 def _column(module: nn.Module, name: str, stream: ResidualStream, cuts: Cuts) -> None:

@@ -111,12 +111,11 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "head": Kind(
             cuts={"weight": 0, "bias": 0}, forward=("all-gather",), backward=("reduce-scatter",)
         ),
-        # The first module on the residual stream: its input is cut to the rank's piece of the
-        # sequence.
+        # The first module on the residual stream: its input is cut to the rank's piece.
         "split": Kind(backward=("all-gather",)),
         # A module that passes its first argument only to column layers gathers it once for all.
         "gather": Kind(forward=("all-gather",), backward=("reduce-scatter",)),
-        # A module that works on the rank's piece of the sequence, or on the rank's heads.
+        # A module that works on the rank's piece of the stream, or on the rank's heads.
         "sequence": Kind(sums=True),
         "heads": Kind(sums=True),
         # A module behind the first split whose input is whole on every rank.
@@ -198,11 +197,15 @@ class Rule:
     kind      a key of KINDS
     sections  of the weight's rows, for "column"; empty: one section of all rows with a unit of 1
     counts    attributes that the module's forward reads and that must be set per rank
+    by_token  for "split" and "sequence": the residual stream treats every token alike, whichever
+              sequence it is in. Ranks then take the batch's tokens in order, without regard to
+              sequences, so that every rank's tokens lie next to each other in memory
     """
 
     kind: str
     sections: tuple[Section, ...] = ()
     counts: tuple[Count, ...] = ()
+    by_token: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -231,6 +234,11 @@ Table = Mapping[str, Rule]
 def is_by_sequence(table: Table) -> bool:
     """True if, with this table, each rank has only a piece of the sequence in the residual stream."""
     return any(rule.kind in ("split", "sequence") for rule in table.values())
+
+
+def is_by_token(table: Table) -> bool:
+    """True if, with this table, ranks take the batch's tokens in order (see Rule)."""
+    return any(rule.by_token for rule in table.values())
 
 
 def is_named(name: str, pattern: str) -> bool:

@@ -4,12 +4,13 @@ from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.tensor import Rule, Section, Table
 
-SPLIT, SEQUENCE, ROW = Rule("split"), Rule("sequence"), Rule("row")
+SPLIT, SEQUENCE = (Rule(kind, by_token=True) for kind in ("split", "sequence"))
+ROW = Rule("row")
 
 
 def table_of(spec: ModelSpec | BertSpec, blocks: range | None = None) -> Table:
     """Returns the table of a network, or of the pipeline stage with these blocks. Between stages the
-    residual stream stays cut by sequence: each rank receives and sends its piece.
+    residual stream stays cut: each rank receives and sends its piece.
 
     Raises ValueError for a network without a table.
     """
