@@ -13,6 +13,7 @@ process, so that ranks start once for consecutive rows.
             torch's schedule; stages of equal FLOPs, and stages of which one has too much work
   llama     Llama 3 8B under each layout that may fit
   pairs     8192 tokens per sequence, 16 blocks: two axes at once; needs four GPUs
+  sequences 8192 tokens per tensor group in 1 to 4 sequences, 8 blocks: tensor parallel, alone and with ZeRO
 
 Unless a part says otherwise, blocks are compiled and 4096 wide, weights are bf16, and the optimizer
 is AdamW. Appends each row to OUT/records.jsonl as soon as it is measured. Prints the step time, the
@@ -41,7 +42,7 @@ from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore
 
-PARTS = ("context", "sharded", "pipeline", "bert", "llama", "pairs")
+PARTS = ("context", "sharded", "pipeline", "bert", "llama", "pairs", "sequences")
 LLAMA = Path(__file__).with_name("llama-3-8b.json")
 SHAPE = {"d_model": 4096, "d_ff": 11_008, "num_heads": 32, "vocab_size": 32_000}
 CONTEXT_LAYOUTS = ("ulysses zero2", "ulysses zero3", "zero2", "zero1")
@@ -164,6 +165,15 @@ class Rows:
         for layout in ("tp4 overlap", "dp2 zero1 cp2", "pp4 zbv m8", "dp2 zero1 pp2 zbv m4"):
             yield self.layout(model, layout, 8 if "pp" in layout else 2)
 
+    def sequences(self) -> Iterator[Any]:
+        n = self.gpus
+        layouts = [f"tp{n}", f"tp{n} overlap"] + ["dp2 zero3 tp2 overlap"] * (n == 4)
+        yield self.layout(self.network(8, 8192), "none", 1)
+        for layout in layouts:
+            for sequences in (1, 4):
+                batch = sequences * (2 if layout.startswith("dp2") else 1)
+                yield self.layout(self.network(8, 8192 // sequences), layout, batch)
+
 
 def is_wanted(job: Job) -> bool:
     """Returns whether to run a job. Predictions run only for our pipeline schedules: the prediction
@@ -178,7 +188,7 @@ def is_wanted(job: Job) -> bool:
 def name_of(spec: Any) -> str:
     """Returns the name of a row, as it is printed."""
     name = getattr(spec, "layout", "") or f"{spec.ranks} x {spec.schedule} m{spec.micro_batches}"
-    name += f", compile {spec.compile}" + ", graphs" * spec.cuda_graphs
+    name += f", {spec.batch} x {spec.model.context_length}, compile {spec.compile}" + ", graphs" * spec.cuda_graphs
     return name + ", filled" * getattr(spec, "fill", False)
 
 
