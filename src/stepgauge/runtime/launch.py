@@ -225,16 +225,18 @@ class Ranks:
         return True
 
     def _kill_until_ended(self) -> None:
-        """Kills the ranks, repeatedly, because some may not have been started yet."""
+        """Kills the ranks, repeatedly, because some may not have been started yet. Gives up after
+        NOTICED_S: ranks, and the launcher's thread, also end with this process.
+        """
         begin = time.monotonic()
-        while not self._ended.wait(0.1):
-            for process in set(multiprocessing.active_children()) - self._earlier_children:
-                process.kill()
-            elapsed = time.monotonic() - begin
-            if elapsed > STARTED_S:  # the launcher waits for a server that still imports
-                stop_server()
-            if elapsed > NOTICED_S:  # its thread ends with the interpreter
-                self._ended.set()
+        try:
+            while not self._ended.wait(0.1) and (elapsed := time.monotonic() - begin) < NOTICED_S:
+                for process in set(multiprocessing.active_children()) - self._earlier_children:
+                    process.kill()
+                if elapsed > STARTED_S:  # the launcher waits for a server that still imports
+                    stop_server()
+        finally:
+            self._ended.set()
 
     @property
     def running(self) -> bool:
