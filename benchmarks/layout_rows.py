@@ -188,7 +188,10 @@ def is_wanted(job: Job) -> bool:
 def name_of(spec: Any) -> str:
     """Returns the name of a row, as it is printed."""
     name = getattr(spec, "layout", "") or f"{spec.ranks} x {spec.schedule} m{spec.micro_batches}"
-    name += f", {spec.batch} x {spec.model.context_length}, compile {spec.compile}" + ", graphs" * spec.cuda_graphs
+    name += (
+        f", {spec.batch} x {spec.model.context_length}, compile {spec.compile}"
+        + ", graphs" * spec.cuda_graphs
+    )
     return name + ", filled" * getattr(spec, "fill", False)
 
 
