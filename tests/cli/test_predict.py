@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.cpu_machine import made_up
+from tests.sentences import one_sentence
 
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.store import RunStore
@@ -51,6 +52,26 @@ def test_unpredictable_rows_are_refused(stepgauge, arguments, message):
     status, _, err = stepgauge(*PREDICT, *arguments)
     assert status == 2
     assert message in err
+
+
+def test_refused_rows_are_named_and_the_others_predicted(stepgauge):
+    asked = ("predict", "--size", "small", "--hardware", "dgx-h100", "--format", "json")
+    status, out, err = stepgauge(
+        *asked, "--layout", "none", "dp3", "tp2", "--context", "512", "511"
+    )
+    assert status == 1
+    rows = [(row["spec"].get("layout", ""), row["spec"]["model"]) for row in json.loads(out)]
+    assert [(layout, model["context_length"]) for layout, model in rows] == [
+        ("", 512), ("", 511), ("tp2", 512),
+    ]  # fmt: skip
+    assert "dp3 context=512: not predicted, --batch is 4, which 3 data ranks do not divide" in err
+    assert "tp2 context=511: not predicted, --context is 511, which tp2 does not divide" in err
+    assert one_sentence(err).endswith("3 of 6 rows were not predicted")
+    status, out, err = stepgauge(
+        *asked, "--precision", "fp32", "float8"
+    )  # refused by the predictor
+    assert status == 1 and len(json.loads(out)) == 1
+    assert "none precision=float8: not predicted, --precision is 'float8'" in err
 
 
 def test_rows_that_do_not_fit_the_device_say_so(stepgauge):

@@ -1,14 +1,16 @@
 """`stepgauge predict`: predicts the rows that a bench command would measure on another machine."""
 
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from stepgauge.cli.console import Format, print_points, print_records, print_table
+from stepgauge.cli.console import Format, info, print_points, print_records, print_table
 from stepgauge.cli.options import Networks, Values, expand, spec_options
-from stepgauge.cli.rows import DEVICE_OF_FILE, hardware_argument, with_device_of
+from stepgauge.cli.rows import DEVICE_OF_FILE, RunFailedError, hardware_argument, with_device_of
 from stepgauge.cost.rates.estimate import with_spread
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
@@ -16,12 +18,15 @@ from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.options import combinations, flag_of, options_of, written
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.plan.pipeline.schedules import DEFAULT_PER_RANK
 from stepgauge.spec.step import StepSpec
 from stepgauge.spec.steps import AnyStep, as_layout_step, kind_for, under
 from stepgauge.spec.user_model import UserModel
 from stepgauge.validate.predicted import predicted
+
+OPTIONS = options_of(LayoutSpec, StepSpec, Networks)
 
 
 @spec_options(
@@ -59,6 +64,7 @@ def predict(
 
     The batch is the global batch of all ranks, whatever the layout. Each prediction is a sum of
     named terms, measured at calibrated shapes or interpolated between them; nothing is scaled to fit.
+    Rows that cannot be predicted are listed with the reason; the others are shown.
 
     Rows have the columns of the command that would measure them. That is bench step; for a --layout
     with only a data axis bench data-parallel, which shows the batch of one rank; for any other layout
@@ -66,12 +72,14 @@ def predict(
     A table of whole steps of several commands has the columns of bench layout; JSON does not.
     """
     file = HardwareFile.read(hardware)
-    texts = values.get("layout", ("none",))
-    rest = with_device_of(file, {n: value for n, value in values.items() if n != "layout"})
-    specs = [spec for text in texts for spec in specs_of(Layout.parse(text), rest)]
+    refused: dict[str, str] = {}
+    requested = _requested(with_device_of(file, values))
+    specs = _accepted(spec_of, requested, refused)
     if format != "json":
-        specs = in_one_table(specs)
-    records = [with_spread(predicted(spec, file)) for spec in specs]
+        specs = dict(zip(specs, in_one_table([*specs.values()]), strict=True))
+    predictions = _accepted(lambda spec: with_spread(predicted(spec, file)), specs, refused)
+    _report_refused(refused, len(requested))
+    records = [*predictions.values()]
     print_records(records, format)
     if terms and format != "json":  # the records printed as JSON contain them
         from stepgauge.report.names import labels
@@ -82,8 +90,43 @@ def predict(
             if "memory" in record.tables:
                 print_table(memory_table(record, label), format)
     if hides and format == "table":
-        for spec in specs:
-            _print_hiding(_whole_step(spec), file)
+        for name in predictions:
+            _print_hiding(_whole_step(specs[name]), file)
+    if refused:
+        raise RunFailedError(f"{len(refused)} of {len(requested)} rows were not predicted")
+
+
+def _requested(values: Values) -> dict[str, Values]:
+    """Returns the options of each row, one value each, by the row's name: what tells it from others."""
+    rest = {name: given for name, given in values.items() if name != "layout"}
+    several = {n: OPTIONS[n] for n, given in rest.items() if len(given) > 1}
+    rows = {}
+    for layout, chosen in itertools.product(values.get("layout", ("none",)), combinations(rest)):
+        named = (f"{flag_of(each)}={written(each, chosen[n])}" for n, each in several.items())
+        name = " ".join([layout, *named])
+        rows[name] = {"layout": (layout,), **{each: (value,) for each, value in chosen.items()}}
+    return rows
+
+
+def _accepted(
+    function: Callable[[Any], Any], rows: Mapping[str, Any], refused: dict[str, str]
+) -> dict[str, Any]:
+    """Returns the function's result for each row. Adds to `refused` why the other rows have none."""
+    results = {}
+    for name, row in rows.items():
+        try:
+            results[name] = function(row)
+        except ValueError as error:
+            refused[name] = str(error)
+    return results
+
+
+def _report_refused(refused: Mapping[str, str], num_rows: int) -> None:
+    """Prints why rows are not predicted. Raises ValueError if one reason refuses all of them."""
+    if len(refused) == num_rows and len(set(refused.values())) == 1:
+        raise ValueError(*set(refused.values()))
+    for name, reason in refused.items():
+        info(f"{name}: not predicted, {reason}")
 
 
 def _print_hiding(spec: LayoutSpec, file: HardwareFile) -> None:
@@ -107,10 +150,12 @@ def _whole_step(spec: AnyStep | PipelineSpec) -> LayoutSpec:
     return as_layout_step(spec)
 
 
-def specs_of(layout: Layout, values: Values) -> list[Any]:
-    """Returns the specs of the command that measures this layout. Raises ValueError for options that
-    the command does not have, and for a batch that the data ranks cannot share.
+def spec_of(row: Values) -> Any:
+    """Returns the spec of the command that measures the row's layout. Raises ValueError for options
+    that the command does not have, and for a batch that the data ranks cannot share.
     """
+    layout = Layout.parse(row["layout"][0])
+    values = {name: value for name, value in row.items() if name != "layout"}
     if "model" in values:  # its factory brings the batch
         values = {name: value for name, value in values.items() if name != "batch"}
     is_bert = bool(set(values.get("size", ())) & set(BertSpec.preset_names()))
@@ -125,14 +170,14 @@ def specs_of(layout: Layout, values: Values) -> list[Any]:
                 f"{name} is not an option of {COMMANDS[kind]}, which measures such rows"
             )
     if kind is not PipelineSpec:
-        return expand(kind, under(layout, kind, values), network=Networks)
+        return expand(kind, under(layout, kind, values), network=Networks)[0]
     layout_values: Values = {
         "ranks": (layout.pipeline,),
         "schedule": (layout.schedule,),
         "micro_batches": (layout.microbatches,),
         "per_rank": (layout.per_rank or DEFAULT_PER_RANK,),
     }
-    return expand(kind, {**values, **layout_values}, network=Networks)
+    return expand(kind, {**values, **layout_values}, network=Networks)[0]
 
 
 def in_one_table(specs: list[Any]) -> list[Any]:

@@ -121,14 +121,21 @@ def expand(spec: type, values: Mapping[str, Any], *, network: Network = ModelSpe
     for name in ("size", "hf_config", "model") if has_model else ():
         for value in several.get(name, ()):
             check_type(name, str, value)
-    network_first = "hf_config" if "hf_config" in values else "size"
-    names = [network_first] if network_first in values else []
-    names += [name for name in values if name not in ("size", "hf_config")]
-    combinations = itertools.product(*(several[name] for name in names))
-    chosen = [dict(zip(names, combination, strict=True)) for combination in combinations]
+    chosen = combinations(several)
     if has_model:
         return [_with_model(spec, each, network) for each in chosen]
     return [spec(**each) for each in chosen]
+
+
+def combinations(values: Values) -> list[dict[str, Any]]:
+    """Returns one dict per combination of the values; the network varies slowest, then the first
+    option. A size is left out where a config.json is the network.
+    """
+    network_first = "hf_config" if "hf_config" in values else "size"
+    names = [network_first] if network_first in values else []
+    names += [name for name in values if name not in ("size", "hf_config")]
+    products = itertools.product(*(values[name] for name in names))
+    return [dict(zip(names, product, strict=True)) for product in products]
 
 
 def _require_fields(names: Iterable[str], *specs: type) -> None:
