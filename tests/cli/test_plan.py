@@ -64,6 +64,26 @@ def test_tables_fit_80_columns_and_captions_state_common_values(monkeypatch, ste
         assert sum(widths) + GAP * (len(widths) - 1) <= 80
 
 
+def test_compile_modes_are_ranked_together(stepgauge):
+    asked = ("plan", "--size", "2.7b", "--num-layers", "2", "--context", "1024", "--gpus", "2",
+             "--global-batch", "4", "--precision", "bf16", "--hardware", "dgx-h100")  # fmt: skip
+    status, out, err = stepgauge(
+        *asked, "--compile", "off", "blocks", "max-autotune", "--top", "99"
+    )
+    assert status == 0, err
+    assert "fastest by compile: blocks " in out and "; off " in out
+    assert "compile max-autotune: --compile is 'max-autotune'; predicted are off" in out
+    assert "--compile blocks" in out.partition("Run the first layout")[2]
+    ranked = json.loads(stepgauge(*asked, "--compile", "off,blocks", "--format", "json")[1])
+    steps = [row["metrics"]["step_ms"]["median"] for row in ranked]
+    modes = {row["spec"]["compile"] for row in ranked}
+    assert steps == sorted(steps) and modes == {"off", "blocks"}
+    (best,) = json.loads(stepgauge(*asked, "--top", "1", "--format", "json")[1])
+    assert best == next(row for row in ranked if row["spec"]["compile"] == "off")
+    status, _, err = stepgauge(*asked, "--compile", "max-autotune")
+    assert status == 2 and "predicted are off, on, blocks, reduce-overhead" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -110,6 +130,7 @@ def test_a_bar_shows_the_progress_in_a_terminal(stepgauge, monkeypatch):
 
 def planned_row(step_ms, *, batch, checkpointing):
     spec = {"model": {}, "layout": "dp8 zero3", "batch": batch, "accumulation": 64 // batch}
+    spec["compile"] = "off"
     metrics = {"step_ms": step_ms, "spread": 0.1, "peak_bytes": 80 * GIB, "days": 15.0, "mfu": 0.5}
     samples = {name: Sample.exact(value, "") for name, value in metrics.items()}
     return Record(kind="layout", spec={**spec, "checkpointing": checkpointing}, metrics=samples)

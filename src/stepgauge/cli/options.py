@@ -65,18 +65,17 @@ class Networks(ModelSpec):
 
 def spec_options(
     *specs: type,
-    sweep: bool = False,
+    sweep: bool | Collection[str] = False,
     defaults: dict[str, Any] | None = None,
     shown: Mapping[str, str] = MappingProxyType({}),
     without: Collection[str] = (),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes the specs' fields options of a command, which receives them as `values`.
 
-    sweep     every option accepts several values, separated by spaces or commas
-    defaults  by field, in place of the field's own default: a value, or with `sweep` a tuple
+    sweep     options that accept several values, separated by spaces or commas: True: all of them
+    defaults  by field, in place of the field's own default: a value, or a tuple of several
     shown     by field, the default in the help if the command decides it; "": none
-    without   fields that do not become options. Neither do fields not declared with `option`, nor
-              those that the command has as parameters
+    without   fields that do not become options, as those that the command has as parameters
     """
     all_defaults = {n: v if isinstance(v, tuple) else (v,) for n, v in (defaults or {}).items()}
     network: Network = next((s for s in specs if issubclass(s, ModelSpec | BertSpec)), ModelSpec)
@@ -85,7 +84,9 @@ def spec_options(
         parameters = inspect.signature(command).parameters
         fields = options_of(*specs, without={*without, *parameters})
         options = {
-            name: _option(field, sweep, all_defaults.get(name), shown.get(name), network)
+            name: _option(
+                field, _is_swept(name, sweep), all_defaults.get(name), shown.get(name), network
+            )
             for name, field in fields.items()
         }
         given = TypedDict("given", options, total=False)  # type: ignore[misc]
@@ -96,7 +97,7 @@ def spec_options(
                 # A default may be a word that only the command understands, so it is not checked.
                 name: value
                 if value == all_defaults.get(name)
-                else _check(fields[name], value, sweep)
+                else _check(fields[name], value, _is_swept(name, sweep))
                 for name, value in (values or {}).items()
             }
             _require_one_network(chosen, network)
@@ -109,6 +110,10 @@ def spec_options(
         return run
 
     return decorate
+
+
+def _is_swept(name: str, sweep: bool | Collection[str]) -> bool:
+    return sweep if isinstance(sweep, bool) else name in sweep
 
 
 def _option(

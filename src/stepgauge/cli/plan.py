@@ -53,11 +53,16 @@ from stepgauge.spec.planning import PlanSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.units import GIB, ceil_div
 from stepgauge.spec.user_model import UserModel
-from stepgauge.validate.planned import planned
+from stepgauge.validate.planned import planned_by_compile
 from stepgauge.validate.rows import ValidationRow
 
 
-@spec_options(PlanSpec, ModelSpec, defaults={"size": "small", "device": DEVICE_OF_FILE})
+@spec_options(
+    PlanSpec,
+    ModelSpec,
+    sweep={"compile"},
+    defaults={"size": "small", "device": DEVICE_OF_FILE},
+)
 def command(
     *,
     values: Values,
@@ -81,6 +86,7 @@ def command(
     Data, ZeRO, tensor, context and pipeline axes, micro-batches and checkpointing are screened by
     closed formulas, and the best layouts that fit are simulated. Each row predicts what bench layout
     would measure; --verify runs the best on this machine and prints how far off the predictions are.
+    Several values of --compile, such as "off blocks", are ranked together.
 
     This needs no torch, except for networks that have no formulas. Your own network (--model
     FILE.py:factory) is such a network: torch traces it, without a GPU, for each layout into which it
@@ -90,18 +96,18 @@ def command(
         if value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
     file = HardwareFile.read(hardware)
-    (spec,) = expand(PlanSpec, with_device_of(file, values))
-    machine = CalibratedMachine(file.on_ranks(spec.gpus))
+    specs = expand(PlanSpec, with_device_of(file, values))
+    machine = CalibratedMachine(file.on_ranks(specs[0].gpus))
+    count = max(top, verify)
     with _progress() as hear:
-        plan = planned(spec, file, top=max(top, verify), tracing=_note_trace, hear=hear)
+        plan = planned_by_compile(specs, file, top=count, tracing=_note_trace, hear=hear)
+    spec = next(spec for spec in specs if spec.compile == plan.rows[0].spec["compile"])
     if not (verify and format == "json"):  # JSON output is one document, that of `compare`
         _print_plan(spec, plan, machine, values, top=top, format=format)
     if verify:
-        specs = runnable(spec, plan.rows, verify)
+        rows = [ValidationRow(each) for each in runnable(spec, plan.rows, verify)]
         print()
-        compare(
-            [ValidationRow(each) for each in specs], hardware, out=out, fresh=fresh, format=format
-        )
+        compare(rows, hardware, out=out, fresh=fresh, format=format)
 
 
 @contextlib.contextmanager

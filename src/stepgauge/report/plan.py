@@ -13,7 +13,7 @@ from stepgauge.spec.layout import Layout
 from stepgauge.spec.record import Record
 
 OUTSIDE = "(outside)"
-SETTINGS = ("micro batch", "accumulation", "checkpointing")
+SETTINGS = ("micro batch", "accumulation", "checkpointing", "compile")
 _FIGURE = re.compile(
     r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?(?= ms| times)"
 )  # a time or a ratio in a note
@@ -22,7 +22,11 @@ _FIGURE = re.compile(
 def plan_table(rows: Sequence[Record], caption: str) -> Table:
     """Returns one row per layout. Settings that all rows share move to the caption."""
     unit = size_unit(row.median("peak_bytes") for row in rows)
-    shown = [_cells(place, row, unit) for place, row in enumerate(rows, start=1)]
+    compiles = any(row.spec["compile"] != "off" for row in rows)
+    shown = [
+        {**_cells(place, row, unit), **({} if compiles else {"compile": None})}
+        for place, row in enumerate(rows, start=1)
+    ]
     columns = {name: [cells[name] for cells in shown] for name in shown[0]}
     shared = {
         name: columns[name][0]
@@ -53,6 +57,7 @@ def _cells(place: int, row: Record, unit: SizeUnit) -> dict[str, Any]:
         "micro batch": None if is_user else row.spec["batch"] // layout.data // layout.microbatches,
         "accumulation": row.spec["accumulation"],
         "checkpointing": None if is_user else row.spec["checkpointing"],
+        "compile": row.spec["compile"],
         **({"GPU-hours": row.median("gpu_hours")} if "days" in row.metrics else {}),
         "data exposed ms": row.median("data_exposed_ms"),
         "tensor exposed ms": row.median("tensor_exposed_ms"),
