@@ -70,6 +70,11 @@ def rows(folder):
     return RunStore(folder).read().records
 
 
+def samples(record):
+    """Returns the samples of a step, from the throughput and the step's median."""
+    return round(record.median("samples_per_s") * record.median("step_ms") / 1e3, 3)
+
+
 def test_a_users_model_is_swept_and_measured_again_if_its_source_changes(stepgauge, tmp_path, file):
     run = tmp_path / "run"
     command = ("bench", "step", *QUICK, "--seconds", "0", "--model", f"{file}:net", "--out", run)
@@ -151,6 +156,7 @@ def test_five_commands_measure_one_model_into_one_report(stepgauge, tmp_path, fi
     assert status == 0, err
     spread = [row for row in rows(run) if row.kind == "data-parallel"]
     assert [row.spec["wrapper"] for row in spread] == ["bucketed", "zero3"]
+    assert [samples(row) for row in spread] == [4, 4] and "samples/s" in out
     assert stepgauge("report", run)[0] == 0
     text = (run / "report.html").read_text()
     kinds = ("profile", "memory", "dtypes", "data-parallel")
@@ -192,6 +198,7 @@ def test_a_users_model_is_timed_under_layouts_with_a_data_axis(stepgauge, tmp_pa
         assert row.median("parameter_bytes") == weights and row.median("step_ms") > 0
         assert row.spec["model"]["factory"] == "net" and "tokens_per_s" not in row.metrics
     assert rows(run)[1].median("data_exposed_ms") is not None
+    assert [samples(row) for row in rows(run)] == [4, 8]
     whole, shared = (row.median("optimizer_bytes") for row in rows(run))
     assert shared < 0.8 * whole
     assert "Which layout trains fastest" in run_page(rows(run), run).html()
@@ -213,6 +220,7 @@ def test_a_users_model_is_timed_under_tensor_and_pipeline_axes(stepgauge, tmp_pa
     status, _, err = stepgauge(*command, "--layout", "none", "tp2", "pp2 1f1b m2")
     assert status == 0, err
     alone, tensor, pipeline = rows(tmp_path / "run")
+    assert [samples(row) for row in (alone, tensor, pipeline)] == [2, 2, 2]
     weights = [row.median("parameter_bytes") // 4 for row in (alone, tensor, pipeline)]
     assert weights == [40 + 72 + 18, 20 + 32 + 8 + 18, 72 + 18]
     assert tensor.median("tensor_exposed_ms") is not None

@@ -17,6 +17,7 @@ from stepgauge.bench.rank_figures import (
     time_steps,
 )
 from stepgauge.bench.ranks import OnRanks, slowest
+from stepgauge.bench.rates import user_samples
 from stepgauge.bench.traced import STEPS, TraceFigures, trace_steps
 from stepgauge.measure import devices
 from stepgauge.measure.timing import Phases, time_phases
@@ -70,6 +71,7 @@ def measure(spec: DataParallelSpec) -> DataParallelFigures:
         phases=times,
         bytes=kept,
         optimizer=step.optimizer_name,
+        samples=user_samples(spec, batch),
         without_communication=without,
         communication=communication,
         plan={"buckets": len(buckets), "tail_bytes": buckets[-1].bytes} if buckets else {},
@@ -116,11 +118,12 @@ def _time_without_communication(
 def record(spec: DataParallelSpec, ranks: list[DataParallelFigures]) -> Record:
     """Returns the record of all ranks' figures."""
     work = StepWork.of(spec.model, sequences=spec.batch * spec.ranks)
+    samples = sum(rank.samples for rank in ranks)
     traced = [rank.traced for rank in ranks if rank.traced]
     return record_of_ranks(
         spec,
         ranks,
-        rates=throughput(slowest_step(ranks), tokens=work.tokens),
+        rates=throughput(slowest_step(ranks), samples=samples, tokens=work.tokens),
         figures={**_communication(ranks), **_overlap(traced), **_plan(ranks[0].plan)},
         series=traced[0].tracks if traced else {},
     )

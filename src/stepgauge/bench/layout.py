@@ -24,7 +24,7 @@ from stepgauge.bench.rank_figures import (
     time_steps,
 )
 from stepgauge.bench.ranks import OnRanks, slowest
-from stepgauge.bench.rates import rates
+from stepgauge.bench.rates import rates, user_samples
 from stepgauge.measure import devices
 from stepgauge.measure.timing import Phases, time_phases
 from stepgauge.runtime.progress import report_progress
@@ -82,6 +82,7 @@ def measure(spec: LayoutSpec) -> LayoutFigures:
         phases=times,
         bytes=kept,
         optimizer=step.optimizer_name,
+        samples=sum(user_samples(spec, batch) for batch in batches),
         without_axis=without_axis,
         spans=spans[-1],
         busy_ms=[spec.accumulation * sum(end - start for _, start, end in each) for each in spans],
@@ -158,11 +159,14 @@ def _time_without_axes(
 def record(spec: LayoutSpec, ranks: list[LayoutFigures]) -> Record:
     """Returns the record of all ranks' figures: the slowest rank's times and the largest bytes."""
     exposed = _exposed(spec, ranks).items()
+    data_ranks = spec.parsed_layout.data
+    samples = sum(rank.samples for rank in ranks) * data_ranks // spec.ranks
+    sequences = spec.batch * spec.accumulation
     result = record_of_ranks(
         spec,
         ranks,
         rates=rates(
-            spec, slowest_step(ranks), sequences=spec.batch * spec.accumulation, ranks=spec.ranks
+            spec, slowest_step(ranks), sequences=sequences, samples=samples, ranks=spec.ranks
         ),
         figures={f"{name}_ms": Sample.exact(ms, "ms") for name, ms in exposed},
         series={},

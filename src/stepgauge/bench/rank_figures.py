@@ -19,12 +19,13 @@ from stepgauge.train.step import TrainingStep
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankFigures:
     """The figures of one rank: ms of each phase, one value per step; bytes by metric name; the
-    optimizer's name.
+    optimizer's name; the samples of its batches, if its network is a user's.
     """
 
     phases: dict[str, list[float]]
     bytes: dict[str, int]
     optimizer: str
+    samples: int
 
 
 def time_steps(

@@ -7,7 +7,7 @@ import torch
 
 from stepgauge.bench.build import build, check, least_bytes
 from stepgauge.bench.checkpoint_budget import solve
-from stepgauge.bench.rates import rates
+from stepgauge.bench.rates import rates, user_samples
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
 from stepgauge.measure.timing import time_phases
@@ -37,7 +37,8 @@ def run(spec: StepSpec) -> Record:
             phases, device, warmup=spec.warmup, steps=spec.steps, seconds=spec.seconds
         )
     where = {**environment(device), "optimizer": step.optimizer_name, **solution.environment()}
-    metrics = _metrics(spec, times, device, compile_s)
+    samples = user_samples(spec, batch)
+    metrics = _metrics(spec, times, device, compile_s, samples)
     return Record.of(spec, metrics=metrics, environment=where, note=solution.note)
 
 
@@ -52,10 +53,14 @@ def _first_call(phases: dict[str, Callable[[], None]], device: torch.device) -> 
 
 
 def _metrics(
-    spec: StepSpec, times: dict[str, list[float]], device: torch.device, compile_s: float | None
+    spec: StepSpec,
+    times: dict[str, list[float]],
+    device: torch.device,
+    compile_s: float | None,
+    samples: int,
 ) -> dict[str, Sample]:
     metrics = {f"{name}_ms": Sample.of(values, "ms") for name, values in times.items()}
-    metrics |= rates(spec, times["step"], sequences=spec.batch)
+    metrics |= rates(spec, times["step"], sequences=spec.batch, samples=samples)
     metrics |= {
         name: Sample.exact(value, "bytes") for name, value in devices.peak_memory(device).items()
     }

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from stepgauge.spec.record import Record
 
 # Metrics of a row's one-line summary, next to all times; of a row without times, its memory.
-SUMMARY_METRICS = ("tokens_per_s", "first_loss", "last_loss", "busbw_gb_per_s", "gb_per_s", "wrong")
+SUMMARY_METRICS = (
+    *("samples_per_s", "tokens_per_s", "first_loss", "last_loss"),
+    *("busbw_gb_per_s", "gb_per_s", "wrong"),
+)
 MEMORY_METRICS = ("peak_bytes", "saved_for_backward_bytes")
 # A profile has a time for each phase and kind of kernel; its tables show them.
 SUMMARY_OF_KIND = {"profile": ("step_ms", "profiled_step_ms", "idle_ms")}

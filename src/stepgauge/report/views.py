@@ -16,7 +16,7 @@ LABELS = {"median": "", "range": " p10 – p90"}
 FIRST = (
     *("step_ms", "spread", "time_ms", "exposed_ms"),
     *("data_exposed_ms", "tensor_exposed_ms", "pipeline_exposed_ms"),
-    *("mfu", "peak_bytes", "tokens_per_s"),
+    *("mfu", "peak_bytes", "samples_per_s", "tokens_per_s"),
 )  # the figures that readers look for come first
 PREDICTED_FOR = "predicted for"  # a column, and part of a caption
 NOT_MEASURABLE = "not measurable here"  # exposed time that is only noise
