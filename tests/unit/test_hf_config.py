@@ -5,6 +5,7 @@ The values are from the files on the hub, 2024 to 2025, without fields that do n
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from stepgauge.models.bert import BertForMaskedLM
 from stepgauge.models.transformer import TransformerLM
 from stepgauge.spec.bert import BertSpec
-from stepgauge.spec.hf_config import network_of, read_network
+from stepgauge.spec.hf_config import name_of, network_of, read_network
 from stepgauge.spec.options import expand
 from stepgauge.spec.step import StepSpec
 
@@ -303,6 +304,27 @@ def test_an_unsupported_file_is_refused_by_name(tmp_path):
         read_network(file)
 
 
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("llama-8b.json", "llama-8b"),
+        ("Llama-3-8B/config.json", "Llama-3-8B"),
+        ("checkpoint/config.json", "llama-checkpoint"),
+        ("a/../checkpoint/config.json", "llama-checkpoint"),
+        ("config.json", "llama-work"),  # in the working folder
+        ("models--meta-llama--Llama-3.2-1B/snapshots/4e20de/config.json", "Llama-3.2-1B"),
+    ],
+)
+def test_the_name_says_which_network_it_is(path, name, tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    blob = tmp_path / "5e2d"  # the cache of the hub has links to such files
+    blob.write_text(json.dumps({**LLAMA, "_name_or_path": "other/one"}))
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).symlink_to(blob)
+    assert name_of(path) == name
+
+
 def test_a_file_replaces_a_preset_size(tmp_path):
     file = tmp_path / "little" / "config.json"
     file.parent.mkdir()
@@ -311,8 +333,8 @@ def test_a_file_replaces_a_preset_size(tmp_path):
     values = {"size": ("small",), "hf_config": (str(file),), "context_length": (16, 32)}
     specs = list(expand(StepSpec, values))
     assert [(spec.size, spec.model.context_length) for spec in specs] == [
-        ("little", 16),
-        ("little", 32),
+        ("llama-little", 16),
+        ("llama-little", 32),
     ]
     with pytest.raises(ValueError, match="No such file"):
         read_network(tmp_path / "other.json")

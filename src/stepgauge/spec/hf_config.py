@@ -41,14 +41,7 @@ def read_network(file: str | Path, **changes: Any) -> ModelSpec | BertSpec:
 
     Raises ValueError for an invalid file, an unknown model_type or field, and an unsupported value.
     """
-    try:
-        config = json.loads(Path(file).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"hf_config is {str(file)!r}: {error.strerror}") from None
-    except ValueError:
-        raise ValueError(f"hf_config is {str(file)!r}, which is not JSON") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"hf_config is {str(file)!r}, which is not a JSON object")
+    config = _read(file)
     try:
         network = network_of(config)
     except ValueError as error:
@@ -57,6 +50,18 @@ def read_network(file: str | Path, **changes: Any) -> ModelSpec | BertSpec:
     if unknown := [name for name in changes if name not in known]:
         raise ValueError(f"{unknown[0]} has no effect on a network of {config['model_type']}")
     return dataclasses.replace(network, **changes)
+
+
+def _read(file: str | Path) -> Config:
+    try:
+        config = json.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"hf_config is {str(file)!r}: {error.strerror}") from None
+    except ValueError:
+        raise ValueError(f"hf_config is {str(file)!r}, which is not JSON") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"hf_config is {str(file)!r}, which is not a JSON object")
+    return config
 
 
 def network_of(given: Config) -> ModelSpec | BertSpec:
@@ -77,9 +82,22 @@ def network_of(given: Config) -> ModelSpec | BertSpec:
 
 
 def name_of(file: str | Path) -> str:
-    """Returns the name of the network in rows: the file's stem, or the folder of a config.json."""
-    path = Path(file).resolve()
-    return path.parent.name if path.stem == "config" else path.stem
+    """Returns the name of the network in rows: the file's stem or, for a config.json, its folder, after
+    the model_type if the folder does not contain it: "Llama-3-8B", "llama-checkpoint".
+
+    In the cache of the hub the folder is that of the repository, models--OWNER--NAME. The config's
+    _name_or_path is not used, because it is often that of the network from which one was derived.
+    """
+    path = (
+        Path(file).parent.resolve() / Path(file).name
+    )  # in the cache the file is a link to a blob
+    if path.stem != "config":
+        return path.stem
+    of_hub = (part.rpartition("--")[2] for part in path.parts if part.startswith("models--"))
+    folder = next(of_hub, path.parent.name)
+    kind = str(_read(file)["model_type"]).replace("_", "-")
+    has_kind = kind in folder.lower().replace("_", "-")
+    return folder if has_kind else f"{kind}-{folder}".rstrip("-")
 
 
 def _decoder(config: Config, **fields: Any) -> ModelSpec:
