@@ -559,6 +559,25 @@ def refusals():
         loss.backward()
 
 
+def parts_are_called_alone():
+    """A part of the module, such as the encoder in `generate`, needs whole weights."""
+    torch.manual_seed(0)
+    module, inputs = Toy(), batch(0, 0, dist.get_rank())
+    expected = module.embedding(inputs[0]).detach()
+    parallel = FullyShardedDataParallel(module)
+    with pytest.raises(RuntimeError, match=r"^Embedding was called outside .*whole_weights\(\)"):
+        module.embedding(inputs[0])
+    for _ in range(2):  # also after a training step
+        with parallel.whole_weights():
+            part = module.embedding(inputs[0])
+        assert torch.equal(part, expected) and not part.requires_grad
+        assert all(isinstance(weight, DTensor) for weight in module.parameters())
+        loss = parallel(*inputs)
+        loss.backward()
+    module.compile(backend="aot_eager")
+    torch.testing.assert_close(parallel(*inputs), loss)
+
+
 def other_weights():
     """A tensor in place of a weight is used or refused, but never ignored."""
     module = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
@@ -592,6 +611,7 @@ CHECKS = {
     "kept losses": kept_losses,
     "losses kept elsewhere": losses_kept_elsewhere,
     "refusals": refusals,
+    "parts called alone": parts_are_called_alone,
     "part of a backward": frees_after_part_of_a_backward,
     "unused last block": frees_a_last_block_that_backward_does_not_reach,
     "no parameters": no_parameters,

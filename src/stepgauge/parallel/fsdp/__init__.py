@@ -19,7 +19,8 @@ A weight's way through a step:
    to the `.grad` of the shard.
 
 The parts, in the order in which to read them: `fsdp`, `sharded_unit`, `replaced_weight`,
-`unsharded_unit`, `gradient_reductions`, `flat_gradients`, `prefetcher`, `call_order`, `residency`.
+`unsharded_unit`, `gradient_reductions`, `flat_gradients`, `prefetcher`, `call_order`, `residency`,
+`called_alone`.
 """
 
 from stepgauge.parallel.fsdp.fsdp import FullyShardedDataParallel

@@ -10,6 +10,7 @@ message.
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from stepgauge.parallel.fsdp.called_alone import require_whole_weights
 from stepgauge.parallel.fsdp.gradient_reductions import GradientReductions
 from stepgauge.parallel.fsdp.prefetcher import Prefetcher
 from stepgauge.parallel.fsdp.residency import Residency
@@ -36,8 +38,9 @@ class FullyShardedDataParallel(nn.Module):
     gradients and adds the means to `.grad`.
 
     All ranks must call the units in the same order; inside a unit they may call different modules.
-    The weights of a unit are whole only during its forward. After `weight.data = new` the next
-    forward raises, because a DTensor ignores it; write weight.data.copy_(new).
+    The weights of a unit are whole only during its forward, or inside `whole_weights`. After
+    `weight.data = new` the next forward raises, because a DTensor ignores it; write
+    weight.data.copy_(new).
 
     A module on the meta device is sharded there. `to_empty(device=...)` then allocates the shards,
     and `reset_parameters` or `load_state_dict` fills them.
@@ -66,6 +69,8 @@ class FullyShardedDataParallel(nn.Module):
         places = _places_of_parameters(module)
         blocks = [block for block in repeated_blocks(module) if block is not module]
         owners = [*dict.fromkeys(blocks), module]
+        by_unit = _by_unit(places, owners)
+        require_whole_weights(itertools.chain(*by_unit[-1]), module)
         names = {part: name for name, part in module.named_modules()}
         units = [
             ShardedUnit(
@@ -78,7 +83,7 @@ class FullyShardedDataParallel(nn.Module):
                 self._reductions,
                 is_root=owner is module,
             )
-            for owner, of_unit in zip(owners, _by_unit(places, owners), strict=True)
+            for owner, of_unit in zip(owners, by_unit, strict=True)
             if of_unit
         ]
         self.residency = Residency(units, self._reductions)
@@ -98,6 +103,18 @@ class FullyShardedDataParallel(nn.Module):
         if self.compute_dtype is None or not isinstance(value, Tensor):
             return value
         return value.to(self.compute_dtype) if value.is_floating_point() else value
+
+    @contextlib.contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Keeps all weights whole, so that parts of the module can be called without gradients, as
+        `generate` of an encoder-decoder network does. All ranks must enter it.
+        """
+        self.residency.unshard()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.residency.reshard()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
