@@ -20,13 +20,13 @@ def test_bench_comm_then_fit(stepgauge, tmp_path):
     )
     assert status == 0, err
     lines = out.splitlines()
-    assert lines[0].startswith("op,over,ranks,timing,size B,time µs,busbw GB/s")
+    assert lines[0].startswith(
+        "op,over,ranks,type,timing,size B,time µs,busbw GB/s,algbw GB/s,wrong,"
+    )
     assert len(lines) == 1 + len(SIZES)
-    assert lines[1].startswith("all_reduce,gloo,2,pipelined,65536,")
-    assert ",16384,float32,sum,-1,in," in lines[1]
-    assert ",1,0" in lines[1].replace(
-        ",1.0,0", ",1,0"
-    )  # the busbw factor for two ranks, and no wrong element
+    assert lines[1].startswith("all_reduce,gloo,2,float32,pipelined,65536,")
+    assert ",16384,sum,-1,in,1.0" in lines[1]  # the last is the busbw factor for two ranks
+    assert next(csv.DictReader(lines))["wrong"] == "0"
     status, out, err = stepgauge("comm", "fit", run, "--hardware", hardware)
     assert status == 0, err
     assert "held out" in out

@@ -23,6 +23,18 @@ def test_count_root_and_place_are_as_nccl_tests_prints_them():
     assert found == wanted
 
 
+def test_settings_are_columns_only_if_rows_differ_in_them():
+    def table(*specs):
+        return comm_table([Record(kind="comm", spec=dataclasses.asdict(spec)) for spec in specs])
+
+    same = table(CommSpec(size_bytes=4096), CommSpec(size_bytes=8192))
+    assert same.for_display().columns[:4] == ["op", "over", "ranks", "size B"]
+    assert same.caption.startswith("type float32, timing pipelined; busbw")
+    other = table(CommSpec(), CommSpec(dtype="bfloat16"))
+    assert other.for_display().columns[:5] == ["op", "over", "ranks", "type", "size B"]
+    assert other.caption.startswith("timing pipelined; busbw")
+
+
 def fitted(times):
     """The table of a fit through {bytes: ms}, and a remark column."""
     records = []

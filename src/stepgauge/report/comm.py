@@ -15,6 +15,7 @@ from stepgauge.spec.record import Record, Sample
 
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 FIXED = ("op", "backend", "algorithm", "ranks", "nodes", "dtype", "timing", "device")
+SETTINGS = ("type", "timing")  # columns that are usually the same in all rows
 MEGABYTE = 1 << 20
 MAX_FIT_PLOTS = 4  # if there are more fits, only those of all-reduce are drawn
 MIN_SIZES = 4  # a curve of fewer sizes is easier to read in the table
@@ -25,36 +26,43 @@ def comm_spec(record: Record) -> CommSpec:
 
 
 def comm_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -> Table:
-    """Returns the fields of nccl-tests, in another order, and percentiles. Sizes are of the whole
-    operation, times of the slowest rank.
+    """Returns the fields of nccl-tests, in another order, and percentiles: what was timed, size, time,
+    bandwidth, correctness, the rest. Sizes are of the whole operation, times of the slowest rank. The
+    caption has the values of SETTINGS that all rows share.
     """
     rows = []
     for record in records:
         spec, time = comm_spec(record), record.metrics.get("time_ms")
         rows.append({
-            "op": spec.op, "over": _backend(spec), "ranks": spec.ranks, "timing": spec.timing,
-            "size B": spec.bytes,
+            "op": spec.op, "over": _backend(spec), "ranks": spec.ranks, "type": spec.dtype,
+            "timing": spec.timing, "size B": spec.bytes,
             "time µs": _us(time.median if time else None),
             "busbw GB/s": record.median("busbw_gb_per_s"),
             "algbw GB/s": record.median("algbw_gb_per_s"),
+            "wrong": _wrong(record),
             "p10 µs": _us(time.p10 if time else None),
             "p90 µs": _us(time.p90 if time else None),
             "p99 µs": _us(record.median("p99_ms")),
             "count": spec.count // (spec.ranks if OPS[spec.op].split else 1),
-            "type": spec.dtype,
             "redop": "sum" if OPS[spec.op].reduces else "none",
             "root": ROOT if spec.op in ROOTED else -1,
             "place": "in" if spec.op in IN_PLACE else "out",
             "factor": spec.factor,
-            "wrong": _wrong(record),
             **remark_cell(record, records),
         })  # fmt: skip
-    caption = (
+    shared = {
+        name: rows[0][name] for name in SETTINGS if rows and len({r[name] for r in rows}) == 1
+    }
+    settings = ", ".join(f"{name} {value}" for name, value in shared.items())
+    caption = f"{settings}; " if settings else ""
+    caption += (
         "busbw = algbw × factor. Percentiles are taken over batches of operations. As in nccl-tests, "
         "count is one rank's part if the operation splits its data, and root is -1 if there is none. "
         "Place is 'in' if the result overwrites the input."
     )
-    return Table.from_rows(rows, caption=caption, names=5, formats={"factor": ".4g"})
+    return Table.from_rows(
+        rows, caption=caption, names=6, hidden=frozenset(shared), formats={"factor": ".4g"}
+    )
 
 
 def _us(ms: float | None) -> float | None:
