@@ -219,6 +219,18 @@ def test_the_device_without_peaks_is_named_with_what_to_write():
         plan(plan_spec(), CalibratedMachine(no_memory))
 
 
+def test_a_row_stays_if_only_its_exposed_communication_cannot_be_predicted():
+    """A step without its tensor axis needs the host's times of a single process."""
+    h200 = HardwareFile.read(ROOT / "hardware" / "h200-sxm.json")
+    partial = {name: t for name, t in h200.operations.items() if name != "host eager fp32"}
+    machine = CalibratedMachine(dataclasses.replace(h200, operations=partial).on_ranks(2))
+    model = ModelSpec.preset("2.7b", context_length=2048)  # one sequence: only tp2 shares it
+    spec = plan_spec(model=model, gpus=2, global_batch=1, precision="fp32")
+    (row, *_) = plan(spec, machine, top=1).rows
+    assert row.median("step_ms") > 0 and "tensor_exposed_ms" not in row.metrics
+    assert "exposed communication is not known: the hardware file h200-sxm has no host" in row.note
+
+
 def test_1024_gpus_are_planned_without_torch():
     code = (
         "import sys; from stepgauge.cli import main\n"

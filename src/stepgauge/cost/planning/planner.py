@@ -79,7 +79,7 @@ def plan(
     if not within_limit:
         raise ValueError(f"nothing fits: {rows[0].spec['layout']} {rows[0].note}")
     rows = sorted(within_limit, key=_step_ms)
-    rows = [*_with_exposed(rows[:top], simulate, hear), *rows[top:]]
+    rows = [*_with_exposed(rows[:top], simulate, refused, hear), *rows[top:]]
     others = fitting if trace is None else ()  # tracing them would take too long
     fastest = {
         "wrapper": _fastest_by(lambda c: c.layout.wrapper, rows, others, simulate),
@@ -134,14 +134,22 @@ def _finalists(
 
 
 def _with_exposed(
-    rows: Sequence[Record], simulate: Callable[..., Record | None], hear: Hear
+    rows: Sequence[Record],
+    simulate: Callable[..., Record | None],
+    refused: Sequence[str],
+    hear: Hear,
 ) -> Iterator[Record]:
-    """Yields the rows with exposed communication, which only rows that are shown need."""
+    """Yields the rows with exposed communication, which only rows that are shown need.
+
+    A row stays without it if the hardware file lacks the host's times of the step without an axis.
+    """
     for number, row in enumerate(rows):
         hear("leaving out communication of", number, len(rows))
-        complete = simulate(candidate_of(row), exposed=True)
-        assert complete, "a row was predicted before"
-        yield complete
+        if complete := simulate(candidate_of(row), exposed=True):
+            yield complete
+        else:
+            notes = row.note, f"exposed communication is not known: {refused[-1]}"
+            yield dataclasses.replace(row, note="; ".join(filter(None, notes)))
 
 
 def limit_of(spec: PlanSpec, machine: CalibratedMachine) -> float:
