@@ -4,6 +4,7 @@ import contextlib
 import os
 import resource
 import signal
+import stat
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,24 @@ def test_an_interrupt_leaves_the_earlier_file_and_no_other(tmp_path, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         HardwareFile(name="new").write(path)
     assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("file", "earlier")]
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o664, 0o444])
+def test_the_permissions_of_the_earlier_file_and_a_link_to_it_stay(tmp_path, mode):
+    path, link = tmp_path / "file", tmp_path / "link"
+    path.write_text("earlier")
+    path.chmod(mode)
+    link.symlink_to(path)
+    HardwareFile(name="new").write(link)
+    assert HardwareFile.read(path).name == "new" and link.is_symlink()
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+
+
+def test_a_new_file_has_the_usual_permissions(tmp_path):
+    HardwareFile(name="new").write(tmp_path / "file")
+    (tmp_path / "other").touch()
+    modes = {each.stat().st_mode for each in tmp_path.iterdir()}
+    assert len(modes) == 1
 
 
 def test_a_page_can_be_written_to_a_pipe():
