@@ -162,7 +162,7 @@ def measure(spec: DataParallelSpec, nccl_settings: str, trace: Path | None) -> D
         phases = step.phases([part.to(device) for part in batch])
         initial = devices.allocated_memory(device)
         with step.precision.matmul_mode():
-            times = time_steps(spec, phases, device)
+            times, span = time_steps(spec, phases, device)
             kept = kept_bytes(step, phases, device, initial)
             if trace is not None:
                 write_trace(phases, trace, device)
@@ -172,6 +172,7 @@ def measure(spec: DataParallelSpec, nccl_settings: str, trace: Path | None) -> D
         phases=times,
         bytes=kept,
         optimizer=name,
+        span=span,
         without_communication=[],
         communication=[],
         plan={},

@@ -41,6 +41,7 @@ def test_the_phases_of_every_row_add_up(rows):
         assert "synchronize_ms" not in row.metrics, "backward ends with complete gradients"
         assert len(row.series["rank_step_ms"]) == 2
         assert row.environment["devices"]
+        assert row.median("missed_cores") is not None
 
 
 def test_communication_is_measured_for_wrappers_that_allow_it(rows):

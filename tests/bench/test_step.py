@@ -9,8 +9,12 @@ import torch
 
 from stepgauge.bench.build import build, check, least_bytes
 from stepgauge.bench.step import run
+from stepgauge.bench.sweep import _should_repeat
 from stepgauge.measure import timing
+from stepgauge.measure.cpu_contention import Reading
 from stepgauge.measure.timing import time_phases
+from stepgauge.report.views import remark
+from stepgauge.spec.disturbance import is_disturbed
 from stepgauge.spec.hardware import MATMUL_TYPE
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import FLOAT8, PHASES, PRECISIONS, StepSpec
@@ -45,6 +49,20 @@ def test_the_times_of_phases_add_up_to_the_step(phases):
     assert record.metrics["step_ms"].n == 3
     total = sum(record.metrics[name].mean for name in names)
     assert record.metrics["step_ms"].mean == pytest.approx(total)
+
+
+@pytest.mark.parametrize(("taken", "disturbed"), [(1.0, True), (0.0, False)])
+def test_a_row_says_how_many_of_its_cores_other_work_took(monkeypatch, taken, disturbed):
+    """Steps that were slowed evenly have no spread."""
+    threads = torch.get_num_threads()
+    ends = [Reading(0.0, 0.0, 0.0, threads), Reading(10.0, 10.0 * (1.0 + taken), 10.0, threads)]
+    monkeypatch.setattr("stepgauge.measure.cpu_contention.reading", lambda: ends.pop(0))
+    even = {"forward": [1.0] * 6, "step": [1.0] * 6}
+    monkeypatch.setattr("stepgauge.bench.step.time_phases", lambda *_, **__: even)
+    record = run(nano(phases="forward"))
+    assert record.median("missed_cores") == pytest.approx(taken, abs=0.1)
+    assert is_disturbed(record) == _should_repeat(record) == disturbed
+    assert ("other work took 1.0 of the cores" in remark(record)) == disturbed
 
 
 def test_rates_are_computed_from_the_step_time():

@@ -194,7 +194,7 @@ def cores(monkeypatch):
                 Reading(10.0, 10.0 * (1.0 + taken), 10.0, threads),
             )
         ]
-        monkeypatch.setattr("stepgauge.calibrate.run.reading", lambda: ends.pop(0))
+        monkeypatch.setattr("stepgauge.measure.cpu_contention.reading", lambda: ends.pop(0))
         return ends
 
     return give

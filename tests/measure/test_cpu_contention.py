@@ -33,6 +33,12 @@ def test_ranks_of_one_measurement_do_not_count_as_other_processes():
     assert missed_cores(ranks[:1], 2) > 0.9  # a single process would see the other rank
 
 
+def test_ranks_on_several_machines_count_by_machine():
+    quiet, busy = (span(wall=10.0, busy=busy, own=10.0, cores=2) for busy in (10.0, 20.0))
+    ranks = [[r._replace(host=host) for r in own] for host, own in (("a", quiet), ("b", busy))]
+    assert missed_cores(ranks, 2) == pytest.approx(1.0, abs=0.05)
+
+
 def test_only_cores_that_this_process_may_use_are_read(tmp_path, monkeypatch):
     """Idle and iowait are not busy. Guest time is already contained in user time."""
     lines = ["cpu 9 9 9 9 9 9 9 9 9 9", "cpu0 100 10 20 999 999 3 2 1 77 0",

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from stepgauge.measure import ceilings
+from stepgauge.measure import ceilings, cpu_contention
 from stepgauge.measure.cpu_contention import Reading
 from stepgauge.report.profile import operations_table, phases_table
 from stepgauge.spec.analysis import Analysis
@@ -38,7 +38,7 @@ def test_an_analysis_of_an_older_version_is_read():
 @pytest.mark.parametrize(("busy_s", "missed"), [(4.0, 2.0), (2.0, 0.0)])
 def test_the_caption_warns_of_ceilings_measured_beside_other_work(monkeypatch, busy_s, missed):
     readings = iter([Reading(0.0, 0.0, 0.0, 2), Reading(1.0, busy_s, 2.0, 2)])
-    monkeypatch.setattr(ceilings, "reading", lambda: next(readings))
+    monkeypatch.setattr(cpu_contention, "reading", lambda: next(readings))
     monkeypatch.setattr(ceilings, "_best", lambda *_: 1.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     roof = ceilings.ceilings(torch.device("cpu"), torch.float32)

@@ -60,7 +60,7 @@ def measure(spec: DataParallelSpec) -> DataParallelFigures:
     initial = devices.allocated_memory(device)
     phases = step.phases(batch)
     with step.precision.matmul_mode():
-        times = time_steps(spec, phases, device)
+        times, span = time_steps(spec, phases, device)
         kept = kept_bytes(step, phases, device, initial, has_graphs=spec.cuda_graphs)
         traced = trace_steps(phases, device) if spec.trace else None
         communication = _time_communication(step, phases, device, spec.steps)
@@ -70,6 +70,7 @@ def measure(spec: DataParallelSpec) -> DataParallelFigures:
     return DataParallelFigures(
         phases=times,
         bytes=kept,
+        span=span,
         optimizer=step.optimizer_name,
         samples=user_samples(spec, batch),
         without_communication=without,

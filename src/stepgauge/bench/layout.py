@@ -74,13 +74,16 @@ def measure(spec: LayoutSpec) -> LayoutFigures:
     initial = devices.allocated_memory(device)
     spans: list[Spans] = []  # of each timed step
     with step.precision.matmul_mode():
-        times = time_steps(spec, phases, device, after_step=lambda: spans.append(_last_spans(step)))
+        times, span = time_steps(
+            spec, phases, device, after_step=lambda: spans.append(_last_spans(step))
+        )
         kept = kept_bytes(step, phases, device, initial, has_graphs=spec.cuda_graphs)
         # Last, because ranks that do not communicate end with different weights.
         without_axis = _time_without_axes(step, phases, device, spec.steps)
     return LayoutFigures(
         phases=times,
         bytes=kept,
+        span=span,
         optimizer=step.optimizer_name,
         samples=sum(user_samples(spec, batch) for batch in batches),
         without_axis=without_axis,

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from stepgauge.bench.ranks import slowest
-from stepgauge.measure import devices, footprint
+from stepgauge.measure import cpu_contention, devices, footprint
+from stepgauge.measure.cpu_contention import Span, missed_metric, span_since
 from stepgauge.measure.environment import environment
 from stepgauge.measure.timing import Phases, time_phases
 from stepgauge.runtime.progress import report_progress
@@ -19,13 +20,15 @@ from stepgauge.train.step import TrainingStep
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankFigures:
     """The figures of one rank: ms of each phase, one value per step; bytes by metric name; the
-    optimizer's name; the samples of its batches, if its network is a user's.
+    optimizer's name; the samples of its batches, if its network is a user's; readings of the CPU's load
+    before and after the timed steps.
     """
 
     phases: dict[str, list[float]]
     bytes: dict[str, int]
     optimizer: str
-    samples: int
+    samples: int = 0
+    span: Span | None = None
 
 
 def time_steps(
@@ -34,9 +37,9 @@ def time_steps(
     device: torch.device,
     *,
     after_step: Callable[[], None] = lambda: None,
-) -> dict[str, list[float]]:
-    """Returns ms of each phase, one value per step, after the spec's warm-up. Calls `after_step` after
-    each timed step.
+) -> tuple[dict[str, list[float]], Span | None]:
+    """Returns ms of each phase, one value per step, after the spec's warm-up, and readings of the CPU's
+    load before and after. Calls `after_step` after each timed step.
 
     The first step allocates optimizer state, communicators and library workspaces. Peak memory is
     counted from the second step on.
@@ -45,9 +48,11 @@ def time_steps(
     for phase in phases.values():
         phase()
     devices.reset_peak_memory(device)
-    return time_phases(
+    before = cpu_contention.reading()
+    times = time_phases(
         phases, device, warmup=spec.warmup - 1, steps=spec.steps, after_step=after_step
     )
+    return times, span_since(before)
 
 
 def kept_bytes(
@@ -119,7 +124,7 @@ def record_of_ranks(
     series          further series
     fields          further fields of the record
     """
-    first = ranks[0]
+    first, on_cpu, threads = ranks[0], spec.device == "cpu", torch.get_num_threads()
     medians = [statistics.median(rank.phases["step"]) for rank in ranks]
     by_rank = {name: [float(rank.bytes[name]) for rank in ranks] for name in first.bytes}
     phases = {f"{name}_ms": Sample.of(slowest_step(ranks, name), "ms") for name in first.phases}
@@ -131,6 +136,7 @@ def record_of_ranks(
             "rank_spread_ms": Sample.exact(max(medians) - min(medians), "ms"),
             **figures,
             **{name: Sample.exact(max(values), "bytes") for name, values in by_rank.items()},
+            **(missed_metric((rank.span for rank in ranks), threads) if on_cpu else {}),
         },
         series={
             "rank_step_ms": medians,

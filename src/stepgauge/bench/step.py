@@ -8,7 +8,8 @@ import torch
 from stepgauge.bench.build import build, check, least_bytes
 from stepgauge.bench.checkpoint_budget import solve
 from stepgauge.bench.rates import rates, user_samples
-from stepgauge.measure import devices
+from stepgauge.measure import cpu_contention, devices
+from stepgauge.measure.cpu_contention import missed_metric, span_since
 from stepgauge.measure.environment import environment
 from stepgauge.measure.timing import time_phases
 from stepgauge.runtime.progress import report_progress
@@ -33,12 +34,16 @@ def run(spec: StepSpec) -> Record:
     with step.precision.matmul_mode():
         compile_s = _first_call(phases, device) if spec.compile != "off" else None
         devices.reset_peak_memory(device)
+        before = cpu_contention.reading()
         times = time_phases(
             phases, device, warmup=spec.warmup, steps=spec.steps, seconds=spec.seconds
         )
+        span = span_since(before)
     where = {**environment(device), "optimizer": step.optimizer_name, **solution.environment()}
     samples = user_samples(spec, batch)
     metrics = _metrics(spec, times, device, compile_s, samples)
+    if device.type == "cpu":
+        metrics |= missed_metric([span], torch.get_num_threads())
     return Record.of(spec, metrics=metrics, environment=where, note=solution.note)
 
 

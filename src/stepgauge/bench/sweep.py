@@ -23,7 +23,7 @@ from stepgauge.runtime.load_file import user_line
 from stepgauge.runtime.progress import Listener
 from stepgauge.runtime.torchrun import is_first_process
 from stepgauge.runtime.workers import Workers, run_isolated
-from stepgauge.spec.disturbance import MISSED_CORES, is_disturbed, with_tries
+from stepgauge.spec.disturbance import is_disturbed, with_tries
 from stepgauge.spec.fallbacks import with_fallbacks
 from stepgauge.spec.record import Record, now
 from stepgauge.spec.store import FAILURES, RunStore
@@ -33,7 +33,7 @@ preload(*(f"{bench.__name__}.{module.name}" for module in pkgutil.iter_modules(b
 MOST_TRIES = 3  # measurements of a disturbed row
 MOST_HOPELESS = 3  # after so many rows that stayed disturbed, the machine is busy: no more retries
 DISTURBED = "it was disturbed"  # why a row is measured again
-LEAST_REPETITIONS = 5  # with fewer, a row's spread does not show whether it was disturbed
+LEAST_REPETITIONS = 5  # fewer are a quick look, and do not show a spread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,15 +231,13 @@ class Retries:
 
 
 def _should_repeat(record: Record) -> bool:
-    """True if other work took cores that the row needed, or if the times spread far although there
-    were enough of them and a warm-up.
+    """True if the row was disturbed although it had a warm-up and enough repetitions. (A row without
+    times is one of calibrate, which counts cores only.)
     """
     if not is_disturbed(record) or record.spec.get("warmup") == 0:
         return False
-    if MISSED_CORES in record.metrics:
-        return True
     counts = [sample.n for sample in record.metrics.values() if sample.unit == "ms"]
-    return max(counts) >= LEAST_REPETITIONS
+    return not counts or max(counts) >= LEAST_REPETITIONS
 
 
 def stamped(record: Record) -> Record:

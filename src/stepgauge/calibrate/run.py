@@ -21,12 +21,12 @@ from stepgauge.calibrate import host, wrappers
 from stepgauge.calibrate.grids import grid_of
 from stepgauge.calibrate.operations import TRACED_CALLS, TimedOperation, operations, other_work
 from stepgauge.calibrate.timing import METRICS, Timing, clock_and_power, time_of, warm_up_ms_for
-from stepgauge.measure import devices
-from stepgauge.measure.cpu_contention import Span, missed_cores, reading
+from stepgauge.measure import cpu_contention, devices
+from stepgauge.measure.cpu_contention import Span, missed_metric, span_since
 from stepgauge.measure.environment import environment
 from stepgauge.runtime.world import gathered_objects, this_world
 from stepgauge.spec.calibration import EXACT, OPERATORS, CalibrationSpec, OperationTable
-from stepgauge.spec.disturbance import MISSED_CORES, is_disturbed
+from stepgauge.spec.disturbance import is_disturbed
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.record import Record, Sample
 
@@ -78,15 +78,14 @@ def run(spec: CalibrationSpec) -> Record:
 
 
 def _measured(spec: CalibrationSpec, device: torch.device) -> Timed:
-    before = reading()
+    before = cpu_contention.reading()
     if host.is_host(spec.operation):
         timed = _timed(host.measure(spec, device), device)
     elif spec.operation in wrappers.names():
         timed = _timed(wrappers.measure(spec, device), device)
     else:
         timed = _times(spec, device)
-    after = reading()
-    return dataclasses.replace(timed, span=(before, after) if before and after else None)
+    return dataclasses.replace(timed, span=span_since(before))
 
 
 def _timed(table: OperationTable, device: torch.device) -> Timed:
@@ -130,20 +129,15 @@ def _record(spec: CalibrationSpec, ranks: Sequence[Timed], device: torch.device)
             "shapes_out_of_time": Sample.exact(slowest.out_of_time, ""),
             "shapes_at_host_pace": Sample.exact(slowest.at_host_pace, ""),
             **{METRICS[unit]: Sample.of(values, unit) for unit, values in clocks.items()},
-            **_missed(ranks, device),
+            # the host of a GPU needs one core per rank
+            **missed_metric(
+                (timed.span for timed in ranks),
+                torch.get_num_threads() if device.type == "cpu" else 1,
+            ),
         },
         tables={"times": times},
         environment=environment(device),
     )
-
-
-def _missed(ranks: Sequence[Timed], device: torch.device) -> dict[str, Sample]:
-    """Returns the number of cores that other work took. The host of a GPU needs one core per rank."""
-    spans = [timed.span for timed in ranks if timed.span is not None]
-    if not spans:
-        return {}
-    threads = torch.get_num_threads() if device.type == "cpu" else 1
-    return {MISSED_CORES: Sample.exact(missed_cores(spans, threads), "cores")}
 
 
 def _times(spec: CalibrationSpec, device: torch.device) -> Timed:

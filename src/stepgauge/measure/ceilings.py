@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from stepgauge.measure.cpu_contention import missed_cores, reading
+from stepgauge.measure import cpu_contention
+from stepgauge.measure.cpu_contention import missed_cores, span_since
 from stepgauge.measure.timing import time_phases
 from stepgauge.spec.analysis import Ceilings
 
@@ -16,7 +17,7 @@ _COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}  # far more than any cache
 
 def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     """Returns the best FLOP/s and bytes/s of several samples. Bytes read and written both count."""
-    before = reading()
+    before = cpu_contention.reading()
     size = _MATRIX.get(device.type, 2048)
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     product = torch.empty_like(left)
@@ -26,9 +27,8 @@ def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     ).normal_()
     target = torch.empty_like(source)
     copy_ms = _best(lambda: target.copy_(source), device)
-    after = reading()
-    spans = [(before, after)] if before and after and device.type == "cpu" else []
-    missed = missed_cores(spans, torch.get_num_threads()) if spans else 0.0
+    span = span_since(before) if device.type == "cpu" else None
+    missed = missed_cores([span], torch.get_num_threads()) if span else 0.0
     name = str(dtype).removeprefix("torch.")
     return Ceilings(
         flop_per_s=2.0 * size**3 / product_ms * 1e3,

@@ -6,10 +6,14 @@ slow, so the spread of the times does not reveal it.
 """
 
 import os
+import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from stepgauge.spec.disturbance import MISSED_CORES
+from stepgauge.spec.record import Sample
 
 STAT = Path("/proc/stat")
 TICK_S = 0.01  # resolution of the counters in /proc/stat
@@ -23,12 +27,14 @@ class Reading(NamedTuple):
     busy_s  all work on the cores that this process may use
     own_s   work of this process
     cores   number of cores that this process may use
+    host    the machine
     """
 
     wall_s: float
     busy_s: float
     own_s: float
     cores: int
+    host: str = ""
 
 
 Span = tuple[Reading, Reading]  # before and after a measurement
@@ -43,15 +49,35 @@ def reading() -> Reading | None:
         return None
     names = {f"cpu{number}" for number in usable}
     ticks = sum(int(line[1 + field]) for line in lines if line[0] in names for field in BUSY)
-    return Reading(time.monotonic(), ticks * TICK_S, time.process_time(), len(usable))
+    busy_s, own_s = ticks * TICK_S, time.process_time()
+    return Reading(time.monotonic(), busy_s, own_s, len(usable), platform.node())
+
+
+def span_since(before: Reading | None) -> Span | None:
+    """Returns the readings before and now; None on systems that do not have them."""
+    after = reading()
+    return (before, after) if before and after else None
+
+
+def missed_metric(spans: Iterable[Span | None], threads: int) -> dict[str, Sample]:
+    """Returns `missed_cores` as the metric of a record; none on systems without readings."""
+    known = [span for span in spans if span is not None]
+    return {MISSED_CORES: Sample.exact(missed_cores(known, threads), "cores")} if known else {}
 
 
 def missed_cores(spans: Sequence[Span], threads: int) -> float:
-    """Returns how many of the needed cores other processes used, on average over the measurement.
+    """Returns how many of the needed cores other processes used, on average over the measurement, on the
+    machine where that is most.
 
-    spans    the readings of each measuring process, over the same time on one machine
+    spans    the readings of each measuring process, over the same time
     threads  number of threads, and so of needed cores, of each measuring process
     """
+    hosts = dict.fromkeys(before.host for before, _ in spans)
+    by_host = ([span for span in spans if span[0].host == host] for host in hosts)
+    return max(_missed_on_host(own, threads) for own in by_host)
+
+
+def _missed_on_host(spans: Sequence[Span], threads: int) -> float:
     before, after = spans[0]
     wall_s = max(TICK_S, after.wall_s - before.wall_s)
     own_s = sum(end.own_s - start.own_s for start, end in spans)

@@ -10,6 +10,7 @@ from stepgauge.report.names import describe, flatten, identifying_fields, labels
 from stepgauge.report.numbers import heading
 from stepgauge.report.table import Table
 from stepgauge.report.views import figure, is_measurable
+from stepgauge.spec.disturbance import MISSED_CORES
 from stepgauge.spec.first_names import first_names
 from stepgauge.spec.kinds import declarations
 from stepgauge.spec.record import Record
@@ -78,6 +79,7 @@ def compare(
             Difference(record, partner, metric)
             for metric in record.metrics
             if metric in partner.metrics
+            and metric != MISSED_CORES  # which says how good the figures are
             and all(is_measurable(side, metric) for side in (record, partner))
         ]
         for side, other, name in ((record, partner, "A"), (partner, record, "B")):
