@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from stepgauge.cost.rates.estimate import (
@@ -16,6 +16,7 @@ from stepgauge.cost.rates.estimate import (
 from stepgauge.cost.rates.grid import FAR, WORK, Grid, grouped_flops
 from stepgauge.cost.rates.network import Links
 from stepgauge.cost.rates.peak_ratios import PeakRatios
+from stepgauge.cost.rates.substitutes import reference_of, with_substitutes
 from stepgauge.spec.calibration import (
     ALONE,
     BATCHED,
@@ -53,6 +54,7 @@ class CalibratedMachine:
         self.hardware, self._calibrated = hardware, calibrated
         self._product_share = product_share
         self.network = Links(hardware)
+        self._operations = with_substitutes(calibrated.operations)
         self._grids: dict[str, Grid] = {}
         self.requested: set[tuple[str, tuple[Any, ...]]] = set()
         is_other_device = calibrated is hardware.base and calibrated.device != hardware.device
@@ -65,6 +67,11 @@ class CalibratedMachine:
         return other
 
     @property
+    def is_transferred(self) -> bool:
+        """True if the times are another device's, scaled."""
+        return self._ratios is not None
+
+    @property
     def disturbance(self) -> str:
         """What disturbed the calibration, as a note; "" if nothing did."""
         return self._calibrated.disturbance
@@ -72,11 +79,11 @@ class CalibratedMachine:
     @property
     def operations(self) -> Collection[str]:
         """The names of the calibrated operations."""
-        return self._calibrated.operations.keys()
+        return self._operations.keys()
 
     def table(self, operation: str) -> OperationTable | None:
         """Returns the calibrated times of an operation; None if there are none."""
-        return self._calibrated.operations.get(operation)
+        return self._operations.get(operation)
 
     def _required_table(self, operation: str) -> OperationTable:
         table = self.table(operation)
@@ -172,10 +179,20 @@ class CalibratedMachine:
 
     def _grid(self, name: str, table: OperationTable) -> Grid:
         if name not in self._grids:
-            work = grouped_flops if GROUPED in name else WORK[name.partition(" ")[0]]
             is_old_backward = "backward" in name and not table.captured
-            self._grids[name] = Grid(table, work, may_be_launches=is_old_backward)
+            self._grids[name] = Grid(table, self._work(name), may_be_launches=is_old_backward)
         return self._grids[name]
+
+    def _work(self, name: str) -> Callable[..., float]:
+        """Returns what the time of an operation grows with, from its sizes.
+
+        For attention of which few shapes were timed, it is the time of the attention with many.
+        """
+        reference = reference_of(name)
+        if reference and (table := self.table(reference)):
+            grid = self._grid(reference, table)
+            return lambda *sizes: grid.time(sizes).us
+        return grouped_flops if GROUPED in name else WORK[name.partition(" ")[0]]
 
     def _at_its_share(
         self,
@@ -194,6 +211,8 @@ class CalibratedMachine:
         alone_us = self._grid(f"{operation} {ALONE}", without_passes).time(sizes).us
         longer = alone_us / alternating_us - 1
         position = (self._product_share - CALIBRATED_PRODUCT_SHARE) / (1 - CALIBRATED_PRODUCT_SHARE)
+        if operation.startswith("attention"):
+            position = max(0.0, position)
         return estimate.scaled(1 + longer * position)
 
     def _without_variant(self, operation: str, variant: str, sizes: tuple[float, ...]) -> Estimate:
