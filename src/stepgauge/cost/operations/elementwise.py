@@ -33,6 +33,10 @@ class Elementwise:
     values: int
 
     @property
+    def _widths(self) -> tuple[int, int]:
+        return self.rotated, self.values
+
+    @property
     def _heads_as_calibrated(self) -> bool:
         """True if queries and keys are rotated completely and not normed, as in the timed passes."""
         model = self.model
@@ -48,10 +52,11 @@ class Elementwise:
 
     def rotation(self) -> Iterator[Term]:
         """Yields the rotation of queries and keys."""
-        nbytes = self.m * self.rotated * self.arithmetic.activation_bytes
-        nbytes *= 2 if self.arithmetic.is_compiled else 7
+        rotated, values = (n * self.m * self.arithmetic.activation_bytes for n in self._widths)
+        # compiled, values are copied out of their product
+        nbytes = 2 * (rotated + values) if self.arithmetic.is_compiled else 7 * rotated
         if self._heads_as_calibrated:
-            sizes = self.m, self.rotated
+            sizes = self._timed_sizes if self.arithmetic.is_compiled else (self.m, self.rotated)
             yield self.arithmetic.timed_pass("attention.rotation", "heads forward", sizes, nbytes)
         else:
             yield Term("attention.rotation", TRAFFIC, (nbytes,))
@@ -59,8 +64,7 @@ class Elementwise:
     def heads_backward(self) -> Iterator[Term]:
         """Yields backward of rotation, of query and key norms, and of the split into q, k and v."""
         arithmetic, model = self.arithmetic, self.model
-        rotated = self.m * self.rotated * arithmetic.activation_bytes
-        values = self.m * self.values * arithmetic.activation_bytes
+        rotated, values = (n * self.m * arithmetic.activation_bytes for n in self._widths)
         if self._heads_as_calibrated:
             eager, compiled = 9 * rotated + 10 * values, 2 * (rotated + values)
             nbytes = compiled if arithmetic.is_compiled else eager
@@ -76,14 +80,14 @@ class Elementwise:
                 "attention.qk_norm", "backward", model.norm, rows, model.head_width
             )
         # Eager autograd joins the gradients in two copies: first those of queries and keys.
-        copy = strided_copy("attention.split", self.m * (2 * self.rotated + self.values))
         if arithmetic.is_compiled:
             yield Term("attention.split", TRAFFIC, (2 * values,))
         elif model.positions == "rope" or model.qk_norm:
-            yield copy
-        else:
+            yield strided_copy("attention.split", self.m * (2 * self.rotated + self.values))
+        else:  # of whole rows
+            nbytes = 2 * (2 * rotated + values)
             yield arithmetic.timed_pass(
-                "attention.split", "split backward", self._timed_sizes, copy.nbytes
+                "attention.split", "split backward", self._timed_sizes, nbytes
             )
 
     def gate(self, name: str, direction: str, f: int) -> Iterator[Term]:
@@ -92,8 +96,8 @@ class Elementwise:
         eager, compiled = {
             (True, "forward"): (5, 3),
             (False, "forward"): (2, 2),
-            (True, "backward"): (13, 6),
-            (False, "backward"): (3, 4),
+            (True, "backward"): (13, 5),
+            (False, "backward"): (3, 3),
         }[model.is_gated, direction]
         nbytes, sizes = self.m * f * arithmetic.activation_bytes, (self.m, f)
         if model.gate == "quack":
@@ -102,10 +106,6 @@ class Elementwise:
             yield arithmetic.timed_pass(name, f"gelu {direction}", sizes, nbytes * eager)
         elif model.feed_forward != "swiglu":
             yield from arithmetic.passes(name, nbytes, eager=eager, compiled=compiled)
-        elif direction == "backward" and arithmetic.is_compiled:
-            # The kernel also recomputes the input of the down projection, one more pass.
-            yield arithmetic.timed_pass(name, "gate backward", sizes, nbytes * (compiled - 1))
-            yield Term(f"{name}.recompute", TRAFFIC, (nbytes,))
         else:
             times = compiled if arithmetic.is_compiled else eager
             yield arithmetic.timed_pass(name, f"gate {direction}", sizes, nbytes * times)
@@ -123,14 +123,14 @@ class Elementwise:
             yield Term(f"{name}.reorder_weight", TRAFFIC, (2 * weight,))
             yield Term(f"{name}.reorder_gradient", TRAFFIC, (2 * weight,), for_weights=True)
 
-    def residual(self, numel: int) -> Iterator[Term]:
+    def residual(self, numel: int, *, ends_graph: bool = False) -> Iterator[Term]:
         """Yields the sum of the residual stream and a branch, whose dtypes differ under autocast.
 
-        Compiled, the sum is part of the norm that follows.
+        Compiled, the sum is part of the norm that follows, unless it is the last of a compiled block.
         """
         arithmetic = self.arithmetic
         nbytes = numel * (2 * arithmetic.residual_bytes + arithmetic.activation_bytes)
         if arithmetic.casts and arithmetic.activation_bytes == 2 and not arithmetic.is_compiled:
             yield Term("residual", "residual mixed", (numel,), nbytes=nbytes)
         else:
-            yield from arithmetic.passes("residual", nbytes, eager=1, compiled=0)
+            yield from arithmetic.passes("residual", nbytes, eager=1, compiled=ends_graph)

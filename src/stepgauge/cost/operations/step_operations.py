@@ -175,7 +175,7 @@ class StepOperations(ShareSizes):
         yield from self._elementwise.gate(self._gate, "forward", f)
         yield from arithmetic.linear_forward("feed_forward.down", m, d, f, 0)
         yield from self._collectives("feed_forward.down", "forward", weight=(d, f))
-        yield from self._elementwise.residual(stream)
+        yield from self._elementwise.residual(stream, ends_graph=self.spec.compile == "blocks")
 
     def _loss_forward(self, v: int) -> Iterator[Term]:
         m = self.tokens
@@ -297,8 +297,7 @@ class StepOperations(ShareSizes):
         Tensor-parallel ranks fuse the loss over their part of the vocabulary, which is priced like
         their usual loss.
         """
-        is_fused = self.model.loss == "fused" and self.share.tensor == 1
-        return is_fused and not self.loss_by_torch
+        return self.model.loss == "fused" and self.share.tensor == 1 and not self.loss_by_torch
 
     @property
     def compiles_loss(self) -> bool:
@@ -345,8 +344,9 @@ class StepOperations(ShareSizes):
 
     def _norm(self, name: str, direction: str, module: str) -> Iterator[Term]:
         """Yields a norm and, in backward, the all-reduce of its gradient over tensor ranks."""
-        d = self.model.d_model
-        yield from self.arithmetic.norm(name, direction, self.model.norm, self.own_tokens, d)
+        sizes = self.model.norm, self.own_tokens, self.model.d_model
+        sums = self.spec.compile != "blocks" or name == "feed_forward.norm"  # in the same graph
+        yield from self.arithmetic.norm(name, direction, *sizes, sums=sums)
         rule = self._rule(module)
         if direction == "backward" and rule and KINDS[rule.kind].sums:
             nbytes = self.norm_parameters * self.arithmetic.weight_bytes

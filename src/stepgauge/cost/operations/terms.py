@@ -114,19 +114,25 @@ class Arithmetic:
             yield Term(name, TRAFFIC, (nbytes * times,))
 
     def timed_pass(
-        self, name: str, operation: str, sizes: tuple[float, ...], nbytes: float
+        self,
+        name: str,
+        operation: str,
+        sizes: tuple[float, float],
+        nbytes: float,
+        *,
+        timed_bytes: float = 0.0,
     ) -> Term:
         """Returns elementwise work that calibrate/passes.py times, in the dtype of activations.
 
-        Compiled passes are timed under autocast only. In other precisions they are priced by
-        `nbytes`.
+        Compiled passes are timed under autocast only, where they move `timed_bytes`; by default as many as
+        in bf16. In other precisions the same kernel takes as long per byte, as if it were narrower or wider.
         """
         if not self.is_compiled:
             dtype = "bf16" if self.activation_bytes == 2 else "fp32"
             return Term(name, f"{operation} {dtype}", sizes, nbytes=nbytes)
-        if self.casts:
-            return Term(name, f"compiled {operation}", sizes, nbytes=nbytes)
-        return Term(name, TRAFFIC, (nbytes,), nbytes=nbytes)
+        m, n = sizes
+        n *= nbytes / timed_bytes if timed_bytes else self.activation_bytes / 2
+        return Term(name, f"compiled {operation}", (m, n), nbytes=nbytes)
 
     def cast(self, name: str, operation: str, numel: int, *, for_weights: bool = False) -> Term:
         """Returns a cast of `numel` values; compiled, it is a pass over memory like any other."""
@@ -177,23 +183,37 @@ class Arithmetic:
             nbytes = 3 * self.weight_bytes * numel * (passes - 1) / passes
             yield Term("gradients.add", TRAFFIC, (nbytes / 2,), 2, for_weights=True)
 
-    def norm(self, name: str, direction: str, kind: str, m: int, d: int) -> Iterator[Term]:
+    def norm(
+        self, name: str, direction: str, kind: str, m: int, d: int, *, sums: bool = True
+    ) -> Iterator[Term]:
         """Yields a norm over (M, D).
 
         This package's Triton kernel makes one pass over memory. Compiled, the norm also adds up the
-        residual sum before it.
+        residual sum before it if it `sums`.
         """
         residual, activation = self.residual_bytes, self.activation_bytes
-        gradient = NORM_PARAMETERS[NORMS[kind]] * d if direction == "backward" else 0
-        value_bytes = 3 * residual + activation if direction == "backward" else residual + 2
-        nbytes: float = m * d * value_bytes
+        is_backward = direction == "backward"
+        gradient = NORM_PARAMETERS[NORMS[kind]] * d if is_backward else 0
         if kind == "triton":
-            yield Term(name, TRAFFIC, (nbytes,), gradient=gradient)
+            value_bytes = 3 * residual + activation if is_backward else residual + 2
+            yield Term(name, TRAFFIC, (m * d * value_bytes,), gradient=gradient)
         elif self.is_compiled:
-            if direction == "forward":
-                nbytes += m * d * (residual + activation / 2)
-            term = self.timed_pass(name, f"norm {direction}", (m, d), nbytes)
+            value_bytes, timed = self._compiled_norm(direction, sums=sums)
+            sizes = m, d
+            term = self.timed_pass(
+                name, f"norm {direction}", sizes, m * d * value_bytes, timed_bytes=m * d * timed
+            )
             yield dataclasses.replace(term, gradient=gradient)
         else:
             dtype = "bf16" if residual == 2 else "fp32"
             yield Term(name, f"{kind} {direction} {dtype}", (m, d), gradient=gradient)
+
+    def _compiled_norm(self, direction: str, *, sums: bool) -> tuple[int, int]:
+        """Returns the bytes per value that a compiled norm moves, and those of the timed one.
+
+        Forward reads the stream and writes the norm; for the sum, it reads a branch and writes the stream.
+        """
+        residual, activation = self.residual_bytes, self.activation_bytes
+        if direction == "backward":
+            return 3 * residual + activation, 3 * 4 + 2
+        return (2 if sums else 1) * (residual + activation), 2 * (4 + 2)
