@@ -36,6 +36,7 @@ KERNELS: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {
         "matmul": ("matmul nt bf16", (4096, 4096, 4096)),
         "short-matmul": ("matmul tn bf16", (2560, 2560, 4096)),
         "attention": ("attention sdpa forward bf16", (32, 2048, 128)),
+        "update": ("optimizer fused fp32", (2**26,)),
         "traffic": ("gate backward bf16", (4096, 8192)),
     },
     "cpu": {

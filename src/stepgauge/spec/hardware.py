@@ -304,11 +304,15 @@ class HardwareFile:
         """Returns how an operation of `us` microseconds and the collective slow each other down.
 
         The result was measured on the number of ranks closest to `ranks`; None if not measured.
-        A file may not distinguish matrix products by their time. They all count as "matmul" then.
+        A file may not distinguish matrix products by their time. They all count as "matmul" then. On a CPU,
+        the optimizer's update counts as "traffic".
         """
         candidates = [row for row in self.contention if row.collective == collective]
         rows: list[Contention] = []
-        for kernels in (kernel_class(operation, us), kernel_class(operation)):
+        classes = [kernel_class(operation, us), kernel_class(operation)]
+        if self.device_kind == "cpu":
+            classes.append("traffic")
+        for kernels in classes:
             rows = rows or [row for row in candidates if row.kernels == kernels]
         return min(rows, key=lambda row: abs(row.ranks - ranks), default=None)
 

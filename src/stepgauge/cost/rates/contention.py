@@ -23,13 +23,18 @@ class Slowdown:
 # 53.8 ms, and 45.4 ms of all-reduce took these 53.8 (2026-11-21-h200-data-parallel, rows naive and
 # bucketed with a trace). Other rows give 1.25 to 1.38 and 1.18 to 1.49.
 DEFAULT_SLOWDOWN = Slowdown(1.37, 1.18, ASSUMED)
+# ZeRO's update of 2.7b and xl on 2 x H200, in four parts, each broadcast while the next is updated. U ms of
+# updates and B ms of broadcasts alone took U/4 + B + k 3U/4 (1 - 1/s), or if the broadcasts were shorter,
+# U + B/4 + 3B/4 s (1 - 1/k): 29.2, 17.3 and 19.1 ms for 14.6 + 18.5, 8.7 + 10.9 and 11.9 + 9.3
+# (docs/log/2026-11-29-predictions-again.md). The update fills all multiprocessors and the memory's bandwidth.
+UPDATE_SLOWDOWN = Slowdown(1.81, 1.55, ASSUMED)
 # Copies by copy engines occupy no multiprocessors.
 COPIES_SLOWDOWN = Slowdown(1.0, 1.0, ASSUMED)
 
 
 class ContentionTable:
-    """The contention table of a hardware file. For what it does not have, DEFAULT_SLOWDOWN, or
-    COPIES_SLOWDOWN for collectives by copy engines.
+    """The contention table of a hardware file. For what it does not have, DEFAULT_SLOWDOWN,
+    UPDATE_SLOWDOWN for the optimizer, or COPIES_SLOWDOWN for collectives by copy engines.
 
     axes  by name; each has its own communicator
     """
@@ -45,17 +50,22 @@ class ContentionTable:
         key = kernel_class(operation, us), collective, axis
         if key not in self._cache:
             row = self._hardware.contention_of(operation, collective, self._axes[axis].ranks, us)
-            default = COPIES_SLOWDOWN if collective.startswith(COPIED) else DEFAULT_SLOWDOWN
             self._cache[key] = (
                 Slowdown(row.kernel_slowdown, row.collective_slowdown, CALIBRATED)
                 if row
-                else default
+                else _default(key[0], collective)
             )
         return self._cache[key]
 
     def share_links(self, axis: str, other: str) -> bool:
         """Returns True if both axes communicate within a node, or both between nodes."""
         return (self._axes[axis].nodes > 1) == (self._axes[other].nodes > 1)
+
+
+def _default(kernels: str, collective: str) -> Slowdown:
+    if collective.startswith(COPIED):
+        return COPIES_SLOWDOWN
+    return UPDATE_SLOWDOWN if kernels == "update" else DEFAULT_SLOWDOWN
 
 
 class NoContention:
