@@ -90,7 +90,7 @@ def predict_layout(
 
     Raises ValueError for what the cost model or the hardware file does not cover.
     """
-    parts = LayoutParts.of(spec, machine, traced, shortened=shortened)
+    parts = LayoutParts.of(spec, machine, traced, shortened=shortened).with_waits()
     step = parts.predicted()
     figures = {
         **{f"{phase}_ms": ms for phase, ms in step.phases.items()},
@@ -248,6 +248,13 @@ class LayoutParts:
     def without(self, axis: str) -> "LayoutParts":
         """Returns the same step with communication on the axis taking no time."""
         return dataclasses.replace(self, prices=self.prices.without(axis))
+
+    def with_waits(self) -> "LayoutParts":
+        """Returns the same step with prices of GPUs that wait for other stages, as they do in it."""
+        if (timeline := self.predicted().timeline if self.schedule else None) is None:
+            return self
+        network, busy = StageChain(self.stages), 1 / timeline.over_ideal
+        return dataclasses.replace(self, prices=self.prices.at_product_share_of(network, busy=busy))
 
     def memory(self) -> Memory | None:
         layout, accumulates = self.spec.parsed_layout, self.spec.accumulation > 1

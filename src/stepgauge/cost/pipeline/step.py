@@ -34,13 +34,10 @@ def predict_pipeline(
     the hardware file does not cover.
     """
     backend = "nccl" if spec.device.startswith(("cuda", "auto")) else "gloo"
-    schedule = lower(spec.plan(), ahead=spec.ahead)
     copies = spec.transport != "messages" and not spec.is_torch
     prices = Prices(machine, spec.parsed_layout, backend, copies=copies)
-    stages = _traced_stages(spec, prices, traced) if traced else _stages_of_halves(spec, prices)
-    if spec.fill:
-        schedule = lower(fill_bubbles(spec.plan(), stages.durations), ahead=spec.ahead)
-    timeline = simulate(schedule, stages.durations)
+    _, timeline = _simulated(spec, prices, traced)
+    stages, timeline = _simulated(spec, prices, traced, busy=1 / timeline.over_ideal)
     metrics = simulated_metrics(timeline, stages.durations, batch=spec.batch)
     metrics |= throughput([timeline.step_ms], tokens=spec.batch * spec.model.context_length)
     phases = {"forward": stages.network.forward(), "backward": stages.network.backward()}
@@ -68,12 +65,27 @@ class Stages:
     memory: Memory | None = None
 
 
-def _traced_stages(spec: PipelineSpec, prices: Prices, traced: Sequence[TracedNetwork]) -> Stages:
+def _simulated(
+    spec: PipelineSpec, prices: Prices, traced: Sequence[TracedNetwork], *, busy: float = 1.0
+) -> tuple[Stages, Timeline]:
+    """Returns the stages and their simulated step. `busy` as in Prices.at_product_share_of."""
+    stages = (
+        _traced_stages(spec, prices, traced, busy)
+        if traced
+        else _stages_of_halves(spec, prices, busy)
+    )
+    plan = fill_bubbles(spec.plan(), stages.durations) if spec.fill else spec.plan()
+    return stages, simulate(lower(plan, ahead=spec.ahead), stages.durations)
+
+
+def _traced_stages(
+    spec: PipelineSpec, prices: Prices, traced: Sequence[TracedNetwork], busy: float
+) -> Stages:
     work = work_of(spec)
     share = NetworkPart(batch=work.batch, passes=spec.micro_batches)
     stages = [operations_of(work, share, stage) for stage in traced]
     network = StageChain(stages)
-    prices = prices.at_product_share_of(network)
+    prices = prices.at_product_share_of(network, busy=busy)
     host = launch_costs_of(stages[0], prices.machine, Layout(), replayed=spec.cuda_graphs)
     memory = None
     if not spec.cuda_graphs:  # CUDA graphs have their own memory pool, which is not predicted
@@ -83,11 +95,11 @@ def _traced_stages(spec: PipelineSpec, prices: Prices, traced: Sequence[TracedNe
     return Stages(network, prices, stages_of(spec), taken, memory)
 
 
-def _stages_of_halves(spec: PipelineSpec, prices: Prices) -> Stages:
+def _stages_of_halves(spec: PipelineSpec, prices: Prices, busy: float) -> Stages:
     """Returns the stages of a Transformer, which can be cut between halves of blocks."""
     work = work_of(spec)
     network = StepOperations(work, NetworkPart(batch=work.batch, passes=spec.micro_batches))
-    prices, halves = prices.at_product_share_of(network), Halves.of(network)
+    prices, halves = prices.at_product_share_of(network, busy=busy), Halves.of(network)
     parts = stages_of(spec, halves.times(prices))
     host = launch_costs_of(network, prices.machine, Layout(), replayed=spec.cuda_graphs)
     taken = halves.durations(parts, prices, nbytes=network.stream_bytes, host=host)

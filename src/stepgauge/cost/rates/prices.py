@@ -67,11 +67,19 @@ class Prices:
         self.contention = ContentionTable(machine.hardware, self.axes)
         self._cache: dict[tuple[Any, ...], Estimate] = {}
 
-    def at_product_share_of(self, network: ForwardBackward) -> "Prices":
-        """Returns prices at which products take the share of the time that they have in the network."""
+    def at_product_share_of(self, network: ForwardBackward, *, busy: float = 1.0) -> "Prices":
+        """Returns prices at which products take the share of the time that they have in the network.
+
+        busy  fraction of the time in which the ranks compute. While a GPU waits it draws little power, and
+              its limit is on an average, so that it runs products faster afterwards. On a device whose
+              times are another's this is not known
+        """
         terms = [t for t in (*network.forward(), *network.backward()) if not t.axis]
         products_us = self.total_us(term for term in terms if term.is_product)
-        machine = self.machine.at_product_share(products_us / (self.total_us(terms) or 1.0))
+        share = products_us / (self.total_us(terms) or 1.0)
+        machine = self.machine.at_product_share(
+            share if self.machine.is_transferred else busy * share
+        )
         return self._on(machine, self._without)
 
     def without(self, axis: str) -> "Prices":
