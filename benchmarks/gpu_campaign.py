@@ -19,7 +19,9 @@ sharded4           4   80  layout_rows.py: ZeRO 3 next to torch's fully_shard
 pairs4             4  120  layout_rows.py: two axes at once
 pipelines4         4  300  layout_rows.py: schedules next to torch's
 bert4              4   60  layout_rows.py: BERT with four stages
-products           1   20  piece_products.py: whole products next to pieces
+products           1   90  products_in_steps.py: products in a step and alone
+sequences2         2   90  layout_rows.py: tensor parallel, several sequences
+sequences4         4  120  the same on four GPUs, and with ZeRO 3
 llama4             4  200  layout_rows.py: Llama 3 8B under each layout
 validation         2  240  host times, then validation/after_two_gpus.toml
 validation4        4  400  links and contention, then four lists of rows; takes
@@ -138,7 +140,9 @@ def steps() -> dict[str, Step]:
         "pairs4": rows(4, 180, ["pairs"]),
         "pipelines4": rows(4, 400, ["pipeline"]),
         "bert4": rows(4, 90, ["bert"], ["1 x", "4 x"]),
-        "products": Step(1, [str(HERE / "piece_products.py")], 60, small=["--small"]),
+        "products": Step(1, [str(HERE / "products_in_steps.py"), "{work}"], 150, small=["--small"]),
+        "sequences2": rows(2, 150, ["sequences"]),
+        "sequences4": rows(4, 200, ["sequences"]),
         "llama4": rows(4, 240, ["llama"]),
         "validation": validation(2, 330, ["host", "after_two_gpus"], h200),
         "validation4": validation(4, 480, validated_on_four, calibrated),
