@@ -6,6 +6,9 @@ import sys
 def main() -> None:
     """Runs the command line. Ctrl-C prints one sentence, even while imports are still running."""
     try:
+        from stepgauge.runtime.interrupts import UninterruptedImports
+
+        UninterruptedImports("torch", "numpy").install()
         from stepgauge.cli import main as command_line
 
         command_line()

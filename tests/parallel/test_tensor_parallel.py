@@ -122,11 +122,12 @@ class UserBlock(nn.Module):
 
 
 HEADS = Rule("column", (Section(16, unit=4),))
+NORM, BY_TOKEN = Rule("sequence"), Rule("split", by_token=True)
 SCALES = torch.tensor([[[0.5]], [[2.0]]], dtype=torch.float64)
 USER_TABLE = {
     "embed": Rule("embedding"),
     "layers.0": Rule("split"),
-    "layers.*.norm": Rule("sequence"),
+    "layers.*.norm": NORM,
     "layers.*.[qkv]": HEADS,
     "layers.*.o": Rule("row"),
     "out": Rule("head"),
@@ -172,9 +173,14 @@ def build(name):
         if name == "user with a hook":
             model.embed.register_forward_hook(lambda layer, inputs, output: output * 2)
         if name == "user by token":
-            table = {each: dataclasses.replace(rule, by_token=True) for each, rule in table.items()}
+            table = {
+                **table,
+                "layers.0": BY_TOKEN,
+                "layers.*.norm": dataclasses.replace(NORM, by_token=True),
+            }
         if name == "user with a scale per sequence":  # which a stream by token would mix up
             model.layers[0].register_forward_hook(lambda *call: call[-1] * SCALES)
+            table = {**table, "layers.0": BY_TOKEN}  # one rule is not enough
     elif name == "counting":
         model, table = counting_model(), COUNTING_TABLE
     elif name == "one key head, transposed":
@@ -520,6 +526,14 @@ def collectives_without_overlap():
     ]
 
 
+def shape_for_an_empty_batch():
+    """Returns the shape of the logits of no sequence of 4 tokens."""
+    model, table = build("default")
+    logits = parallelize_tensor(model, table).module(torch.zeros(0, 4, dtype=torch.long))
+    logits.sum().backward()
+    return tuple(logits.shape)
+
+
 def message_of(call):
     """Returns the message of the error that the call raises."""
     try:
@@ -697,6 +711,7 @@ def all_differences():
 def on_two_ranks():
     return all_differences(), {
         "without overlap": collectives_without_overlap(),
+        "empty": shape_for_an_empty_batch(),
         "messages": messages_for_mistakes(),
         "sums": gradient_sums(),
     }
@@ -722,6 +737,7 @@ def test_gradients_of_norms_share_an_all_reduce_and_only_collectives_next_to_pro
 ):
     for _, results in two_ranks:
         assert results["without overlap"] == [2, 1]
+        assert results["empty"] == (0, 4, VOCABULARY)
         additional, norms, largest = results["sums"]
         assert additional == norms - 1 == 4 and largest < 1e-10
 

@@ -374,6 +374,27 @@ def test_an_interrupt_is_delayed_until_the_block_ends(ctrl_c_raises):
     assert done and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_signal_while_handlers_are_restored_reaches_its_own_handler(ctrl_c_raises, monkeypatch):
+    """The first handler that stands again raises, before the second does."""
+    received, restore = [], signal.signal
+    before = signal.signal(signal.SIGTERM, lambda *_: received.append("SIGTERM"))
+
+    def interrupted_restore(number, handler):
+        restore(number, handler)
+        if handler is signal.default_int_handler:
+            raise KeyboardInterrupt
+
+    try:
+        with pytest.raises(KeyboardInterrupt), interrupts_delayed():
+            monkeypatch.setattr(signal, "signal", interrupted_restore)
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGTERM)
+        assert received == ["SIGTERM"]
+    finally:
+        monkeypatch.undo()
+        signal.signal(signal.SIGTERM, before)
+
+
 class InterruptedCondition:
     """A condition; Ctrl-C arrives when the main thread has acquired its lock."""
 

@@ -3,7 +3,7 @@
 import pytest
 
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.plan.tensor import Cut, Rule, Section, grouped, matched
+from stepgauge.spec.plan.tensor import Cut, Rule, Section, grouped, is_by_token, matched
 from stepgauge.spec.plan.tensor_tables import table_of
 
 
@@ -68,3 +68,11 @@ def test_small_pieces_of_neighbours_are_one_product_unless_the_step_is_replayed(
     assert grouped(senders, rows=2048) == [range(1), range(2, 4)]
     assert grouped(senders, rows=4096) == [range(1), range(3, 4), range(2, 3)]
     assert grouped(senders, rows=2048, replayed=True) == grouped(senders, rows=4096)
+
+
+def test_a_table_cuts_by_token_if_all_its_rules_of_the_stream_say_so():
+    split, norm = Rule("split", by_token=True), Rule("sequence")
+    assert is_by_token({"a": split}, {"b": Rule("row")})
+    assert not is_by_token({"a": split}, {"b": norm}) and not is_by_token({"b": Rule("row")})
+    with pytest.raises(ValueError, match="by_token is for the kinds split and sequence"):
+        Rule("head", by_token=True)

@@ -133,17 +133,22 @@ def run(arguments: Sequence[str]) -> int:
         return print_error(": ".join([word, *map(str, error.args)]), status)
 
 
-def _raise_interrupted(number: int, _: object) -> None:
-    """Handles Ctrl-C once: a second one must not interrupt the cleanup."""
-    signal.signal(number, signal.SIG_IGN)
+def _raise_interrupted(*_: object) -> None:
+    """Handles Ctrl-C."""
+    _ignore_signals()
     raise KeyboardInterrupt
 
 
-def _raise_terminated(number: int, _: object) -> None:
+def _raise_terminated(*_: object) -> None:
     """Handles SIGTERM like an interrupt, so that no process or semaphore is left behind."""
-    # A signal to the process group arrives twice; the second must not interrupt the cleanup.
-    signal.signal(number, signal.SIG_IGN)
+    _ignore_signals()
     raise TerminatedError
+
+
+def _ignore_signals() -> None:
+    """Lets no second signal interrupt the cleanup. A signal to the process group arrives twice."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _load_listed_commands(arguments: Sequence[str]) -> None:

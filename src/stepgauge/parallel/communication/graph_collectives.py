@@ -1,7 +1,7 @@
 """Collectives that torch.compile keeps in its graphs: they return new tensors. Those that write into
 their argument would break a graph. Autograd does not follow them.
 
-Legend: N ranks, R rows of a rank, S = N R rows of all ranks, D width, M other ranks, in the order of ranks.
+Legend: M other ranks, in the order of ranks.
 """
 
 import torch
@@ -22,17 +22,17 @@ def over_ranks(x: Tensor, group: dist.ProcessGroup | None, operation: str = "sum
     return x if group is None else all_reduce(x, group, operation)
 
 
-def all_gather(x_RD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns x_SD, the rows of all ranks."""
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns the rows of all ranks: their tensors one after another along dim 0."""
     return _ops.wait_tensor(
-        _ops.all_gather_into_tensor(x_RD.contiguous(), group.size(), group.group_name)
+        _ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
     )
 
 
-def reduce_scatter(x_SD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns x_RD, the rank's rows of the sum over ranks."""
+def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns this rank's rows, its part of dim 0, of the sum over ranks."""
     return _ops.wait_tensor(
-        _ops.reduce_scatter_tensor(x_SD.contiguous(), "sum", group.size(), group.group_name)
+        _ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size(), group.group_name)
     )
 
 

@@ -17,13 +17,10 @@ from stepgauge.spec.plan.tensor import Table
 
 
 def check_tensor_parallel(
-    module: nn.Module,
-    table: Table | None,
-    compute_loss: Callable[[nn.Module], Tensor],
-    *,
-    group: dist.ProcessGroup | None = None,
-    by_sequence: bool | None = None,
-) -> None:
+    module: nn.Module, table: Table | None, compute_loss: Callable[[nn.Module], Tensor], *,
+    group: dist.ProcessGroup | None = None, by_sequence: bool | None = None,
+    by_token: bool | None = None,
+) -> None:  # fmt: skip
     """Compares the loss and gradients of a module with those of a copy that is cut by the table. All
     ranks of the group must call it. The module and the state of random numbers do not change.
 
@@ -32,12 +29,14 @@ def check_tensor_parallel(
 
     Raises ValueError, on every rank, if a difference is larger than the rounding of the coarsest dtype
     that the whole copy computes in, and what parallelize_tensor raises. Small float64 networks show
-    small differences best.
+    small differences best, with several sequences if the table cuts by token.
     """
     whole = copy.deepcopy(module)
     whole.zero_grad()
     prepare_replicas(whole, group)
-    parallel = parallelize_tensor(copy.deepcopy(whole), table, group=group, by_sequence=by_sequence)
+    parallel = parallelize_tensor(
+        copy.deepcopy(whole), table, group=group, by_sequence=by_sequence, by_token=by_token
+    )
     with _CoarsestType() as coarsest:
         expected_loss = _backward(whole, compute_loss)
     loss = _backward(parallel.module, compute_loss)

@@ -12,6 +12,9 @@ over ranks.
 `exchange` moves the rows. The four functions are operators, because a compiler must not look
 inside.
 
+Tensors may have more dims than two: dim 0 is cut, and all but the last are rows. The operators flatten them,
+so that an input that is not contiguous is kept for backward as it is.
+
 Legend: N ranks, R rows (tokens) of a rank, S = N R rows of all, D width of the stream, F features of
 this rank.
 """
@@ -49,59 +52,58 @@ def scattered_product(x_SF: Tensor, weight_DF: Tensor, group: dist.ProcessGroup)
 
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(x_RD: Tensor, weight_FD: Tensor, group: str) -> Tensor:
-        return column_forward(x_RD, weight_FD, group)
+    def forward(x: Tensor, weight_FD: Tensor, group: str) -> Tensor:
+        return column_forward(x, weight_FD, group)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x_RD, weight_FD, ctx.group = inputs
-        ctx.save_for_backward(x_RD, weight_FD)
+        x, weight_FD, ctx.group = inputs
+        ctx.save_for_backward(x, weight_FD)
 
     @staticmethod
     @without_second_derivative("a layer that overlaps")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x_RD, weight_FD = ctx.saved_tensors
         wants = ctx.needs_input_grad[1]
-        x, weight = column_backward(gradient, x_RD, weight_FD, wants, ctx.group)
+        x, weight = column_backward(gradient, *ctx.saved_tensors, wants, ctx.group)
         return x, weight if wants else None, None
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(x_SF: Tensor, weight_DF: Tensor, group: str) -> Tensor:
-        return row_forward(x_SF, weight_DF, group)
+    def forward(x: Tensor, weight_DF: Tensor, group: str) -> Tensor:
+        return row_forward(x, weight_DF, group)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x_SF, weight_DF, ctx.group = inputs
-        ctx.save_for_backward(x_SF, weight_DF)
+        x, weight_DF, ctx.group = inputs
+        ctx.save_for_backward(x, weight_DF)
 
     @staticmethod
     @without_second_derivative("a layer that overlaps")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x_SF, weight_DF = ctx.saved_tensors
         wants = ctx.needs_input_grad[1]
-        x, weight = row_backward(gradient, x_SF, weight_DF, wants, ctx.group)
+        x, weight = row_backward(gradient, *ctx.saved_tensors, wants, ctx.group)
         return x, weight if wants else None, None
 
 
-def _column_forward(x_RD: Tensor, weight_FD: Tensor, group: str) -> Tensor:
+def _column_forward(x: Tensor, weight_FD: Tensor, group: str) -> Tensor:
     """Returns y_SF."""
+    x_RD, y = x.flatten(0, -2), _fake_column_forward(x, weight_FD, group)
     exchange = _exchange_for(x_RD, group, x_RD.shape[1], ranks=group_named(group).size())
-    y_SF = _fake_column_forward(x_RD, weight_FD, group)
     gather = Gather(exchange, x_RD, keeps_own=False)
-    _multiply_gathered(exchange, gather, x_RD, weight_FD.t(), y_SF)
-    return y_SF
+    _multiply_gathered(exchange, gather, x_RD, weight_FD.t(), y.flatten(0, -2))
+    return y
 
 
 def _column_backward(
-    gradient_SF: Tensor, x_RD: Tensor, weight_FD: Tensor, wants_weight: bool, group: str
+    gradient: Tensor, x: Tensor, weight_FD: Tensor, wants_weight: bool, group: str
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of this rank's rows of x and of the weight (empty unless wanted)."""
+    x_RD, gradient_SF = x.flatten(0, -2), gradient.flatten(0, -2)
     exchange = _exchange_for(x_RD, group, x_RD.shape[1], ranks=group_named(group).size())
     weight_gradient = weight_FD.new_empty(weight_FD.shape if wants_weight else 0)
     if not wants_weight:
-        return _multiply_scattered(exchange, gradient_SF, weight_FD), weight_gradient
+        return _multiply_scattered(exchange, gradient_SF, weight_FD).view(x.shape), weight_gradient
     scatter = Scatter(exchange, (gradient_SF.shape[0], weight_FD.shape[1]), x_RD)
     gather = Gather(exchange, x_RD, keeps_own=True)
     # One product for all ranks: the transfer overlaps with the product of the weight gradient.
@@ -109,50 +111,53 @@ def _column_backward(
     gather.send()
     scatter.send(*exchange.receivers)
     torch.mm(gradient_SF.t(), gather.whole(), out=weight_gradient)
-    return scatter.sum(), weight_gradient
+    return scatter.sum().view(x.shape), weight_gradient
 
 
-def _row_forward(x_SF: Tensor, weight_DF: Tensor, group: str) -> Tensor:
+def _row_forward(x: Tensor, weight_DF: Tensor, group: str) -> Tensor:
     """Returns y_RD."""
+    x_SF = x.flatten(0, -2)
     exchange = _exchange_for(x_SF, group, weight_DF.shape[0])
-    return _multiply_scattered(exchange, x_SF, weight_DF.t())
+    y_RD = _multiply_scattered(exchange, x_SF, weight_DF.t())
+    return y_RD.view(x.shape[0] // exchange.ranks, *x.shape[1:-1], -1)
 
 
 def _row_backward(
-    gradient_RD: Tensor, x_SF: Tensor, weight_DF: Tensor, wants_weight: bool, group: str
+    gradient: Tensor, x: Tensor, weight_DF: Tensor, wants_weight: bool, group: str
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of x and of the weight (empty unless wanted)."""
+    gradient_RD, x_SF = gradient.flatten(0, -2), x.flatten(0, -2)
     exchange = _exchange_for(x_SF, group, weight_DF.shape[0])
-    x_gradient, weight_gradient = _fake_row_backward(
-        gradient_RD, x_SF, weight_DF, wants_weight, group
-    )
+    x_gradient, weight_gradient = _fake_row_backward(gradient, x, weight_DF, wants_weight, group)
     gather = Gather(exchange, gradient_RD, keeps_own=wants_weight)
-    _multiply_gathered(exchange, gather, gradient_RD, weight_DF, x_gradient)
+    _multiply_gathered(exchange, gather, gradient_RD, weight_DF, x_gradient.flatten(0, -2))
     if wants_weight:
         torch.mm(gather.whole().t(), x_SF, out=weight_gradient)
     return x_gradient, weight_gradient
 
 
-def _fake_column_forward(x_RD: Tensor, weight_FD: Tensor, group: str) -> Tensor:
-    return x_RD.new_empty((group_named(group).size() * x_RD.shape[0], weight_FD.shape[0]))
+def _fake_column_forward(x: Tensor, weight_FD: Tensor, group: str) -> Tensor:
+    ranks = group_named(group).size()
+    return x.new_empty((ranks * x.shape[0], *x.shape[1:-1], weight_FD.shape[0]))
 
 
 def _fake_column_backward(
-    gradient_SF: Tensor, x_RD: Tensor, weight_FD: Tensor, wants_weight: bool, group: str
+    gradient: Tensor, x: Tensor, weight_FD: Tensor, wants_weight: bool, group: str
 ) -> tuple[Tensor, Tensor]:
     weight = weight_FD.new_empty(weight_FD.shape if wants_weight else 0)
-    return x_RD.new_empty(x_RD.shape), weight
+    return x.new_empty(x.shape), weight
 
 
-def _fake_row_forward(x_SF: Tensor, weight_DF: Tensor, group: str) -> Tensor:
-    return x_SF.new_empty((x_SF.shape[0] // group_named(group).size(), weight_DF.shape[0]))
+def _fake_row_forward(x: Tensor, weight_DF: Tensor, group: str) -> Tensor:
+    ranks = group_named(group).size()
+    return x.new_empty((x.shape[0] // ranks, *x.shape[1:-1], weight_DF.shape[0]))
 
 
 def _fake_row_backward(
-    gradient_RD: Tensor, x_SF: Tensor, weight_DF: Tensor, wants_weight: bool, group: str
+    gradient: Tensor, x: Tensor, weight_DF: Tensor, wants_weight: bool, group: str
 ) -> tuple[Tensor, Tensor]:
     weight = weight_DF.new_empty(weight_DF.shape if wants_weight else 0)
-    return x_SF.new_empty(x_SF.shape), weight
+    return x.new_empty(x.shape), weight
 
 
 column_forward = define_operator(

@@ -21,10 +21,11 @@ tokens rBQ to (r+1)BQ of the batch, whose sequences follow one another in memory
 send or join pieces. The piece has the shape (B, Q, D) there, too, so that a module that reads shapes
 finds the same; but row b of it need not belong to sequence b.
 
-Collectives and products see rows: R = BQ of a rank, S = BT of all ranks. `_rows` and `_by_batch` change
-between the two shapes. All collectives are followed by autograd and kept in the graph by torch.compile.
+Collectives and products cut dim 0: `_rows` brings x into a shape in which rank r has the r-th part of it,
+and `_gathered` and `_piece` bring results back. All collectives are followed by autograd and kept in the graph
+by torch.compile.
 
-Legend: B batch, T sequence, D model width, F features of a rank, N ranks, Q = T/N, R = BQ, S = BT.
+Legend: B batch, T sequence, D model width, F features of a rank, N ranks, Q = T/N.
 """
 
 import dataclasses
@@ -87,27 +88,25 @@ class ResidualStream:
         """
         if not self.by_sequence:
             return _SumOfGradients.apply(x, self.group) if self.communicates else x
-        rows_RD = self._rows(x)
-        if not self.communicates:
-            return self._by_batch(rows_RD.repeat(self.ranks, 1), x.shape[0])
-        return self._by_batch(_Gather.apply(rows_RD, self.group), x.shape[0])
+        rows = self._rows(x)
+        if self.communicates:
+            return self._gathered(_Gather.apply(rows, self.group), x)
+        return self._gathered(torch.cat([rows] * self.ranks), x)
 
     def reduce_output(self, y_BTD: Tensor) -> Tensor:
         """Sums the ranks' summands. Returns the rank's piece y_BQD if the stream is by sequence."""
         if not self.by_sequence:
             return self.sum(y_BTD)
         self._require_divisible(y_BTD)
-        rows_SD = self._rows(y_BTD)
-        if not self.communicates:
-            return self._by_batch(piece_of(rows_SD, self.group), y_BTD.shape[0])
-        return self._by_batch(_ReduceScatter.apply(rows_SD, self.group), y_BTD.shape[0])
+        reduce = _ReduceScatter.apply if self.communicates else piece_of
+        return self._piece(reduce(self._rows(y_BTD), self.group), y_BTD)
 
     def column_linear(self, x: Tensor, weight_FD: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns h_BTF: `gather_input`, then a linear layer with some of its rows on each rank."""
         if not self._overlaps(x, self.ranks):
             return F.linear(self.gather_input(x), weight_FD, bias)
-        h_SF = gathered_product(self._rows(x), weight_FD.to(x.dtype), self.group)
-        h_BTF = self._by_batch(h_SF, x.shape[0])
+        h = gathered_product(self._rows(x), weight_FD.to(x.dtype), self.group)
+        h_BTF = self._gathered(h, x)
         return h_BTF if bias is None else h_BTF + bias.to(x.dtype)
 
     def row_linear(self, x_BTF: Tensor, weight_DF: Tensor) -> Tensor:
@@ -116,8 +115,7 @@ class ResidualStream:
             return self.reduce_output(F.linear(x_BTF, weight_DF))
         self._require_divisible(x_BTF)
         weight_DF = weight_DF.to(x_BTF.dtype)
-        y_RD = scattered_product(self._rows(x_BTF), weight_DF, self.group)
-        return self._by_batch(y_RD, x_BTF.shape[0])
+        return self._piece(scattered_product(self._rows(x_BTF), weight_DF, self.group), x_BTF)
 
     def _overlaps(self, x: Tensor, pieces: int, width: int = 0) -> bool:
         """True if the collective next to a product should overlap it. The stream has `pieces` times
@@ -134,9 +132,8 @@ class ResidualStream:
         if not self.by_sequence:
             return x_BTD
         self._require_divisible(x_BTD)
-        rows_SD = self._rows(x_BTD)
         split = _Split.apply if self.communicates else piece_of
-        return self._by_batch(split(rows_SD, self.group), x_BTD.shape[0])
+        return self._piece(split(self._rows(x_BTD), self.group), x_BTD)
 
     def sum(self, y: Tensor) -> Tensor:
         """Returns the sum over ranks, on every rank. Every rank has the same gradient of the sum, so
@@ -149,21 +146,26 @@ class ResidualStream:
         return self.sum(x) if torch.is_grad_enabled() else over_ranks(x, self.active_group)
 
     def _rows(self, x: Tensor) -> Tensor:
-        """Returns (B, Q, D) as (R, D), or (B, T, D) as (S, D), in an order in which rank r has the r-th
-        part of all rows.
+        """Returns a view of x_BTD, or of a piece, in an order in which rank r has the r-th part of dim 0: all
+        tokens of the batch, or (positions, batch).
         """
         if x.ndim != 3:
             raise ValueError(
                 f"the residual stream is cut along dim 1 of batch, sequence and width, but a layer gets "
                 f"an input of shape {tuple(x.shape)}; choose by_sequence=False"
             )
-        return (x if self.by_token else x.transpose(0, 1)).flatten(0, 1)
+        return x.flatten(0, 1) if self.by_token else x.transpose(0, 1)
 
-    def _by_batch(self, rows: Tensor, batch: int) -> Tensor:
-        """Undoes `_rows`."""
-        if self.by_token:
-            return rows.unflatten(0, (batch, -1))
-        return rows.unflatten(0, (-1, batch)).transpose(0, 1)
+    def _gathered(self, rows: Tensor, x_BQD: Tensor) -> Tensor:
+        """Undoes `_rows` for all ranks' rows, gathered from pieces like x_BQD."""
+        return self._by_batch(rows, x_BQD.shape[0], x_BQD.shape[1] * self.ranks)
+
+    def _piece(self, rows: Tensor, x_BTD: Tensor) -> Tensor:
+        """Undoes `_rows` for this rank's rows of a tensor like x_BTD."""
+        return self._by_batch(rows, x_BTD.shape[0], x_BTD.shape[1] // self.ranks)
+
+    def _by_batch(self, rows: Tensor, batch: int, length: int) -> Tensor:
+        return rows.unflatten(0, (batch, length)) if self.by_token else rows.transpose(0, 1)
 
     def _require_divisible(self, x_BTD: Tensor) -> None:
         if x_BTD.ndim == 3 and x_BTD.shape[1] % self.ranks:
@@ -173,10 +175,10 @@ class ResidualStream:
             )
 
 
-def piece_of(x_SD: Tensor, group: dist.ProcessGroup) -> Tensor:
+def piece_of(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Returns the rank's rows."""
-    length = x_SD.shape[0] // group.size()
-    return x_SD.narrow(0, group.rank() * length, length)
+    length = x.shape[0] // group.size()
+    return x.narrow(0, group.rank() * length, length)
 
 
 class _Function(torch.autograd.Function):
@@ -200,8 +202,8 @@ def _backward(
 
 class _Gather(_Function):
     @staticmethod
-    def forward(x_RD: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return all_gather(x_RD, group)
+    def forward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return all_gather(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -210,8 +212,8 @@ class _Gather(_Function):
 
 class _ReduceScatter(_Function):
     @staticmethod
-    def forward(y_SD: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return reduce_scatter(y_SD, group)
+    def forward(y: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return reduce_scatter(y, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -220,8 +222,8 @@ class _ReduceScatter(_Function):
 
 class _Split(_Function):
     @staticmethod
-    def forward(x_SD: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return piece_of(x_SD, group).clone()
+    def forward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return piece_of(x, group).clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -232,8 +234,8 @@ class _Join(_Function):
     """Joins the ranks' rows. Unlike that of _Gather, the gradient is the same on every rank."""
 
     @staticmethod
-    def forward(x_RD: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return all_gather(x_RD, group)
+    def forward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return all_gather(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

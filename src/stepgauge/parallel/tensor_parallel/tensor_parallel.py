@@ -159,7 +159,7 @@ def parallelize_tensor(
     table        None: built from the config of a network of the transformers library
     by_sequence  norms and the residual stream have one piece of the sequence per rank, along dim 1
                  of the first block's input. None: True if the table has a rule split or sequence
-    by_token     these pieces are of the batch's tokens in order. None: True if a rule says so
+    by_token     these pieces are of the batch's tokens in order. None: True if these rules say so
     overlap      large collectives run at the same time as products. None: True if by_sequence,
                  between GPUs of one machine that reach each other's memory (peer access)
     partial_loss kernels.linear_cross_entropy.partial: the head then holds no logits for its loss

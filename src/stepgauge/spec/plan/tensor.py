@@ -124,6 +124,9 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 )
 
 
+# Rules of these kinds cut the residual stream.
+STREAM_KINDS = ("split", "sequence")
+
 # The smallest piece, sent from one rank to another, for which overlapping collectives with products
 # pays. Time of overlap relative to plain collectives, layers 4096 wide, forward and backward:
 #   two H200s, single layers, eager   pieces of 32 MiB -3 to -7 %; 16 MiB -4 %, the widest layer
@@ -210,6 +213,8 @@ class Rule:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind is {self.kind!r}; choose one of {', '.join(KINDS)}")
+        if self.by_token and self.kind not in STREAM_KINDS:
+            raise ValueError(f"by_token is for the kinds {' and '.join(STREAM_KINDS)}")
 
     def cut_of(
         self, parameter: str, shape: Sequence[int], *, is_transposed: bool = False
@@ -231,14 +236,21 @@ class Rule:
 Table = Mapping[str, Rule]
 
 
-def is_by_sequence(table: Table) -> bool:
-    """True if, with this table, each rank has only a piece of the sequence in the residual stream."""
-    return any(rule.kind in ("split", "sequence") for rule in table.values())
+def is_by_sequence(*tables: Table) -> bool:
+    """True if, with these tables of the stages of a network, each rank has only a piece of the sequence in
+    the residual stream.
+    """
+    return bool(_stream_rules(tables))
 
 
-def is_by_token(table: Table) -> bool:
-    """True if, with this table, ranks take the batch's tokens in order (see Rule)."""
-    return any(rule.by_token for rule in table.values())
+def is_by_token(*tables: Table) -> bool:
+    """True if, with these tables, ranks take the batch's tokens in order: all rules must say so."""
+    rules = _stream_rules(tables)
+    return bool(rules) and all(rule.by_token for rule in rules)
+
+
+def _stream_rules(tables: Iterable[Table]) -> list[Rule]:
+    return [rule for table in tables for rule in table.values() if rule.kind in STREAM_KINDS]
 
 
 def is_named(name: str, pattern: str) -> bool:
