@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch import nn
 
 from stepgauge.parallel.communication import peer_memory
 from stepgauge.parallel.tensor_parallel import tensor_parallel
+from stepgauge.parallel.tensor_parallel.residual_stream import ResidualStream
 
 BOTH_WAYS = {(0, 1), (1, 0)}
 
@@ -75,10 +75,11 @@ def test_which_numbers_of_gpus_reach_each_other(monkeypatch):
 
 
 def test_overlap_needs_gpus_that_read_each_others_memory(monkeypatch):
-    monkeypatch.setattr(tensor_parallel, "device_of", lambda module: torch.device("cuda", 0))
     monkeypatch.setattr(tensor_parallel, "on_one_machine", lambda group: True)
     monkeypatch.setattr(tensor_parallel, "copies_reach", lambda group, device: False)
-    asked = {"by_sequence": True, "part_sum": tensor_parallel.part_sum_by_torch}
+    stream, device = ResidualStream(None), torch.device("cuda", 0)
+    asked = {"part_sum": tensor_parallel.part_sum_by_torch}
     with pytest.raises(ValueError, match="which needs GPUs that can read each other's memory"):
-        tensor_parallel._stream(nn.Linear(2, 2), None, overlap=True, **asked)
-    assert not tensor_parallel._stream(nn.Linear(2, 2), None, overlap=None, **asked).overlap
+        tensor_parallel._set_overlap(stream, device, True, **asked)
+    tensor_parallel._set_overlap(stream, device, None, **asked)
+    assert not stream.overlap

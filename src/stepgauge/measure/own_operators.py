@@ -62,25 +62,25 @@ def _attention(direction: str, arguments: Arguments) -> Iterator[Term]:
 
 def _column_forward(arguments: Arguments) -> Iterator[Term]:
     _, stream = arguments["weight"].shape
-    tokens = math.prod(arguments["x"].shape[:2]) * arguments["group"].ranks
+    tokens = math.prod(arguments["x"].shape[:-1]) * arguments["group"].ranks
     yield from _overlapped_layer("all_gather", "forward", arguments, tokens, stream)
 
 
 def _column_backward(arguments: Arguments) -> Iterator[Term]:
     _, stream = arguments["weight"].shape
-    tokens = math.prod(arguments["gradient"].shape[:2])
+    tokens = math.prod(arguments["gradient"].shape[:-1])
     yield from _overlapped_layer("reduce_scatter", "backward", arguments, tokens, stream)
 
 
 def _row_forward(arguments: Arguments) -> Iterator[Term]:
     stream, _ = arguments["weight"].shape
-    tokens = math.prod(arguments["x"].shape[:2])
+    tokens = math.prod(arguments["x"].shape[:-1])
     yield from _overlapped_layer("reduce_scatter", "forward", arguments, tokens, stream)
 
 
 def _row_backward(arguments: Arguments) -> Iterator[Term]:
     stream, _ = arguments["weight"].shape
-    tokens = math.prod(arguments["x"].shape[:2])
+    tokens = math.prod(arguments["x"].shape[:-1])
     yield from _overlapped_layer("all_gather", "backward", arguments, tokens, stream)
 
 
