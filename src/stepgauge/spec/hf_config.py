@@ -88,9 +88,8 @@ def name_of(file: str | Path) -> str:
     In the cache of the hub the folder is that of the repository, models--OWNER--NAME. The config's
     _name_or_path is not used, because it is often that of the network from which one was derived.
     """
-    path = (
-        Path(file).parent.resolve() / Path(file).name
-    )  # in the cache the file is a link to a blob
+    # Only the folder is resolved: in the cache the file is a link to a blob.
+    path = Path(file).parent.resolve() / Path(file).name
     if path.stem != "config":
         return path.stem
     of_hub = (part.rpartition("--")[2] for part in path.parts if part.startswith("models--"))
