@@ -60,9 +60,13 @@ def span_since(before: Reading | None) -> Span | None:
 
 
 def missed_metric(spans: Iterable[Span | None], threads: int) -> dict[str, Sample]:
-    """Returns `missed_cores` as the metric of a record; none on systems without readings."""
+    """Returns `missed_cores` as the metric of a record, rounded to what the counters resolve; none on
+    systems without readings.
+    """
     known = [span for span in spans if span is not None]
-    return {MISSED_CORES: Sample.exact(missed_cores(known, threads), "cores")} if known else {}
+    if not known:
+        return {}
+    return {MISSED_CORES: Sample.exact(round(missed_cores(known, threads), 2), "cores")}
 
 
 def missed_cores(spans: Sequence[Span], threads: int) -> float:
