@@ -250,9 +250,11 @@ class Network:
         return cls(way, spec, device, dtype, module, cut)
 
     def part(self, x: Tensor) -> Tensor:
-        """Returns this rank's part of the sequence."""
+        """Returns this rank's part of the tokens. torch's tensor parallel cuts each sequence."""
         if self.way == "one GPU":
             return x
+        if self.cut:
+            return self.cut.stream.split(x.detach()).contiguous()
         return x.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
 
     def gradients(self) -> dict[str, Tensor]:

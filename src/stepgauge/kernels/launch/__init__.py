@@ -70,13 +70,15 @@ class Launch:
             return
         if not self.compiled:
             self.compile(*tensors, *scalars)
-        self._launch((*grid, 1), raw_stream(index), (*addresses, *scalars, *self._tail))
+        columns, rows = grid
+        self._launch((columns, rows, 1), raw_stream(index), (*addresses, *scalars, *self._tail))
 
     def _by_triton(self, grid: tuple[int, int], tensors: tuple, scalars: tuple) -> None:
         """Launches through Triton's JIT, which supports any alignment, hooks and the
         interpreter.
         """
-        self.kernel[(*grid, 1)](*tensors, *scalars, **self.constants, **self.options)
+        columns, rows = grid
+        self.kernel[columns, rows, 1](*tensors, *scalars, **self.constants, **self.options)
 
 
 def raw_stream(device_index: int) -> int:

@@ -64,5 +64,5 @@ def part_sum(parts: Tensor, own: Tensor, rank: int, out: Tensor) -> None:
         return
     vector = math.gcd(out.numel(), MOST_VECTOR)
     launch = _launch_for(parts.shape[0], vector, parts.dtype, parts.device)
-    grid = (triton.cdiv(out.numel(), BLOCK),)
+    grid = (triton.cdiv(out.numel(), BLOCK), 1)
     launch(grid, (parts, own, out), (out.numel() // vector, rank))
