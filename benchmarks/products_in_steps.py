@@ -3,10 +3,12 @@
     python benchmarks/products_in_steps.py OUT                # about 90 s on a GPU
     python benchmarks/products_in_steps.py OUT --small        # on a CPU, to check that it runs
 
-An eager step runs with an event before and after each product, and keeps the operands of the first of each
-shape. Then each shape is timed in several ways, of which "calibrate" is the one of stepgauge calibrate:
+torch's profiler gives the time of each product in eager steps, and a step before them keeps the operands of
+the first product of each shape. Then each shape is timed in six ways, of which "calibrate" is the one of
+stepgauge calibrate:
 
   calibrate   noise as operands, alternating with a pass over 256 MiB
+  profiled    the same by the profiler, that is without the gaps between kernels
   operands    the step's operands, alternating with the same pass
   norm        noise, alternating with RMSNorms of the step's tokens
   busy        noise, with the pass, after a warm-up of a second instead of 0.1 s
@@ -34,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stepgauge.bench.build import build
 from stepgauge.calibrate import calls
 from stepgauge.calibrate.operations import PASSES, other_work
-from stepgauge.calibrate.timing import OtherWork, loop, time_of
+from stepgauge.calibrate.timing import OtherWork, clock_and_power, loop, time_of
 from stepgauge.measure import devices
 from stepgauge.measure.environment import environment
 from stepgauge.spec.model import ModelSpec
@@ -51,50 +53,24 @@ SPECS = (
 Product = tuple[str, int, int, int]  # layout, m, n, k
 
 
-class Mark:
-    """A point of the device's work; on a CPU, which works at once, of the time."""
-
-    def __init__(self, device: torch.device):
-        self.event = torch.Event(device, enable_timing=True) if device.type == "cuda" else None
-        self.seconds = time.perf_counter()
-        if self.event:
-            self.event.record()
-
-    def us_since(self, before: "Mark") -> float:
-        if self.event and before.event:
-            return 1e3 * before.event.elapsed_time(self.event)
-        return 1e6 * (self.seconds - before.seconds)
-
-
 class Products(TorchDispatchMode):
-    """Records the time of each product, and the operands of the first of each shape."""
+    """Notes each product in order, and keeps the operands of the first of each shape."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.spans: list[tuple[Product, Mark, Mark]] = []
+        self.seen: list[Product] = []
         self.operands: dict[Product, tuple[Tensor, Tensor]] = {}
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if function.overloadpacket not in (torch.ops.aten.mm, torch.ops.aten.addmm):
-            return function(*args, **(kwargs or {}))
-        left, right = args[-2:]
-        product = _layout(left, right), left.shape[0], right.shape[1], left.shape[1]
-        if product not in self.operands:
-            self.operands[product] = _copy(left), _copy(right)
-        before = Mark(left.device)
-        result = function(*args, **(kwargs or {}))
-        self.spans.append((product, before, Mark(left.device)))
-        return result
-
-    def us(self) -> dict[Product, list[float]]:
-        """Returns the microseconds of each product so far, by shape, and forgets them."""
-        times = collections.defaultdict(list)
-        for product, before, after in self.spans:
-            times[product].append(after.us_since(before))
-        self.spans.clear()
-        return times
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            left, right = args[-2:]
+            product = _layout(left, right), left.shape[0], right.shape[1], left.shape[1]
+            self.seen.append(product)
+            if product not in self.operands:
+                self.operands[product] = _copy(left), _copy(right)
+        return function(*args, **(kwargs or {}))
 
 
 def _layout(left: Tensor, right: Tensor) -> str:
@@ -122,32 +98,54 @@ def norms(tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> 
 
 def time_in_steps(
     spec: StepSpec, device: torch.device
-) -> tuple[dict[Product, list[float]], dict[Product, tuple[Tensor, Tensor]]]:
+) -> tuple[dict[Product, list[float]], dict[Product, tuple[Tensor, Tensor]], dict[str, float]]:
     """Returns the microseconds of each product of a step, with one value for each of its calls (the median
-    over steps), and its operands.
+    over steps), its operands, and the GPU's clock and power at the end of the steps.
     """
     step, batch = build(spec, device)
     phases, products = step.phases(batch), Products()
-    steps = []
+
+    def run() -> None:
+        for phase in phases.values():
+            phase()
+
     with step.precision.matmul_mode():
-        for _ in range(WARM_UP + STEPS):
-            with products:
-                for phase in phases.values():
-                    phase()
-            devices.synchronize(device)
-            steps.append(products.us())
-    timed = steps[WARM_UP:]
-    medians = {
-        product: [statistics.median(us) for us in zip(*(s[product] for s in timed), strict=True)]
-        for product in timed[0]
-    }
-    return medians, products.operands
+        with products:
+            run()
+        for _ in range(WARM_UP):
+            run()
+        us, readings = profiled_products(run, STEPS, device)
+    times = collections.defaultdict(list)
+    for number, product in enumerate(products.seen):
+        times[product].append(statistics.median(us[number :: len(products.seen)]))
+    return times, products.operands, readings
+
+
+def profiled_products(
+    run: Callable[[], object], repeats: int, device: torch.device
+) -> tuple[list[float], dict[str, float]]:
+    """Returns the microseconds that the profiler gives for each product, in order, and the clock and power
+    when the host has launched everything.
+    """
+    with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profile:
+        for _ in range(repeats):
+            run()
+        readings = clock_and_power(device)
+        devices.synchronize(device)
+    called = sorted(
+        (event for event in profile.events() if event.name in ("aten::mm", "aten::addmm")),
+        key=lambda event: event.time_range.start,
+    )
+    kernels = [sum(kernel.duration for kernel in call.kernels) for call in called]
+    if device.type == "cpu":
+        kernels = [call.cpu_time_total for call in called]
+    return kernels, readings
 
 
 def ways(
     product: Product, operands: tuple[Tensor, Tensor], device: torch.device
-) -> dict[str, float]:
-    """Returns microseconds of a product, timed in each way."""
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns microseconds of a product, timed in each way, and the clock right after each."""
     layout, m, n, k = product
     dtype = operands[0].dtype
     noise = functools.partial(calls.matmul, layout, dtype, m, n, k, device)
@@ -164,26 +162,50 @@ def ways(
     timed = functools.partial(time_of, device=device, **times)
     other = other_work(PASSES, device)
     tokens, width = (k, m) if layout == "tn" else (m, k)
-    return {
-        "calibrate": timed(noise, other=other).us,
-        "operands": timed(own, other=other).us,
-        "norm": timed(noise, other=norms(tokens, width, dtype, device)).us,
-        "busy": timed(noise, other=other, warm_up_ms=10 * WARM_UP_MS if is_gpu else 0.0).us,
-        "back": timed(noise, other=None).us,
-    }
+    found: dict[str, float] = {}
+    clocks: dict[str, float] = {}
+
+    def note(way: str, us: float) -> None:
+        found[way] = us
+        clocks[f"{way} MHz"] = clock_and_power(device).get("MHz", 0.0)
+
+    note("calibrate", timed(noise, other=other).us)
+    note("profiled", profiled_turns(noise(), other, device))
+    note("operands", timed(own, other=other).us)
+    note("norm", timed(noise, other=norms(tokens, width, dtype, device)).us)
+    note("busy", timed(noise, other=other, warm_up_ms=10 * WARM_UP_MS if is_gpu else 0.0).us)
+    note("back", timed(noise, other=None).us)
+    return found, clocks
+
+
+def profiled_turns(
+    call: Callable[[], object], other: OtherWork | None, device: torch.device
+) -> float:
+    """Returns the microseconds that the profiler gives for a product that alternates with other work."""
+    alone_us = max(loop(call, device, 3), 1.0)
+    turn = (other.call,) * max(1, round(alone_us / other.us)) if other else ()
+
+    def run() -> None:
+        for each in (*turn, call):
+            each()
+
+    repeats = max(5, min(200, round(WARM_UP_MS * 1e3 / (2 * alone_us))))
+    us, _ = profiled_products(run, repeats, device)
+    return statistics.median(us[len(us) // 2 :])
 
 
 def measure(spec: StepSpec, device: torch.device, out: Path) -> None:
-    in_step, operands = time_in_steps(spec, device)
+    in_step, operands, readings = time_in_steps(spec, device)
     sums: collections.Counter[str] = collections.Counter()
     for product, us in sorted(in_step.items(), key=lambda item: -sum(item[1])):
-        times, count = ways(product, operands.pop(product), device), len(us)
+        times, clocks = ways(product, operands.pop(product), device)
+        count = len(us)
         totals = {"step": sum(us), **{way: each * count for way, each in times.items()}}
         sums.update(totals)
         row = {
             "size": spec.size, "precision": spec.precision, "batch": spec.batch, "product": product,
-            "count": count, "step_us": sum(us) / count, **times, **environment(device),
-            "date": time.strftime("%Y-%m-%d"),
+            "count": count, "step_us": sum(us) / count, "step": readings, **times, **clocks,
+            **environment(device), "date": time.strftime("%Y-%m-%d"),
         }  # fmt: skip
         with (out / "products.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
@@ -202,16 +224,21 @@ def main() -> None:
     )
     parser.add_argument("out", type=Path)
     parser.add_argument("--small", action="store_true", help="a small size, on a CPU")
+    sizes = [spec[0] for spec in SPECS]
+    parser.add_argument("--sizes", nargs="+", choices=sizes, default=sizes)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cpu" if arguments.small else "cuda")
     for size, batch, tokens, precision in SPECS[:1] if arguments.small else SPECS:
+        if size not in arguments.sizes:
+            continue
         size, tokens = ("nano", 16) if arguments.small else (size, tokens)
-        model = ModelSpec.preset(size, context_length=tokens)
         precision = "fp32" if arguments.small else precision
         spec = StepSpec(
-            model=model, size=size, batch=batch, precision=precision, device=str(device)
-        )
+            model=ModelSpec.preset(size, context_length=tokens), size=size, batch=batch,
+            precision=precision, device=str(device),
+            optimizer="fused" if precision == "bf16-master" else "adamw",
+        )  # fmt: skip
         measure(spec, device, arguments.out)
         if device.type == "cuda":
             torch.cuda.empty_cache()
