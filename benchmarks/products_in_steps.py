@@ -15,7 +15,7 @@ stepgauge calibrate:
   back        noise, back to back
 
 Appends a JSON line per shape to OUT/products.jsonl, and prints the time of all products of a step in each
-way relative to their time in the step. Shapes are m, n, k and the layout: nt is a linear layer's forward, nn
+way relative to their time in the step. A row also has the time of each call in the step, in order. Shapes are m, n, k and the layout: nt is a linear layer's forward, nn
 its input gradient, tn its weight gradient.
 """
 
@@ -194,17 +194,17 @@ def profiled_turns(
     return statistics.median(us[len(us) // 2 :])
 
 
-def measure(spec: StepSpec, device: torch.device, out: Path) -> None:
+def measure(spec: StepSpec, device: torch.device, out: Path, *, alone: bool) -> None:
     in_step, operands, readings = time_in_steps(spec, device)
     sums: collections.Counter[str] = collections.Counter()
     for product, us in sorted(in_step.items(), key=lambda item: -sum(item[1])):
-        times, clocks = ways(product, operands.pop(product), device)
+        times, clocks = ways(product, operands.pop(product), device) if alone else ({}, {})
         count = len(us)
         totals = {"step": sum(us), **{way: each * count for way, each in times.items()}}
         sums.update(totals)
         row = {
             "size": spec.size, "precision": spec.precision, "batch": spec.batch, "product": product,
-            "count": count, "step_us": sum(us) / count, "step": readings, **times, **clocks,
+            "count": count, "step_us": sum(us) / count, "calls_us": us, "step": readings, **times, **clocks,
             **environment(device), "date": time.strftime("%Y-%m-%d"),
         }  # fmt: skip
         with (out / "products.jsonl").open("a", encoding="utf-8") as file:
@@ -224,6 +224,7 @@ def main() -> None:
     )
     parser.add_argument("out", type=Path)
     parser.add_argument("--small", action="store_true", help="a small size, on a CPU")
+    parser.add_argument("--only-steps", action="store_true", help="not the products alone")
     sizes = [spec[0] for spec in SPECS]
     parser.add_argument("--sizes", nargs="+", choices=sizes, default=sizes)
     arguments = parser.parse_args()
@@ -239,7 +240,7 @@ def main() -> None:
             precision=precision, device=str(device),
             optimizer="fused" if precision == "bf16-master" else "adamw",
         )  # fmt: skip
-        measure(spec, device, arguments.out)
+        measure(spec, device, arguments.out, alone=not arguments.only_steps)
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
