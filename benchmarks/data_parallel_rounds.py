@@ -13,7 +13,6 @@ Each row is measured once per round, so that a drifting clock or host does not d
 | cast | as wide, with --reduce-dtype bf16 |
 | small | the size small in bf16 autocast |
 | ways | as wide, bucketed only, with different settings of the NCCL communicator |
-| buffers | as narrow, bucketed only: gradients packed into one buffer per bucket, which NCCL knows or not |
 | blocks | 16 compiled blocks 4096 wide, 2 × 4096 tokens per GPU: ZeRO 3 |
 
 Appends a record per row and round to OUT/records.jsonl as soon as it is measured. Its environment
@@ -29,14 +28,13 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from layout_rows import SHAPE, TINY
-from torch import Tensor
 
 from stepgauge.bench.build import LEARNING_RATE
 from stepgauge.bench.data_parallel import DataParallelFigures, record
@@ -44,9 +42,6 @@ from stepgauge.bench.rank_figures import kept_bytes, time_steps
 from stepgauge.bench.sweep import stamped
 from stepgauge.measure import devices
 from stepgauge.measure.timing import Phases
-from stepgauge.parallel.data_parallel import data_parallel
-from stepgauge.parallel.data_parallel.bucket_gradients import BucketGradients
-from stepgauge.parallel.data_parallel.readiness import TrackedParameter
 from stepgauge.parallel.wrappers import Settings, parallelise
 from stepgauge.runtime.launch import RankError, launch
 from stepgauge.runtime.world import joined_world
@@ -65,9 +60,6 @@ NCCL: dict[str, dict[str, int]] = {
     "12 blocks": {"min_ctas": 1, "max_ctas": 12},
     HIGH_PRIORITY: {},
 }
-# Buckets are packed into buffers of which NCCL knows nothing, or that are registered, or symmetric: at the
-# same place in the memory of each rank, so that its kernels read and write the other ranks' directly.
-PACKED, REGISTERED, SYMMETRIC = BUFFERS = ("packed", "registered", "symmetric")
 REFERENCE_ROWS = [("none", ""), ("bucketed", "")]
 SMALL_WRAPPERS = ("torch-ddp", "torch-ddp-views", "zero1", "zero2", "zero3", "torch-fsdp")
 # Part -> precision, reduce_dtype, rows as (wrapper, NCCL settings), number of rounds.
@@ -82,12 +74,6 @@ PARTS: dict[str, tuple[str, str, list[tuple[str, str]], int]] = {
     "cast": ("bf16", "bf16", [("bucketed", ""), ("torch-ddp", ""), ("zero2", "")], 1),
     "small": ("bf16", "own", [*REFERENCE_ROWS, *((wrapper, "") for wrapper in SMALL_WRAPPERS)], 2),
     "ways": ("bf16", "own", [("bucketed", name) for name in NCCL], 1),
-    "buffers": (
-        "bf16-master",
-        "own",
-        [*REFERENCE_ROWS, *(("bucketed", way) for way in BUFFERS)],
-        2,
-    ),
     "blocks": (
         "bf16-pure",
         "own",
@@ -142,10 +128,6 @@ def settings_of(spec: DataParallelSpec, nccl_settings: str) -> Iterator[Settings
         "compute_dtype": autocast if WRAPPERS[spec.wrapper].shards("weights") else None,
         "reduce_dtype": REDUCE_DTYPES[spec.reduce_dtype],
     }
-    if nccl_settings in BUFFERS:
-        with packed_buckets(nccl_settings, torch.device(spec.device)):
-            yield Settings(**fields)
-        return
     if nccl_settings not in NCCL or spec.device == "cpu":
         yield Settings(**fields)
         return
@@ -155,53 +137,6 @@ def settings_of(spec: DataParallelSpec, nccl_settings: str) -> Iterator[Settings
     group = dist.new_group(backend="nccl", pg_options=options)
     yield Settings(**fields, group=group)
     dist.destroy_process_group(group)
-
-
-class PackedBuckets(BucketGradients):
-    """Buckets that are packed into buffers, one for each bucket for all steps."""
-
-    buffers: ClassVar[dict[tuple[int, ...], Tensor]] = {}
-    pool: ClassVar[torch.cuda.MemPool | None] = None
-
-    def __init__(self, members: Sequence[TrackedParameter], *given: Any, **named: Any):
-        key = tuple(member.number for member in members)
-        if key not in self.buffers:
-            self.buffers[key] = self._buffer(members, named["dtype"])
-        super().__init__(members, *given, **named)
-        self.tensors = [self.buffers[key]]
-
-    def _buffer(self, members: Sequence[TrackedParameter], dtype: torch.dtype) -> Tensor:
-        pooled = torch.cuda.use_mem_pool(self.pool) if self.pool else contextlib.nullcontext()
-        with pooled:
-            size = sum(member.parameter.numel() for member in members)
-            return members[0].parameter.new_empty(size, dtype=dtype)
-
-    def _place(self, member: TrackedParameter, part: Tensor | None = None) -> Tensor:
-        key = tuple(each.number for each in self.members)
-        sizes = [each.parameter.numel() for each in self.members]
-        parts = self.buffers[key].split(sizes)
-        return super()._place(member, parts[key.index(member.number)].view_as(member.parameter))
-
-
-@contextlib.contextmanager
-def packed_buckets(way: str, device: torch.device) -> Iterator[None]:
-    """Data parallel packs its buckets into buffers of this way."""
-    pool = None
-    if way != PACKED and device.type == "cuda":
-        dist.all_reduce(torch.zeros(1, device=device))  # creates the communicator
-        backend = dist.group.WORLD._get_backend(device)
-        pool = torch.cuda.MemPool(backend.mem_allocator)
-        backend.register_mem_pool(pool, symm=way == SYMMETRIC)
-    usual, PackedBuckets.pool = data_parallel.BucketGradients, pool
-    data_parallel.BucketGradients = PackedBuckets
-    try:
-        yield
-    finally:
-        data_parallel.BucketGradients = usual
-        PackedBuckets.buffers.clear()
-        PackedBuckets.pool = None
-        if pool:
-            backend.deregister_mem_pool(pool)
 
 
 def write_trace(phases: Phases, path: Path, device: torch.device) -> None:

@@ -14,9 +14,9 @@ stepgauge calibrate:
   busy        noise, with the pass, after a warm-up of a second instead of 0.1 s
   back        noise, back to back
 
-Appends a JSON line per shape to OUT/products.jsonl, and prints the time of all products of a step in each
-way relative to their time in the step. A row also has the time of each call in the step, in order. Shapes are m, n, k and the layout: nt is a linear layer's forward, nn
-its input gradient, tn its weight gradient.
+Appends a JSON line per shape to OUT/products.jsonl, with the time of each call in a step, in order. Prints
+the time of all products of a step in each way relative to their time in the step. Shapes are m, n, k and the
+layout: nt is a linear layer's forward, nn its input gradient, tn its weight gradient.
 """
 
 import argparse
