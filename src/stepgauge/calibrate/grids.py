@@ -16,8 +16,6 @@ class Grid:
     coarse_widths, coarse_tokens  of norms and losses
     max_multiply_adds    of a product, by dtype
     max_weight           elements of a product's weight
-    sustained            tokens and both widths of bf16 products that are also timed after seconds of the same
-                         work
     max_aspect_ratio     one width of a layer divided by the other
     batched              heads times batch, lengths and head widths of eager attention's products
     grouped              experts, tokens and both widths of the products of experts in bf16
@@ -39,7 +37,6 @@ class Grid:
     max_multiply_adds: Mapping[str, int]
     max_weight: int
     max_aspect_ratio: int
-    sustained: tuple[Shape, ...]
     batched: tuple[Shape, Shape, Shape]
     grouped: tuple[Shape, Shape, Shape, Shape]
     heads: Shape
@@ -116,7 +113,6 @@ GPU = Grid(
     max_multiply_adds={"bf16": 2**40, "tf32": 2**40, "fp32": 2**35},
     max_weight=2**26,
     max_aspect_ratio=8,
-    sustained=((4096, 4096, 4096), (4096, 2048, 8192), (4096, 8192, 2048), (8192, 4096, 4096)),
     batched=((32, 128), (512, 1024, 2048), (64, 128)),
     grouped=((4, 8), (4096, 16384), (1024, 4096, 8192), (1024, 4096)),
     heads=(8, 32, 128),
@@ -146,7 +142,6 @@ CPU = Grid(
     max_multiply_adds=dict.fromkeys(("fp32", "bf16"), 2**31),
     max_weight=2**31,
     max_aspect_ratio=160,
-    sustained=(),
     batched=((4, 16), (64, 256), (32, 64)),
     grouped=((), (), (), ()),
     heads=(4, 16, 64),

@@ -11,15 +11,13 @@ from typing import NamedTuple
 import torch
 
 from stepgauge.calibrate import calls
-from stepgauge.calibrate.grids import Grid, Shape
+from stepgauge.calibrate.grids import Grid
 from stepgauge.calibrate.timing import OtherWork, loop
 from stepgauge.runtime.recording import Call, on_capture_stream
-from stepgauge.spec.calibration import ALONE, BATCHED, GROUPED, SUSTAINED
+from stepgauge.spec.calibration import ALONE, BATCHED, GROUPED
 
 PRODUCTS, PASSES = "products", "passes"  # kinds of other work
 DIRECTIONS = ("forward", "backward")
-# A GPU's clock under its power limit falls for seconds, as it gets warmer.
-SUSTAINED_WARM_UP_MS = 2000.0
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -28,14 +26,12 @@ class TimedOperation(NamedTuple):
 
     make             make(*sizes, device) returns a call of it
     alternates_with  PRODUCTS or PASSES if it alternates with other work on a GPU; otherwise ""
-    warm_up_ms       before each shape; 0: the usual warm-up
     """
 
     axes: tuple[str, ...]
     grid: Iterable[tuple[int, ...]]
     make: Callable[..., Call]
     alternates_with: str = ""
-    warm_up_ms: float = 0.0
 
 
 @functools.cache
@@ -67,32 +63,23 @@ def operations(grid: Grid) -> Mapping[str, TimedOperation]:
 
 def _products(grid: Grid) -> dict[str, TimedOperation]:
     """Returns matrix products. Those in bf16 alternate with passes; some shapes are also timed back to
-    back, and some after a long warm-up.
+    back.
     """
     timed = {}
     for dtype, layout in itertools.product(grid.widths, ("nt", "nn", "tn")):
-        shapes = _by_layout(layout, grid.products(dtype))
+        # tokens are rows, except in the weight gradient (tn), which sums over them
+        order = (1, 2, 0) if layout == "tn" else (0, 1, 2)
+        shapes = [tuple(shape[i] for i in order) for shape in grid.products(dtype)]
         operation = TimedOperation(
             ("m", "n", "k"), shapes, functools.partial(calls.matmul, layout, DTYPES[dtype])
         )
         name = f"matmul {layout} {dtype}"
         timed[name] = operation
         if dtype == "bf16" and grid.alternates:
-            timed[name] = alternating = operation._replace(alternates_with=PASSES)
+            timed[name] = operation._replace(alternates_with=PASSES)
             few = [s for s in shapes if set(s) <= {*grid.coarse_tokens, *grid.coarse_widths}]
             timed[f"{name} {ALONE}"] = operation._replace(grid=few)
-            timed[f"{name} {SUSTAINED}"] = alternating._replace(
-                grid=_by_layout(layout, grid.sustained), warm_up_ms=SUSTAINED_WARM_UP_MS
-            )
     return timed
-
-
-def _by_layout(layout: str, shapes: Iterable[Shape]) -> list[Shape]:
-    """Returns (m, n, k) of products of (tokens, width, width). Tokens are rows, except in the weight
-    gradient (tn), which sums over them.
-    """
-    order = (1, 2, 0) if layout == "tn" else (0, 1, 2)
-    return [tuple(shape[i] for i in order) for shape in shapes]
 
 
 def _batched_products(grid: Grid) -> dict[str, TimedOperation]:

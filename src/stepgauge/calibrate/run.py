@@ -150,7 +150,7 @@ def _times(spec: CalibrationSpec, device: torch.device) -> Timed:
     timed = Timed(operation.axes, [], [], 0)
     deadline = time.perf_counter() + spec.seconds
     shapes = list(spec.shapes or operation.grid)
-    warm_up_ms = operation.warm_up_ms or warm_up_ms_for(len(shapes), device)
+    warm_up_ms = warm_up_ms_for(len(shapes), device)
     for sizes in shapes:
         in_time = _all_agree(time.perf_counter() < deadline)
         timing = _time_of(operation, sizes, device, spec, warm_up_ms) if in_time else None

@@ -12,8 +12,6 @@ from stepgauge.spec.layout import Layout
 # Suffix of a second table of matrix products, timed back to back, and of attention, timed between products:
 # without passes over memory, during which the clock rises.
 ALONE = "alone"
-# Suffix of a table of a few products, each timed after seconds of the same work, as in a step of a long run.
-SUSTAINED = "sustained"
 # Suffix of a table of exactly the shapes that some steps use, timed for their predictions.
 EXACT = "exact"
 

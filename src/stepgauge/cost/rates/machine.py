@@ -24,7 +24,6 @@ from stepgauge.spec.calibration import (
     FULL_MASK,
     GROUPED,
     OPERATORS,
-    SUSTAINED,
     OperationTable,
 )
 from stepgauge.spec.hardware import HardwareFile
@@ -106,7 +105,7 @@ class CalibratedMachine:
         self.requested.add((operation, sizes))
         calibrated = self._exact(operation, sizes)
         if calibrated is None:
-            calibrated = self._interpolated(operation, sizes).scaled(self._sustained(operation))
+            calibrated = self._interpolated(operation, sizes)
         estimate = self._on_this_device(operation, calibrated)
         is_product = operation.startswith("matmul") and GROUPED not in operation
         is_outside = is_product and estimate.source == EXTRAPOLATED
@@ -215,17 +214,6 @@ class CalibratedMachine:
         if operation.startswith("attention"):
             position = max(0.0, position)
         return estimate.scaled(1 + longer * position)
-
-    def _sustained(self, operation: str) -> float:
-        """Returns how much longer a product takes after seconds of work, as in a step of a long run, than
-        after the milliseconds that most shapes were timed after. 1.0 if the file does not say.
-        """
-        sustained = self.table(f"{operation} {SUSTAINED}")
-        if sustained is None:
-            return 1.0
-        usual = self._required_table(operation).at(sustained)
-        total_us = sum(us for *_, us in usual.rows)
-        return sum(us for *_, us in sustained.at(usual).rows) / total_us if total_us else 1.0
 
     def _without_variant(self, operation: str, variant: str, sizes: tuple[float, ...]) -> Estimate:
         """Returns the time of a variant that the file does not have, from the usual operation."""
