@@ -14,6 +14,7 @@ from tests.parallel.networks import MICRO_BATCHES, STEPS, batch, make, train_alo
 from tests.parallel.test_data_parallel import CLIP, loss_of, mlp
 from torch import nn
 
+from stepgauge.measure import footprint
 from stepgauge.parallel.data_parallel import BucketedDataParallel
 from stepgauge.parallel.replicas import DifferentModelsError
 from stepgauge.parallel.shares import as_plain, as_share
@@ -481,7 +482,7 @@ def difference_from_one_process(stage, network, optimizer, every):
             with contextlib.nullcontext() if last or every else parallel.no_sync():
                 loss = parallel(*batch(step, micro, dist.get_rank())) / MICRO_BATCHES
                 loss.backward()
-        sharded.clip_gradients(CLIP)
+        parallel.clip_gradients(CLIP)
         if stage == 2:
             for parameter, owner in sharded.owners.items():
                 assert owner == dist.get_rank() or parameter.grad is None
@@ -542,7 +543,7 @@ def state_bytes():
     )
     predicted = optimizer.elements[dist.get_rank()] * 2 * 8
     return (
-        optimizer.state_bytes() - counts,
+        footprint.state_bytes(optimizer) - counts,
         predicted,
         sum(p.numel() for p in module.parameters()) * 16,
     )

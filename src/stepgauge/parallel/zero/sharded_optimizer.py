@@ -28,7 +28,6 @@ from stepgauge.parallel.replicas import (
     require_values,
 )
 from stepgauge.parallel.shares import Share
-from stepgauge.parallel.whole_norm import clip_whole_norm
 from stepgauge.parallel.zero.separate_updates import require_separate_updates, step_part
 from stepgauge.spec.plan.shards import num_update_parts, plan_owners
 
@@ -254,32 +253,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ]
         return list(dict.fromkeys(works))  # broadcasts launched together share one work
 
-    def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scales the gradients so that their total norm is at most `max_norm`; returns the norm
-        before.
-        """
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        if self.stage < 2:
-            return nn.utils.clip_grad_norm_(parameters, max_norm)
-        used = [p for p in parameters if p.grad is not None]
-        own = [p.grad for p in used if self._owned[p].owner == self._reducer.rank]
-        return clip_whole_norm(
-            [p.grad for p in used],
-            [(1, gradient) for gradient in own],
-            max_norm,
-            group=self._reducer.group,
-            device=parameters[0].device,
-        )
-
-    def state_bytes(self) -> int:
-        """Returns the bytes of optimizer state on this rank."""
-        return sum(
-            t.nbytes
-            for values in self.state.values()
-            for t in values.values()
-            if isinstance(t, Tensor)
-        )
-
     def state_dict(self) -> dict[str, Any]:
         """Returns a state dict with the state of the parameters that this rank owns."""
         for parameter, owner in self.owners.items():
@@ -287,18 +260,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.state.pop(parameter, None)  # reading state[parameter] has made an empty one
         return super().state_dict()
 
-    def gathered_state_dict(self, *, to: int = 0) -> dict[str, Any] | None:
-        """Returns the whole state dict on rank `to`, on the CPU, and None on the others. All ranks
-        must call it.
+    def gathered_state_dict(self) -> dict[str, Any] | None:
+        """Returns the whole state dict on rank 0, on the CPU, and None on the others. All ranks must
+        call it.
 
         `load_state_dict` accepts it on any number of ranks, and so does the wrapped optimizer class
         in one process.
         """
         own = _on_host(self.state_dict())
-        states: list[Any] | None = (
-            [None] * self._reducer.ranks if self._reducer.rank == to else None
-        )
-        dist.gather_object(own, states, group=self._reducer.group, group_dst=to)
+        states: list[Any] | None = [None] * self._reducer.ranks if self._reducer.rank == 0 else None
+        dist.gather_object(own, states, group=self._reducer.group, group_dst=0)
         if states is None:
             return None
         return {
