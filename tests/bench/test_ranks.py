@@ -60,25 +60,22 @@ def record(spec, values):
     return Record(kind="toy", spec=dataclasses.asdict(spec), metrics=metrics)
 
 
-SEPARATE, SHARED = OnRanks(measure, record), OnRanks(measure, record, shared=True)
+RUN = OnRanks(measure, record)
 
 
-def outcomes(store, *does, run=SEPARATE, **settings):
+def outcomes(store, *does):
     log = f"{store.folder}.log"
-    return list(sweep([Job(run, Toy(what, log=log)) for what in does], store, **settings))
+    return list(sweep([Job(RUN, Toy(what, log=log)) for what in does], store))
 
 
 def test_slowest_takes_the_slowest_rank_of_each_repetition():
     assert slowest([[1.0, 3.0], [2.0, 1.0]]) == [2.0, 3.0]
 
 
-def test_rows_run_in_separate_or_shared_processes(tmp_path):
-    separate = outcomes(RunStore(tmp_path / "separate"), "a", "b")
-    shared = outcomes(RunStore(tmp_path / "shared"), "a", "b", run=SHARED)
-    processes = [row.record.median("process") for row in [*separate, *shared]]
-    assert len(set(processes)) == 3
-    assert processes[2] == processes[3]
-    first = shared[0].record
+def test_rows_share_their_processes(tmp_path):
+    rows = outcomes(RunStore(tmp_path), "a", "b")
+    assert len({row.record.median("process") for row in rows}) == 1
+    first = rows[0].record
     assert first.metrics["row_ms"].mean == 2.5
     assert first.environment["hosts"] == [os.uname().nodename] * 2
     assert len(first.environment["devices"]) == 2
@@ -93,7 +90,7 @@ def require_that_none_timed_out(log):
 
 def test_a_failing_rank_ends_its_row_soon_and_the_sweep_continues(tmp_path):
     store = RunStore(tmp_path)
-    rows = outcomes(store, "before", "raise", "killed", "host oom", "after", run=SHARED)
+    rows = outcomes(store, "before", "raise", "killed", "host oom", "after")
     require_that_none_timed_out(f"{tmp_path}.log")
     statuses = ["ok", "failed", "failed", "oom", "ok"]
     assert [row.record.status for row in rows] == statuses
@@ -116,11 +113,11 @@ import os
 import sys
 from stepgauge.bench.shared_store import store_for
 from stepgauge.bench.sweep import Job, sweep
-from tests.bench.test_ranks import SEPARATE, Toy
+from tests.bench.test_ranks import RUN, Toy
 
 def main():
     store = store_for(sys.argv[1])
-    jobs = [Job(SEPARATE, Toy(what, log=f"{sys.argv[1]}.log")) for what in sys.argv[2:]]
+    jobs = [Job(RUN, Toy(what, log=f"{sys.argv[1]}.log")) for what in sys.argv[2:]]
     with store.held():
         for part in (jobs[:1], jobs):  # the second sweep reuses the row of the first
             for row in sweep(part, store):

@@ -97,4 +97,4 @@ def _p99(values: list[float]) -> float:
     return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
 
 
-ON_RANKS = OnRanks(measure, record, shared=True)
+ON_RANKS = OnRanks(measure, record)

@@ -162,4 +162,4 @@ def _plan(plan: dict[str, int]) -> dict[str, Sample]:
     return {name: Sample.exact(value, units[name]) for name, value in plan.items()}
 
 
-ON_RANKS = OnRanks(measure=measure, record=record, shared=True)
+ON_RANKS = OnRanks(measure=measure, record=record)

@@ -211,4 +211,4 @@ def _note(spec: LayoutSpec, rank: LayoutFigures) -> str:
     return "; ".join(notes)
 
 
-ON_RANKS = OnRanks(measure=measure, record=record, shared=True)
+ON_RANKS = OnRanks(measure=measure, record=record)

@@ -292,8 +292,8 @@ def _provenance(
     }
 
 
-MEASURED = OnRanks(measure=measure, record=measured, shared=True)
-PREDICTED = OnRanks(measure=probe, record=modelled, shared=True)
+MEASURED = OnRanks(measure=measure, record=measured)
+PREDICTED = OnRanks(measure=probe, record=modelled)
 
 
 def jobs(spec: PipelineSpec) -> list[Job]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from stepgauge.kernels.attention import libraries
 from stepgauge.measure.devices import free_unused_memory, limit_host_memory, out_of_memory_reason
 from stepgauge.measure.environment import device_name
-from stepgauge.runtime.world import TIMEOUT_S, gathered_objects, joined_world
+from stepgauge.runtime.world import gathered_objects, joined_world
 from stepgauge.spec.fallbacks import NATIVE
 from stepgauge.spec.record import Record
 from stepgauge.train.precision import unavailable
@@ -27,16 +27,12 @@ from stepgauge.train.precision import unavailable
 class OnRanks:
     """The function of a Job that several ranks run.
 
-    measure    called with the spec on every rank; its result must be picklable
-    record     called on rank 0 with the spec and the results in rank order; returns the record
-    shared     True if the processes may be reused for the next row
-    timeout_s  timeout of a collective: a rank that hangs longer ends the row
+    measure  called with the spec on every rank; its result must be picklable
+    record   called on rank 0 with the spec and the results in rank order; returns the record
     """
 
     measure: Callable[[Any], Any]
     record: Callable[[Any, list[Any]], Record]
-    shared: bool = False
-    timeout_s: float = TIMEOUT_S
 
     def __call__(self, spec: Any) -> Record:
         """Measures the row on this rank and returns rank 0's record, on every rank."""
@@ -59,8 +55,7 @@ class OnRanks:
             "ranks": spec.ranks,
             "device": spec.device,
             "backend": getattr(spec, "group_backend", None),
-            "timeout_s": self.timeout_s,
-            "share": "ranks" if self.shared else "",
+            "share": "ranks",
         }
 
 

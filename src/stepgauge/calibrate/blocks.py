@@ -80,7 +80,7 @@ def record(spec: BlocksSpec, ranks: Sequence[Times]) -> Record:
     )
 
 
-ON_RANKS = OnRanks(measure, record, shared=True)
+ON_RANKS = OnRanks(measure, record)
 
 
 def _times(spec: BlocksSpec, device: torch.device) -> Times:

@@ -176,7 +176,7 @@ def record(spec: ContentionSpec, ranks: list[list[Times]]) -> Record:
     return Record.of(spec, metrics=metrics, environment=environment(device))
 
 
-RUN = OnRanks(measure, record, shared=True)
+RUN = OnRanks(measure, record)
 
 
 def row_of(record: Record) -> Contention:

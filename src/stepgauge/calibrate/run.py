@@ -101,7 +101,7 @@ def _of_ranks(spec: CalibrationSpec, ranks: list[Timed]) -> Record:
     return _record(spec, ranks, torch.device(spec.device))
 
 
-ON_RANKS = OnRanks(_on_rank, _of_ranks, shared=True)
+ON_RANKS = OnRanks(_on_rank, _of_ranks)
 
 
 def _record(spec: CalibrationSpec, ranks: Sequence[Timed], device: torch.device) -> Record:

@@ -24,14 +24,12 @@ _blocks = itertools.count()
 Value = TypeVar("Value")
 
 
-def propagate_errors(
-    world: World, action: Callable[[], Value], *, timeout_s: float = TIMEOUT_S
-) -> Value:
+def propagate_errors(world: World, action: Callable[[], Value]) -> Value:
     """Runs the action and returns its value; every rank must call this.
 
     If the action fails on a rank, all ranks raise the RankError of the first failure, and the
-    process group is gone. Raises GroupError if a rank does not finish within twice `timeout_s`,
-    the timeout of collectives.
+    process group is gone. Raises GroupError if a rank does not finish within twice the timeout of
+    collectives.
     """
     name = f"propagate{next(_blocks)}"
     store = shared_store(name)
@@ -42,7 +40,7 @@ def propagate_errors(
             store.compare_set(_FAILURE, "", _encoded(error, world))  # keeps the first error
             abort_groups()
         store.set(f"ended{world.rank}", "")
-        _wait_for_all(store, world, timedelta(seconds=2 * timeout_s))
+        _wait_for_all(store, world, timedelta(seconds=2 * TIMEOUT_S))
     if store.check([_FAILURE]):
         abort_groups()
         raise RankError(**json.loads(store.get(_FAILURE)))

@@ -22,7 +22,7 @@ from stepgauge.runtime.launch import RankError, Ranks
 from stepgauge.runtime.parent import end_with_parent
 from stepgauge.runtime.progress import Listener, progress_sent_to
 from stepgauge.runtime.propagate_errors import propagate_errors
-from stepgauge.runtime.world import KEPT_GROUP, TIMEOUT_S, World, default_backend, joined_world
+from stepgauge.runtime.world import KEPT_GROUP, World, default_backend, joined_world
 
 Function = Callable[..., Any]
 
@@ -63,17 +63,14 @@ class Workers:
         ranks: int | None = None,
         device: str = "cpu",
         backend: str | None = None,
-        timeout_s: float = TIMEOUT_S,
         share: str = "",
     ) -> Any:
         """Returns function(*arguments) as computed in another process, or by rank 0 of `ranks`.
 
-        ranks      number of processes in a process group, each with its own device; None: one
-                   process without a group. Under torchrun this process is one of the ranks
-        backend    of the process group; None: the device's default
-        timeout_s  timeout of collectives, after which a hanging rank ends the call
-        share      if not "", the processes are kept for the next call with the same share and
-                   settings
+        ranks    number of processes in a process group, each with its own device; None: one process
+                 without a group. Under torchrun this process is one of the ranks
+        backend  of the process group; None: the device's default
+        share    if not "", the processes are kept for the next call with the same share and settings
 
         Raises RankError if the function raises or a process dies, ValueError if torchrun has started
         another number of ranks.
@@ -84,8 +81,8 @@ class Workers:
             if world.size != ranks:
                 raise ValueError(f"ranks is {ranks}; torchrun has started {world.size}")
             with progress_sent_to(self._hear):
-                return _call_joined(world, lambda: function(*arguments), device, backend, timeout_s)
-        processes = self._processes(share, ranks, device, backend, timeout_s)
+                return _call_joined(world, lambda: function(*arguments), device, backend)
+        processes = self._processes(share, ranks, device, backend)
         try:
             return processes.call(self._hear, function, *arguments)
         except BaseException:
@@ -95,14 +92,12 @@ class Workers:
             if not share:
                 self.close()
 
-    def _processes(
-        self, share: str, ranks: int | None, device: str, backend: str, timeout_s: float
-    ) -> "_Processes":
+    def _processes(self, share: str, ranks: int | None, device: str, backend: str) -> "_Processes":
         """Returns the kept processes if share and settings are the same, else new ones."""
-        key = (share, ranks, device, backend, timeout_s)
+        key = (share, ranks, device, backend)
         if self._kept is None or not share or self._kept[0] != key:
             self.close()
-            new = _Process() if ranks is None else _Group(ranks, device, backend, timeout_s)
+            new = _Process() if ranks is None else _Group(ranks, device, backend)
             self._kept = key, new
         return self._kept[1]
 
@@ -191,7 +186,7 @@ def _serve(pipe: Connection) -> None:
 class _Group:
     """Ranks that wait for calls. Rank 0 receives them through a pipe and broadcasts them."""
 
-    def __init__(self, ranks: int, device: str, backend: str, timeout_s: float):
+    def __init__(self, ranks: int, device: str, backend: str):
         self._pipe, other_end = multiprocessing.get_context("forkserver").Pipe()
         self._ranks = Ranks(
             _serve_on_rank,
@@ -199,7 +194,6 @@ class _Group:
             ranks=ranks,
             device=device,
             backend=backend,
-            timeout_s=timeout_s,
         )
         self._ranks.__enter__()
 
@@ -243,13 +237,11 @@ def _serve_on_rank(pipe: Connection) -> None:
             function(*arguments)
 
 
-def _call_joined(
-    world: World, action: Callable[[], Any], device: str, backend: str, timeout_s: float
-) -> Any:
+def _call_joined(world: World, action: Callable[[], Any], device: str, backend: str) -> Any:
     """Calls the action under torchrun. If it fails on a rank, all ranks raise and leave the group."""
-    KEPT_GROUP.use(world, backend=backend, device=world.device(device), timeout_s=timeout_s)
+    KEPT_GROUP.use(world, backend=backend, device=world.device(device))
     try:
-        return propagate_errors(world, action, timeout_s=timeout_s)
+        return propagate_errors(world, action)
     except RankError:
         KEPT_GROUP.close()
         raise
