@@ -28,7 +28,7 @@ from stepgauge.parallel.pipeline.transfers import Transfers
 from stepgauge.parallel.zero import ShardedOptimizer
 from stepgauge.parallel.zero.owned_gradients import OwnerDataParallel
 from stepgauge.runtime.launch import RankError, launch
-from stepgauge.spec.plan.pipeline import SCHEDULES, build, from_text
+from stepgauge.spec.plan.pipeline import SCHEDULES, build, from_text, lower
 
 STEPS, CLIP = 2, 0.3
 # On two ranks: every schedule with every network, and some with networks that are checkpointed,
@@ -395,9 +395,8 @@ def random_schedules():
         schedule = random_schedule(random.Random(seed), ranks=4, stages=6, micro_batches=4)
         modules, ties, _ = network("list", 6)
         reference = copy.deepcopy(modules)
-        pipeline = Pipeline(
-            modules, schedule, loss=mean_loss, tied=ties, ahead=seed, transport="copies"
-        )
+        lowered = lower(schedule, ahead=seed)
+        pipeline = Pipeline(modules, lowered, loss=mean_loss, tied=ties, transport="copies")
         tokens, targets, _ = batch(seed)
         mean_loss(whole(reference, tokens), targets).backward()
         pipeline.step((tokens,), (targets,))

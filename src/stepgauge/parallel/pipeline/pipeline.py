@@ -40,7 +40,6 @@ from stepgauge.spec.plan.pipeline import (
     lower,
     to_text,
 )
-from stepgauge.spec.plan.pipeline.lower import AHEAD
 
 TRANSPORTS: Mapping[str, type[Transfers] | type[PeerTransfers]] = {
     "messages": Transfers,
@@ -57,7 +56,7 @@ class Pipeline:
 
     stages    a list of modules, or a function that builds stage i and is called for this rank's
               stages only. The outputs of a stage are the arguments of the next
-    schedule  is checked, and lowered if necessary
+    schedule  is checked, and lowered if necessary. `lower` chooses where receives are posted
     loss      called with the last stage's outputs and the targets; returns the mean over a
               micro-batch. None: the last stage takes the targets after its inputs and returns the
               loss
@@ -74,7 +73,6 @@ class Pipeline:
     group     the ranks of the pipeline; None: all ranks. Pipelines side by side, as in data
               parallel, must be created at the same time
     context   entered around every forward, such as autocast
-    ahead     where receives are posted (see `lower`), unless the schedule is lowered already
     transport "copies" into the memory of the other ranks, on one machine; "messages" of the process
               group; "auto": copies between GPUs of one machine that reach each other's memory (peer
               access), otherwise messages
@@ -104,13 +102,12 @@ class Pipeline:
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
         context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-        ahead: int = AHEAD,
         transport: str = "auto",
         recording: bool = False,
         graphs: Recorder | None = None,
         every_output: bool = False,
     ):
-        self.schedule = _agreed_schedule(schedule, group, ahead=ahead, sharded=weights is not None)
+        self.schedule = _agreed_schedule(schedule, group, sharded=weights is not None)
         self._weights, self.rank = weights, dist.get_rank(group)
         self.modules = _local_modules(stages, self.schedule, self.rank)
         ties = tied if callable(stages) else with_shared(tied, stages)
@@ -332,7 +329,7 @@ def _local_modules(stages: Stages, schedule: Schedule, rank: int) -> dict[int, n
 
 
 def _agreed_schedule(
-    schedule: Schedule, group: dist.ProcessGroup | None, *, ahead: int, sharded: bool
+    schedule: Schedule, group: dist.ProcessGroup | None, *, sharded: bool
 ) -> Schedule:
     """Returns the schedule, lowered. Raises ScheduleError if it cannot run.
 
@@ -340,12 +337,12 @@ def _agreed_schedule(
     they would wait for each other. This is checked first: if only one rank's schedule could not run,
     only that rank would raise.
     """
-    text = f"{to_text(schedule)}{ahead} {sharded}"
+    text = f"{to_text(schedule)} {sharded}"
     hashes = gathered_objects(hashlib.sha256(text.encode()).hexdigest(), group)
     for rank, other in enumerate(hashes):
         if other != hashes[0]:
             raise ScheduleError(f"the schedule of rank {rank} differs from that of rank 0")
-    lowered = lower(schedule, ahead=ahead, sharded=schedule.rank_of if sharded else ())
+    lowered = lower(schedule, sharded=schedule.rank_of if sharded else ())
     return check(lowered, ranks=dist.get_world_size(group)).schedule
 
 
