@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from stepgauge.parallel.autograd.parameter_hooks import requiring_grad
 from stepgauge.parallel.data_parallel import (
@@ -23,7 +23,12 @@ from stepgauge.parallel.data_parallel import (
 )
 from stepgauge.parallel.fsdp import FullyShardedDataParallel
 from stepgauge.parallel.named_state import by_index, by_name
-from stepgauge.parallel.sharding import require_steps_on_shards
+from stepgauge.parallel.sharding import (
+    local_shard,
+    require_steps_on_shards,
+    sharded_from_shard,
+    sharded_from_whole,
+)
 from stepgauge.parallel.tensor_parallel import TensorParallel
 from stepgauge.parallel.tensor_parallel.gradient_sums import GradientSum
 from stepgauge.parallel.training import (
@@ -185,7 +190,7 @@ class DataAxis:
         """Loads what `optimizer_state` returned, on every rank."""
         parameters = {name: parameter for parameter, name in names.items()}
         state["state"] = {
-            name: {key: _sharded_like(parameters[name], value) for key, value in values.items()}
+            name: {key: _sharded_state(parameters[name], value) for key, value in values.items()}
             for name, values in state["state"].items()
         }
         self.optimizer.load_state_dict(by_index(names, self.optimizer, state))
@@ -251,16 +256,8 @@ def _hook_shards(module: nn.Module, sums: Mapping[str, GradientSum]) -> None:
 def _on_shard(sum_: GradientSum) -> Callable[[DTensor], DTensor]:
     def hook(gradient: DTensor) -> DTensor:
         if sum_.cut is None:  # all ranks have the whole parameter: its shards can be summed
-            summed = sum_(gradient.to_local())
-            return DTensor.from_local(
-                summed,
-                gradient.device_mesh,
-                gradient.placements,
-                run_check=False,
-                shape=gradient.shape,
-                stride=gradient.stride(),
-            )
-        return _shard_like(gradient, sum_(gradient.full_tensor()))
+            return sharded_from_shard(gradient, sum_(local_shard(gradient)))
+        return sharded_from_whole(gradient, sum_(gradient.full_tensor()))
 
     return hook
 
@@ -277,13 +274,9 @@ def _gathered_on_host(value: Any) -> Any:
     return gathered(value).cpu() if isinstance(value, DTensor) else value
 
 
-def _sharded_like(parameter: Tensor, value: Any) -> Any:
+def _sharded_state(parameter: Tensor, value: Any) -> Any:
     """Shards a tensor of the parameter's shape like the parameter; returns other values as they are."""
     has_its_shape = isinstance(value, Tensor) and value.shape == parameter.shape
     if isinstance(parameter, DTensor) and has_its_shape:
-        return _shard_like(parameter, value.to(parameter.device))
+        return sharded_from_whole(parameter, value.to(parameter.device))
     return value
-
-
-def _shard_like(sharded: DTensor, whole: Tensor) -> DTensor:
-    return distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None)

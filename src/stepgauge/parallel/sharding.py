@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from stepgauge.parallel.communication.collectives import reduce_scatter_flat
 from stepgauge.parallel.communication.reducer import GradientReducer
@@ -72,13 +72,17 @@ def local_shard(sharded: Tensor) -> Tensor:
     return sharded._local_tensor
 
 
-def sharded_like(sharded: Tensor, shard: Tensor) -> DTensor:
-    """Returns a tensor that is sharded like the first argument, such as its gradient, and of which
-    this rank has `shard`. torch's fully_shard makes it so too: DTensor.from_local takes ten times as
-    long.
+def sharded_from_shard(like: Tensor, shard: Tensor) -> DTensor:
+    """Returns a tensor that is sharded like `like`, such as its gradient, and of which this rank has
+    `shard`. torch's fully_shard makes it so too: DTensor.from_local takes ten times as long.
     """
-    assert isinstance(sharded, DTensor), "the tensor is sharded"
-    return DTensor(shard, sharded._spec, requires_grad=False)
+    assert isinstance(like, DTensor), "the tensor is sharded"
+    return DTensor(shard, like._spec, requires_grad=False)
+
+
+def sharded_from_whole(like: DTensor, whole: Tensor) -> DTensor:
+    """Returns a tensor that all ranks have whole, sharded like `like`."""
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def sent_dtype(dtype: torch.dtype, compute_dtype: torch.dtype | None) -> torch.dtype:

@@ -19,7 +19,7 @@ from stepgauge.parallel.sharding import (
     flat_real,
     free_memory,
     local_shard,
-    sharded_like,
+    sharded_from_shard,
 )
 
 
@@ -65,7 +65,7 @@ class FlatGradients:
         torch._foreach_copy_(means, arrived)
         free_memory(self._row)
         for (parameter, used), mean in zip(self._used.items(), means, strict=True):
-            yield parameter, sharded_like(parameter, mean), used
+            yield parameter, sharded_from_shard(parameter, mean), used
 
 
 def pack(gradients: Sequence[Tensor], message: Tensor) -> None:
