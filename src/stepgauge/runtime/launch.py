@@ -34,7 +34,6 @@ from stepgauge.runtime.parent import end_with_parent
 from stepgauge.runtime.world import (
     KEPT_GROUP,
     TIMEOUT_S,
-    World,
     check_interfaces,
     default_backend,
     gathered_objects,
@@ -94,7 +93,7 @@ def launch(
     Function, arguments and values must be picklable. Under torchrun nothing is started: this process
     is one of the ranks. With device "cuda", each rank uses the GPU of its local rank. Collectives
     that take longer than `timeout_s` fail. Raises RankError for the first rank that raised or died,
-    after the other ranks have ended.
+    after the other ranks have ended; under torchrun, what the function raised on this rank.
     """
     backend = backend or default_backend(device)
     world = joined_world()
@@ -102,28 +101,14 @@ def launch(
         if world.size != ranks:
             raise ValueError(f"ranks is {ranks}; torchrun has started {world.size}")
         try:
-            return run_joined(
-                world, function, *arguments, device=device, backend=backend, timeout_s=timeout_s
-            )
+            KEPT_GROUP.use(world, backend=backend, device=world.device(device), timeout_s=timeout_s)
+            return gathered_objects(function(*arguments))
         finally:
             KEPT_GROUP.close()  # now, while all ranks still run, instead of at interpreter exit
     with Ranks(
         function, *arguments, ranks=ranks, device=device, backend=backend, timeout_s=timeout_s
     ) as started:
         return started.wait()
-
-
-def run_joined(
-    world: World,
-    function: Callable[..., Any],
-    *arguments: Any,
-    device: str,
-    backend: str,
-    timeout_s: float = TIMEOUT_S,
-) -> list[Any]:
-    """Does the same as `launch` in a process of torchrun. Raises what the function raises here."""
-    KEPT_GROUP.use(world, backend=backend, device=world.device(device), timeout_s=timeout_s)
-    return gathered_objects(function(*arguments))
 
 
 class _End:

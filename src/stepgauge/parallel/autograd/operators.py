@@ -14,16 +14,14 @@ _LIBRARY = torch.library.Library("stepgauge", "FRAGMENT")
 
 
 def define_operator(
-    name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any] | None = None
+    name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]
 ) -> Any:
     """Defines torch.ops.stepgauge.<name>, which calls `run` on every device and has no gradient.
 
-    fake  returns empty tensors of the right shapes, for torch.compile; None if the operator is
-          never compiled
+    fake  returns empty tensors of the right shapes, for torch.compile
     """
     _LIBRARY.define(name + schema)
     for device in ("CPU", "CUDA"):
         _LIBRARY.impl(name, run, device)
-    if fake is not None:
-        torch.library.register_fake(f"stepgauge::{name}", fake)
+    torch.library.register_fake(f"stepgauge::{name}", fake)
     return getattr(torch.ops.stepgauge, name).default

@@ -145,7 +145,8 @@ class _Launch(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         if torch.is_grad_enabled():  # for second derivatives
             return _Wait.apply(gradient, *ctx.transport), None, None
-        return _wait(gradient, *ctx.transport), None, None
+        group, _ = ctx.transport
+        return _wait(gradient, group), None, None
 
 
 class _Wait(torch.autograd.Function):
@@ -154,7 +155,7 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_M: Tensor, group: dist.ProcessGroup | None, by_copies: bool) -> Tensor:
         ctx.transport = group, by_copies
-        return _wait(y_M, group, by_copies)
+        return _wait(y_M, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -172,7 +173,7 @@ def _launch(x_M: Tensor, group: dist.ProcessGroup | None, by_copies: bool) -> Te
     return exchange_with_others(x_M, group)
 
 
-def _wait(y_M: Tensor, group: dist.ProcessGroup | None, by_copies: bool) -> Tensor:
+def _wait(y_M: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return y_M if group is None else wait_for(y_M)
 
 
