@@ -6,6 +6,7 @@ import copy
 import functools
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from stepgauge.parallel.tensor_parallel import (
 )
 from stepgauge.parallel.tensor_parallel.partial_gradients import PartialGradientCheck
 from stepgauge.parallel.tensor_parallel.residual_stream import ResidualStream
-from stepgauge.runtime.launch import launch
+from stepgauge.runtime.launch import RankError, launch
 from stepgauge.spec.plan.tensor import Rule, Section
 
 WIDTH, HEAD_WIDTH = 8, 4
@@ -288,6 +289,38 @@ def result_of_check(block, dtype=torch.float64, table=FEED_FORWARD, autocast=Fal
     after = network.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
     return ""
+
+
+FAILING_TABLES = {
+    "blocks.0.down": {"blocks.*.up": COLUMN},
+    "out": FEED_FORWARD | {"out": ROW},
+}
+
+
+def failures_of_checks():
+    return {name: result_of_check(FeedForward, table=t) for name, t in FAILING_TABLES.items()}
+
+
+def test_the_check_names_the_module_that_fails_under_a_wrong_table():
+    for rank in launch(failures_of_checks, ranks=2):
+        for name, message in rank.items():
+            assert message.startswith(f"with this table {name} fails: RuntimeError: mat1 and mat2")
+
+
+def fail_on_rank_1():
+    def compute_loss(module):
+        if dist.get_rank() == 1 and not isinstance(module.blocks[0].up, nn.Linear):
+            raise KeyError("tokens")
+        return module(torch.ones(2, 4, WIDTH))
+
+    check_tensor_parallel(Network(FeedForward), FEED_FORWARD, compute_loss)
+
+
+def test_a_check_that_fails_on_one_rank_does_not_leave_the_other_waiting():
+    with pytest.raises(
+        RankError, match="rank 1 of 2: ValueError: with this table the network fails"
+    ):
+        launch(fail_on_rank_1, ranks=2)
 
 
 def results_of_checks():

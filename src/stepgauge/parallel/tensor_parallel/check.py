@@ -1,6 +1,7 @@
 """Compares a module that is cut by a table with the whole module."""
 
 import copy
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -28,8 +29,9 @@ def check_tensor_parallel(
                   every rank; returns the loss
 
     Raises ValueError, on every rank, if a difference is larger than the rounding of the coarsest dtype
-    that the whole copy computes in, and what parallelize_tensor raises. Small float64 networks show
-    small differences best, with several sequences if the table cuts by token.
+    that the whole copy computes in, and what parallelize_tensor raises. Also raises it if the cut copy
+    fails, with the name of the module that fails. Small float64 networks show small differences best,
+    with several sequences if the table cuts by token.
     """
     whole = copy.deepcopy(module)
     whole.zero_grad()
@@ -39,7 +41,7 @@ def check_tensor_parallel(
     )
     with _CoarsestType() as coarsest:
         expected_loss = _backward(whole, compute_loss)
-    loss = _backward(parallel.module, compute_loss)
+    loss = _backward_of_cut(parallel.module, compute_loss)
     results = gathered_objects(
         (
             _differs(loss, expected_loss, coarsest.eps),
@@ -97,6 +99,26 @@ def _backward(module: nn.Module, compute_loss: Callable[[nn.Module], Tensor]) ->
         loss = compute_loss(module)
         loss.backward()
     return loss.detach()
+
+
+def _backward_of_cut(module: nn.Module, compute_loss: Callable[[nn.Module], Tensor]) -> Tensor:
+    """Does the same as `_backward`. Raises ValueError at once if the cut module fails: other ranks may
+    have failed too, and would not take part in a collective.
+    """
+    try:
+        return _backward(module, compute_loss)
+    except Exception as error:
+        name, reason = _failed_module(module, error), str(error).partition("\n")[0]
+        message = f"with this table {name} fails: {type(error).__name__}: {reason}"
+        raise ValueError(message) from error
+
+
+def _failed_module(module: nn.Module, error: Exception) -> str:
+    """Returns the name of the innermost module whose code raised the error."""
+    names = {id(each): name for name, each in module.named_modules()}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    failed = [names.get(id(frame.f_locals.get("self")), "") for frame in frames]
+    return next(filter(None, reversed(failed)), "the network")
 
 
 def _differs(value: Tensor, expected: Tensor, eps: float, largest: float = 0.0) -> bool:
