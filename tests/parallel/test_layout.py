@@ -32,6 +32,7 @@ from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_rules import schedule_of
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.model_fields import NORMS
 from stepgauge.spec.plan import tensor as plan
 from stepgauge.train import layout as train_layout
 from stepgauge.train.build import batch_for
@@ -129,9 +130,9 @@ ON_EIGHT = [
 
 def test_two_ranks_are_one_process():
     checks = [(check, *case) for case in CUT for check in (work_of_backward, gradients_of_a_copy)]
-    require_no_differences(
-        2, differences_of(ON_TWO) + checks + [(differences_of_torchs_tensor_parallel,)]
-    )
+    norms = [name for name, norm in NORMS.items() if norm.torch_tp]
+    checks += [(differences_of_torchs_tensor_parallel, norm) for norm in norms]
+    require_no_differences(2, differences_of(ON_TWO) + checks)
 
 
 def test_four_ranks_are_one_process():
@@ -361,11 +362,12 @@ def with_blocks_compiled(*case):
         torch.nn.Module.compile = inductor
 
 
-def differences_of_torchs_tensor_parallel():
+def differences_of_torchs_tensor_parallel(norm):
     """Compares losses and gradients of some steps, except of fused layers, whose rows torch orders
     differently.
     """
-    model = ModelSpec(**{**SHAPE, "vocab_size": 12}, num_layers=2, num_heads=4, num_kv_heads=2)
+    shape = {**SHAPE, "vocab_size": 12, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    model = ModelSpec(**shape, norm=norm)
     spec = LayoutSpec(model=model, layout="tp2 torch-tp", batch=8, optimizer="sgd")
     by_torch, alone = (build(spec, axes) for axes in (spec.parsed_layout, Layout()))
     differences = []

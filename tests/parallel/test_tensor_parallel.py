@@ -39,6 +39,7 @@ from stepgauge.parallel.tensor_parallel.vocabulary_loss import PartialLoss
 from stepgauge.runtime.launch import launch
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.model_fields import NORMS
 from stepgauge.spec.plan import tensor as plan
 from stepgauge.spec.plan.tensor import LEAST_ROWS, Count, Rule, Section, grouped
 from stepgauge.spec.plan.tensor_tables import table_of
@@ -83,6 +84,7 @@ SPECS = {
         **SHAPE, window=3, rope_fraction=0.5, feed_forward="relu", norm="rmsnorm-eager"
     ),
     "bert": BertSpec(num_positions=8, **SHAPE),
+    **{f"norm {name}": ModelSpec(**SHAPE, norm=name) for name in NORMS},
 }
 
 

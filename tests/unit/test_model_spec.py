@@ -9,13 +9,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from stepgauge.models.transformer import TransformerLM
 from stepgauge.spec.kinds import completed
 from stepgauge.spec.model import SIZES, ModelSpec
-from stepgauge.spec.model_fields import nearest_divisor
+from stepgauge.spec.model_fields import FEED_FORWARD_MATRICES, NORMS, nearest_divisor
 from stepgauge.spec.step import StepSpec
 
 META = torch.device("meta")
 VARIANTS = [
     {},
-    {"feed_forward": "gelu"},
     {"norm": "layernorm", "block": "post-norm", "mask": "full"},
     {"positions": "learned", "num_positions": 64},
     {"tied_head": True, "scaled_embedding": True, "positions": "none"},
@@ -27,6 +26,8 @@ VARIANTS = [
     {"window": 8, "full_attention_every": 2},
     {"num_experts": 5, "experts_per_token": 2},
     {"num_experts": 3, "experts_per_token": 1, "feed_forward": "silu"},
+    *({"feed_forward": name} for name in FEED_FORWARD_MATRICES),
+    *({"norm": name} for name in NORMS),
 ]
 
 

@@ -35,7 +35,7 @@ CHOICES: tuple[Mapping[str, Any], ...] = (
 RECOMPUTING = {"checkpointing": "none", "checkpoint_blocks": 1}
 # Values whose step does less or other work than the alternatives: rows with them are not compared.
 OTHER_WORK: Mapping[str, Collection[str]] = {
-    "norm": [name for name, function in NORMS.items() if function != "rmsnorm"],
+    "norm": [name for name, norm in NORMS.items() if norm.function != "rmsnorm"],
     "wrapper": ["none"],
 }
 CAUTIONS = {

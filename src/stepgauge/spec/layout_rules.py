@@ -3,6 +3,7 @@
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.layout import ULYSSES, WRAPPERS, Layout, check_wrapper, require_data_axis
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.model_fields import NORMS
 from stepgauge.spec.plan.context import contiguous_positions, ring_positions
 from stepgauge.spec.plan.pipeline import Schedule, build
 from stepgauge.spec.plan.stages import cut_blocks
@@ -200,9 +201,6 @@ def _why_heads(section: Section, degree: int) -> str:
     return f"tp{degree} needs a number of {noun} that {needed}; the network has {number}"
 
 
-TORCH_NORMS = ("rmsnorm", "rmsnorm-eager", "layernorm")
-
-
 def _check_torch_tensor(layout: Layout, model: Network, *, compile: str) -> None:
     """Checks what torch's tensor parallel supports of the presets."""
     name, degree = layout.torch_tensor, layout.tensor
@@ -214,7 +212,8 @@ def _check_torch_tensor(layout: Layout, model: Network, *, compile: str) -> None
     if not isinstance(model, ModelSpec):
         raise ValueError(f"{name} does not support BERT, because it cannot split BERT's loss")
     supported = {"tied_head": (False,), "qk_norm": (False,), "positions": ("rope", "none")}
-    supported |= {"loss": ("cross-entropy",), "norm": TORCH_NORMS, "scaled_embedding": (False,)}
+    norms = tuple(name for name, norm in NORMS.items() if norm.torch_tp)
+    supported |= {"loss": ("cross-entropy",), "norm": norms, "scaled_embedding": (False,)}
     for field, values in supported.items():
         if (value := getattr(model, field)) not in values:
             raise ValueError(

@@ -12,7 +12,6 @@ from typing import Any, Self
 from stepgauge.spec.fields import by_size
 from stepgauge.spec.model_fields import (
     FEED_FORWARD_MATRICES,
-    NORM_PARAMETERS,
     NORMS,
     NetworkFields,
 )
@@ -68,7 +67,7 @@ class ModelSpec(NetworkFields):
             matrices = FEED_FORWARD_MATRICES[self.feed_forward]
             biases += (matrices - 1) * self.d_ff + self.d_model
         features = 2 * self.d_model + (2 * self.head_width if self.qk_norm else 0)
-        return biases + features * NORM_PARAMETERS[NORMS[self.norm]]
+        return biases + features * NORMS[self.norm].parameters
 
     @property
     def num_parameters(self) -> int:
@@ -90,7 +89,7 @@ class ModelSpec(NetworkFields):
         if self.positions == "learned":
             vectors += self.num_positions or self.context_length
         if self.block != "post-norm":
-            vectors += NORM_PARAMETERS[NORMS[self.norm]]
+            vectors += NORMS[self.norm].parameters
         return vectors * self.d_model
 
     def forward_flops(self, *, batch: int, sequence: int, causal_half: bool = True) -> int:
@@ -122,7 +121,7 @@ class ModelSpec(NetworkFields):
         """Returns the fields that define the computed function; two implementations have equal ones."""
         fields = dataclasses.asdict(self)
         del fields["attention"], fields["loss"]
-        fields["norm"] = NORMS[self.norm]
+        fields["norm"] = NORMS[self.norm].function
         return fields
 
     @staticmethod

@@ -27,17 +27,29 @@ FEED_FORWARD_MATRICES: Mapping[str, int] = MappingProxyType(
     }
 )
 
-# Name of a norm -> the function that it implements.
-NORMS: Mapping[str, str] = MappingProxyType(
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Norm:
+    """What is known of a norm without its module, which is in models/parts.py.
+
+    function    the function that it computes; implementations of one function name the same
+    parameters  per feature: a gain, and a bias for LayerNorm
+    torch_tp    torch's tensor parallel supports it
+    """
+
+    function: str
+    parameters: int
+    torch_tp: bool
+
+
+NORMS: Mapping[str, Norm] = MappingProxyType(
     {
-        "rmsnorm": "rmsnorm",
-        "layernorm": "layernorm",
-        "rmsnorm-eager": "rmsnorm",
-        "triton": "rmsnorm",
+        "rmsnorm": Norm(function="rmsnorm", parameters=1, torch_tp=True),
+        "layernorm": Norm(function="layernorm", parameters=2, torch_tp=True),
+        "rmsnorm-eager": Norm(function="rmsnorm", parameters=1, torch_tp=True),
+        "triton": Norm(function="rmsnorm", parameters=1, torch_tp=False),
     }
 )
-# Parameters per feature: a gain, and a bias for LayerNorm.
-NORM_PARAMETERS: Mapping[str, int] = MappingProxyType({"rmsnorm": 1, "layernorm": 2})
 
 # Position of the norms in a block. pre-norm: before attention and before feed-forward. post-norm:
 # after each residual sum, with no final norm (Vaswani et al. 2017). parallel: before attention and

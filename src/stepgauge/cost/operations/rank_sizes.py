@@ -3,7 +3,7 @@
 import dataclasses
 
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.model_fields import NORM_PARAMETERS, NORMS
+from stepgauge.spec.model_fields import NORMS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class ShareSizes:
 
     @property
     def norm_parameters(self) -> int:
-        return NORM_PARAMETERS[NORMS[self.model.norm]] * self.model.d_model
+        return NORMS[self.model.norm].parameters * self.model.d_model
 
     @property
     def feed_forward_width(self) -> int:

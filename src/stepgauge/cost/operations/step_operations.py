@@ -22,7 +22,7 @@ from stepgauge.cost.operations.tensor_overlap import OverlappedLayer
 from stepgauge.cost.operations.terms import TRAFFIC, Arithmetic, Term
 from stepgauge.cost.streams.program import LaunchCost, LaunchGroup
 from stepgauge.spec.fused_loss import torch_computes
-from stepgauge.spec.model_fields import NORM_PARAMETERS, NORMS
+from stepgauge.spec.model_fields import NORMS
 from stepgauge.spec.plan.tensor import KINDS, Rule, overlaps
 from stepgauge.spec.plan.tensor_tables import table_of
 from stepgauge.spec.step import WorkSpec
@@ -262,7 +262,7 @@ class StepOperations(ShareSizes):
         yield from self._attention("backward")
         yield from self._elementwise.heads_backward()
         if model.qk_norm and self.share.tensor > 1:  # each rank has the sums over its heads only
-            nbytes = NORM_PARAMETERS[NORMS[model.norm]] * model.head_width * arithmetic.weight_bytes
+            nbytes = NORMS[model.norm].parameters * model.head_width * arithmetic.weight_bytes
             yield Term("attention.qk_norm.sum", "all_reduce", (nbytes,), 2, axis="tensor")
         yield from arithmetic.linear_backward("attention.input", m, qkv, d, cast)
         if biases := self.biases:  # sums over the tokens

@@ -9,7 +9,7 @@ Legend: M tokens, D model width, N and K outputs and inputs of a linear layer.
 import dataclasses
 from collections.abc import Iterator
 
-from stepgauge.spec.model_fields import NORM_PARAMETERS, NORMS
+from stepgauge.spec.model_fields import NORMS
 
 TRAFFIC = "traffic"  # elementwise work, priced by the bytes that it reads and writes
 # By precision: dtype of matrix products, bytes of an activation, bytes of a weight.
@@ -193,7 +193,7 @@ class Arithmetic:
         """
         residual, activation = self.residual_bytes, self.activation_bytes
         is_backward = direction == "backward"
-        gradient = NORM_PARAMETERS[NORMS[kind]] * d if is_backward else 0
+        gradient = NORMS[kind].parameters * d if is_backward else 0
         if kind == "triton":
             value_bytes = 3 * residual + activation if is_backward else residual + 2
             yield Term(name, TRAFFIC, (m * d * value_bytes,), gradient=gradient)
