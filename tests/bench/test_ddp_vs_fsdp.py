@@ -128,3 +128,5 @@ def test_the_largest_batch_that_both_have_is_compared_and_disturbed_rows_are_cal
     assert answer([*rows, larger]).startswith("At a global batch of 4, torch-fsdp takes 1.00 × ")
     spread = [measured("torch-ddp"), measured("torch-fsdp", spread=2.0)]
     assert answer(spread).endswith("cannot be compared: rows were disturbed.")
+    apart = [measured("torch-ddp"), measured("torch-fsdp", batch=4)]
+    assert answer(apart).endswith("they were not measured at the same global batch.")

@@ -66,4 +66,4 @@ def test_the_answer_names_its_rows_and_ignores_disturbed_ones():
         "Of the undisturbed rows, all_reduce reaches at most 1.190 GB/s of bus bandwidth (10 MiB over "
         "gloo, 2 ranks). The quickest row takes 387.5 µs (64 KiB over gloo (our ring), 2 ranks)."
     )
-    assert answer([disturbed]) == "All rows of all_reduce were disturbed, so no bandwidth is given."
+    assert answer([disturbed]) == ("No bandwidth of all_reduce is given: all rows were disturbed.")

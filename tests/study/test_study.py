@@ -353,3 +353,8 @@ def test_if_the_fewest_micro_batches_are_best_they_are_compared_with_the_most():
                        for rates in ((9.0, 8.0, 7.0), (7.0, 8.0, 9.0)))  # fmt: skip
     assert "9.000 samples/s with 2 micro-batches, and 7.000 with 8." in answer(falling)
     assert "9.000 samples/s with 8 micro-batches, and 7.000 with 2." in answer(rising)
+    of_one = "No throughputs are compared: no schedule has two numbers of micro-batches."
+    assert answer(falling[:1]) == of_one
+    busy = {**falling[0].metrics, "step_ms": Sample.of([1.0, 9.0], "ms")}
+    disturbed = dataclasses.replace(falling[0], metrics=busy)
+    assert answer([disturbed]) == "No throughputs are compared: all rows were disturbed."

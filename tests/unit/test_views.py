@@ -12,7 +12,7 @@ from stepgauge.report.compare import closest_differ_in, compare, difference_tabl
 from stepgauge.report.names import describe, identifying_fields, labels, shared_values
 from stepgauge.report.numbers import Doubtful, heading, number, size_unit
 from stepgauge.report.table import FORMATS, Range, Table
-from stepgauge.report.views import plotted, record_table
+from stepgauge.report.views import plotted, record_table, undisturbed
 from stepgauge.spec.fallbacks import fallbacks, what_ran, with_fallbacks
 from stepgauge.spec.predictions import paired
 from stepgauge.spec.record import Record, Sample
@@ -45,6 +45,14 @@ def test_numbers(value, unit, text):
 def test_sizes_of_a_table_are_in_one_unit(sizes, texts):
     unit = size_unit(sizes)
     assert list(map(unit.format, sizes)) == texts
+
+
+def test_rows_for_an_answer_say_whether_some_all_or_none_were_disturbed(record):
+    quiet, disturbed = record("small", step=[10.0, 10.2]), record("large", step=[10.0, 90.0])
+    assert undisturbed([quiet]) == ([quiet], "", "")
+    assert undisturbed([quiet, disturbed]) == ([quiet], "Of the undisturbed rows, ", "")
+    assert undisturbed([disturbed]) == ([], "", "all rows were disturbed")
+    assert undisturbed([]) == ([], "", "none was measured")
 
 
 def test_exposed_time_below_zero_is_no_figure_anywhere(record):

@@ -137,9 +137,9 @@ def comm_answer(records: Sequence[Record]) -> str:
     own = [record for record in records if record.spec["op"] == op]
     own = [record for record in own if record.spec["device"] != "cpu"] or own
     timed = [record for record in own if record.median("busbw_gb_per_s")]
-    kept, among = undisturbed(timed)
+    kept, among, why_none = undisturbed(timed)
     if not kept:
-        return f"All rows of {op} were disturbed, so no bandwidth is given." if timed else ""
+        return f"No bandwidth of {op} is given: {why_none}."
     widest = max(kept, key=lambda record: record.median("busbw_gb_per_s") or 0.0)
     quickest = min(kept, key=lambda record: record.median("time_ms") or 0.0)
     return (
@@ -157,9 +157,9 @@ def _transfer(record: Record) -> str:
 
 def broadcast_answer(records: Sequence[Record]) -> str:
     """Returns the fastest schedule and its speedup over the naive copies."""
-    kept, among = undisturbed(records)
+    kept, among, why_none = undisturbed(records)
     if not kept:
-        return "All rows were disturbed, so no schedule is named as the fastest."
+        return f"No schedule is named as the fastest: {why_none}."
     best = max(kept, key=lambda r: r.median("gb_per_s") or 0.0)
     same = ("gpus", "size_bytes", "device")
     naive = [
@@ -183,10 +183,11 @@ def data_parallel_answer(records: Sequence[Record]) -> str:
     """
     timed = [record for record in records if record.median("step_ms")]
     ours = [record for record in _of_largest_network(timed) if not fallbacks(record)]
-    rows, among = undisturbed(ours)
+    rows, among, why_none = undisturbed(ours)
     wrapped = [record for record in rows if record.spec["wrapper"] != "none"]
     if not wrapped:
-        return "All rows were disturbed, so no wrapper is named as the fastest."
+        why_none = why_none or f"{among.lower()}none has a wrapper"
+        return f"No wrapper is named as the fastest: {why_none}."
     best = min(wrapped, key=_step)
     network = network_name(best, timed)
     low = " with gradients in bf16" if best.spec.get("reduce_dtype", "own") != "own" else ""

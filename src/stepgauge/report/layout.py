@@ -55,9 +55,9 @@ def _rest(record: Record) -> float | None:
 def layout_answer(records: Sequence[Record]) -> str:
     """Returns the fastest layout among the rows that do the same work as the last one."""
     timed = [r for r in records if r.median("step_ms") and r.provenance == "measured"]
-    kept, among = undisturbed(timed)
+    kept, among, why_none = undisturbed(timed)
     if not kept:
-        return "All rows were disturbed, so no layout is named as the fastest."
+        return f"No layout is named as the fastest: {why_none}."
     work = _work(kept[-1])
     same = [record for record in kept if _work(record) == work]
     best = min(same, key=lambda record: record.median("step_ms") or 0.0)

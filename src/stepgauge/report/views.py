@@ -1,7 +1,7 @@
 """Makes the table of any set of records: its columns, figures and remarks."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from stepgauge.report.names import flatten, identifying_fields, shared_values
 from stepgauge.report.numbers import Doubtful, heading, scaled, whole
@@ -204,7 +204,22 @@ def plotted(record: Record, metric: str) -> float | None:
     return Doubtful(value) if value is not None and is_disturbed(record) else value
 
 
-def undisturbed(records: Sequence[Record]) -> tuple[list[Record], str]:
-    """Returns the undisturbed rows, and the words with which an answer begins if it ignores others."""
-    kept = [record for record in records if not is_disturbed(record)]
-    return kept, "Of the undisturbed rows, " if 0 < len(kept) < len(records) else ""
+class Undisturbed(NamedTuple):
+    """The rows that an answer may use.
+
+    among     the words with which the answer begins if it ignores others
+    why_none  why there are no rows; "" if there are
+    """
+
+    rows: list[Record]
+    among: str
+    why_none: str
+
+
+def undisturbed(records: Sequence[Record]) -> Undisturbed:
+    rows = [record for record in records if not is_disturbed(record)]
+    if rows:
+        return Undisturbed(
+            rows, "Of the undisturbed rows, " if len(rows) < len(records) else "", ""
+        )
+    return Undisturbed([], "", "all rows were disturbed" if records else "none was measured")

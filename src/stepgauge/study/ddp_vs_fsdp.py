@@ -13,6 +13,7 @@ from stepgauge.report.table import Table
 from stepgauge.report.views import record_table, remark, undisturbed
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
+from stepgauge.spec.disturbance import is_disturbed
 from stepgauge.spec.record import Record, Sample
 from stepgauge.study.experiment import Experiment, StudyMachine, needs_two_gpus
 from stepgauge.study.published import comparison
@@ -98,7 +99,7 @@ def _with_samples_per_s(row: Record) -> Record:
 
 def answer(records: Sequence[Record]) -> str:
     """Returns the step time and peak memory of torch-fsdp relative to torch-ddp, at the largest batch."""
-    kept, among = undisturbed([record for record in records if record.status == "ok"])
+    kept, among, _ = undisturbed([record for record in records if record.status == "ok"])
     rows = {(row.spec["wrapper"], row.spec["global_batch"]): row for row in over_seeds(kept)}
     batches = [batch for _, batch in rows if all((name, batch) in rows for name in PAIRS[0])]
     if not batches:
@@ -118,8 +119,12 @@ def _why_not(records: Sequence[Record]) -> str:
     """Returns why torch's two wrappers have no rows at the same batch."""
     measured = {record.spec["wrapper"] for record in records if record.status == "ok"}
     missing = [name for name in PAIRS[0] if name not in measured]
-    were = "was" if len(missing) == 1 else "were"
-    return f"{' and '.join(missing)} {were} not measured" if missing else "rows were disturbed"
+    if missing:
+        were = "was" if len(missing) == 1 else "were"
+        return f"{' and '.join(missing)} {were} not measured"
+    if any(map(is_disturbed, records)):
+        return "rows were disturbed"
+    return "they were not measured at the same global batch"
 
 
 def _ratio(above: Record, below: Record, metric: str) -> float | None:

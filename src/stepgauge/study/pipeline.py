@@ -101,10 +101,11 @@ def answer(records: Sequence[Record]) -> str:
     if the fewest are best, and the error of the simulation.
     """
     measured = [r for r in records if r.status == "ok" and r.provenance == "measured"]
-    measured, among = undisturbed(measured)
+    measured, among, why_none = undisturbed(measured)
     rates = {name: points for name, points in _rates(measured).items() if len(points) > 1}
     if not rates:
-        return ""
+        why_none = why_none or f"{among.lower()}no schedule has two numbers of micro-batches"
+        return f"No throughputs are compared: {why_none}."
     name, points = max(rates.items(), key=lambda item: max(rate for _, rate in item[1]))
     best = max(points, key=lambda point: point[1])
     other = points[-1] if best is points[0] else points[0]
