@@ -110,6 +110,10 @@ def measured(job, milliseconds, machine):
     }
     metrics["tokens_per_s"] = Sample.exact(1e6 / milliseconds, "tokens/s")
     metrics["tflop_per_s"] = Sample.exact(100.0, "TFLOP/s")
+    if job.spec.kind == "data-parallel":
+        parts = ("parameter", "gradient", "optimizer", "rest", "peak", "tail")
+        metrics |= {f"{part}_bytes": Sample.exact(2**20, "bytes") for part in parts}
+        metrics["buckets"] = Sample.exact(4, "")
     return dataclasses.replace(
         job.pending, metrics=metrics, environment=environment(machine), created="2026-01-01"
     )
@@ -143,6 +147,7 @@ def test_the_report_has_a_section_for_each_experiment(machine, tmp_path):
     text = path.read_text()
     for experiment in EXPERIMENTS:
         assert experiment.title in text
+    assert "cannot be drawn" not in text
     assert text.count("<svg") >= 6
     assert published.legend(["S1"]) in text
     assert "OOM: device memory ran out &lt;at&gt; 2 GiB more" in text
@@ -170,15 +175,21 @@ def test_only_rows_of_findings_are_measured_in_turns(tmp_path):
     )
 
 
-def test_a_section_that_cannot_be_drawn_says_why_and_logs_the_traceback(tmp_path, monkeypatch):
+def test_a_section_that_cannot_be_drawn_says_why_and_logs_the_traceback(
+    stepgauge, tmp_path, monkeypatch
+):
     def broken(records):
         raise KeyError("no such column")
 
-    records = study_run(tmp_path, CPU).read().latest()
+    study_run(tmp_path, CPU)
     first, *rest = EXPERIMENTS
     shown = [dataclasses.replace(first, blocks=broken), *rest]
     monkeypatch.setattr("stepgauge.study.pages.EXPERIMENTS", shown)
-    text = page_of(tmp_path, records).html()
+    status, out, err = stepgauge("report", tmp_path)
+    assert status == 1 and out.strip() == str(tmp_path / "report.html")
+    why = f"cannot be drawn: KeyError: 'no such column'; traceback in {tmp_path}/failures.log"
+    assert err == f"stepgauge: the section of {first.name} {why}\n"
+    text = (tmp_path / "report.html").read_text()
     assert "its section cannot be drawn: KeyError" in text and f"{tmp_path}/failures.log" in text
     log = (tmp_path / "failures.log").read_text()
     assert first.name in log and "in broken" in log
@@ -303,6 +314,12 @@ def test_the_study_runs_here(stepgauge, tmp_path, monkeypatch):
     text = (tmp_path / "report.html").read_text()
     assert "not measured in this run" in text
     assert "warm-up 1" in text and "Without warm-up, the mean of" in text
+
+    shown = [dataclasses.replace(select(["warm-up"])[0], blocks=lambda records: records[0].none)]
+    monkeypatch.setattr("stepgauge.study.pages.EXPERIMENTS", shown)
+    status, out, err = stepgauge("study", "--only", "warm-up", "--device", "cpu", "--out", tmp_path)
+    assert status == 1 and out.strip().endswith("report.html")
+    assert "the section of warm-up cannot be drawn: AttributeError" in err
 
 
 def sharded(**gib):

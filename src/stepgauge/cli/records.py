@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from stepgauge.cli.console import Format, info, print_records, print_table, warn
+from stepgauge.cli.console import Format, info, print_error, print_records, print_table, warn
 from stepgauge.report.compare import closest_differ_in, difference_table
 from stepgauge.report.compare import compare as compare_records
 from stepgauge.report.merge import merge_over
@@ -14,6 +14,9 @@ from stepgauge.report.views import STATISTICS
 from stepgauge.spec.experiments import MACHINE_FILE
 from stepgauge.spec.record import Record
 from stepgauge.spec.store import RunStore, is_records_file
+
+if TYPE_CHECKING:
+    from stepgauge.report.page import Page
 
 Run = Annotated[
     Path,
@@ -126,7 +129,7 @@ def report(
     out: Annotated[
         Path | None, Parameter(help="HTML file to write. [RUN/report.html; RUN.html for a file]")
     ] = None,
-) -> None:
+) -> int:
     """Write an HTML report of a run.
 
     The report of a study has a section for each experiment; that of any other run has a section for
@@ -135,26 +138,35 @@ def report(
     records = read(run)
     if not records:
         raise ValueError(f"the run at {run} holds no records")
-    page = run.with_suffix(".html") if is_records_file(run) else run / "report.html"
-    print(_write_page(run, records, out or page))
+    path = run.with_suffix(".html") if is_records_file(run) else run / "report.html"
+    page = _page_of(run, records)
+    print(page.write(out or path))
+    return print_problems(page)
 
 
 def write_page(run: Path) -> None:
     """Writes the run's report.html and prints its path."""
-    page = _write_page(run, RunStore(run).read().latest(), run / "report.html")
-    info(f"report: {page}")
+    page = _page_of(run, RunStore(run).read().latest())
+    info(f"report: {page.write(run / 'report.html')}")
+    print_problems(page)
 
 
-def _write_page(run: Path, records: Sequence[Record], path: Path) -> Path:
-    """Writes the page of a study or of any other run, without torch, and returns its path."""
+def _page_of(run: Path, records: Sequence[Record]) -> "Page":
+    """Returns the page of a study or of any other run, without torch."""
     from stepgauge.report.run_page import run_page
 
     if not (run / MACHINE_FILE).exists():
-        return run_page(records, run).write(path)
+        return run_page(records, run)
 
     from stepgauge.study.pages import page_of
 
-    return page_of(run, records).write(path)
+    return page_of(run, records)
+
+
+def print_problems(page: "Page") -> int:
+    """Prints which sections cannot be drawn, and returns the exit status."""
+    problems = [section.problem for section in page.sections if section.problem]
+    return max((print_error(problem, 1) for problem in problems), default=0)
 
 
 def read(run: Path) -> list[Record]:

@@ -6,6 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from stepgauge.cli.console import info
+from stepgauge.cli.records import print_problems
 from stepgauge.cli.rows import Device, Fresh, Out, require_success, run_jobs
 from stepgauge.spec import turns
 from stepgauge.spec.experiments import EXPERIMENTS
@@ -22,7 +23,7 @@ def study(
     ] = None,
     device: Device = "auto",
     fresh: Fresh = False,
-) -> None:
+) -> int:
     """Run all experiments that this machine can run, and write one HTML report.
 
     The report also lists the other experiments, with the reason why they cannot run here. Rows that
@@ -54,4 +55,6 @@ def study(
         run_jobs(again, out, fresh=False, turns=turns.DEFAULT_TURNS)
     page = pages.page_of(out, store.read().latest())
     print(f"report: {page.write(out / 'report.html')}")
+    status = print_problems(page)
     require_success(records)
+    return status

@@ -68,8 +68,8 @@ Block = Text | Plot | Table | Flame | OtherMachine
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """One section. `answer` is computed from its rows. `reason` says why it was not measured; then the
-    section is only listed at the end of the page.
+    """One section. `answer` is computed from its rows. `reason` says why it is only listed at the end
+    of the page. `problem` is a sentence for the terminal if it was measured and cannot be drawn.
     """
 
     title: str
@@ -78,6 +78,7 @@ class Section:
     answer: str = ""
     method: str = ""
     reason: str = ""
+    problem: str = ""
 
     @property
     def anchor(self) -> str:

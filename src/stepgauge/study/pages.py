@@ -68,8 +68,9 @@ def _section(
     except Exception as error:  # the other sections are still written
         with contextlib.suppress(OSError), (folder / FAILURES).open("a") as log:
             log.write(f"section of {experiment.name}\n{traceback.format_exc()}\n")
-        why = f"{type(error).__name__}: {error}; traceback in {folder / FAILURES}"
-        return dataclasses.replace(empty, reason=f"its section cannot be drawn: {why}")
+        why = f"cannot be drawn: {type(error).__name__}: {error}; traceback in {folder / FAILURES}"
+        problem = f"the section of {experiment.name} {why}"
+        return dataclasses.replace(empty, reason=f"its section {why}", problem=problem)
 
 
 def _own(
