@@ -5,10 +5,12 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from stepgauge.cli.console import Format, print_table
-from stepgauge.cli.options import Networks, Values, expand, spec_options
+from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.report.table import Table
+from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.hf_config import HfConfig
 from stepgauge.spec.model import FLOP_CONVENTION, SIZES, ModelSpec
+from stepgauge.spec.presets import preset_names
 from stepgauge.spec.step import StepSpec
 
 PRESETS_NOTE = (
@@ -25,7 +27,7 @@ def model(
     size: Annotated[
         tuple[str, ...],
         Parameter(
-            help=f"Presets ({', '.join(Networks.preset_names())}). [all but BERT's]",
+            help=f"Presets ({', '.join(preset_names(ModelSpec, BertSpec))}). [all but BERT's]",
             show_default=False,
         ),
     ] = tuple(SIZES),
@@ -35,7 +37,7 @@ def model(
     """Print parameters, FLOPs and residual-stream bytes of networks. Needs neither torch nor a GPU."""
     rows = []
     chosen = {"size": size, "batch": (batch,), **values}
-    for spec in expand(StepSpec, chosen, network=Networks):
+    for spec in expand(StepSpec, chosen):
         network, sequence = spec.model, spec.model.context_length
         forward = network.forward_flops(batch=batch, sequence=sequence)
         step = network.step_flops(batch=batch, sequence=sequence)

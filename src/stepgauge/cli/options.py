@@ -9,13 +9,11 @@ from typing import Annotated, Any, TypedDict
 
 from cyclopts import Group, Parameter, Token
 
-from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.fields import check_value
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.options import (
     SHAPE,
     Field,
-    Network,
     Values,
     expand,
     flag_of,
@@ -25,9 +23,9 @@ from stepgauge.spec.options import (
     read,
     written,
 )
+from stepgauge.spec.presets import preset_names
 
 __all__ = [
-    "Networks",
     "Values",
     "expand",
     "parse_bytes",
@@ -40,29 +38,6 @@ RUN_GROUP = Group("Run", sort_key=1)
 NETWORK_GROUP = Group("Network", sort_key=2)
 
 
-class Networks(ModelSpec):
-    """The Transformer and BERT presets together."""
-
-    @staticmethod
-    def preset_names() -> tuple[str, ...]:
-        return (*ModelSpec.preset_names(), *BertSpec.preset_names())
-
-    @classmethod
-    def preset(cls, size: str, **changes: Any) -> Any:
-        """Returns the preset's spec. Raises ValueError for an unknown name, or a field that the
-        network does not have.
-        """
-        if size.lower() not in Networks.preset_names():
-            raise ValueError(
-                f"size is {size!r}; choose one of {', '.join(Networks.preset_names())}"
-            )
-        network = BertSpec if size in BertSpec.preset_names() else ModelSpec
-        known = {field.name for field in dataclasses.fields(network)}
-        for name in changes.keys() - known:
-            raise ValueError(f"{name} is {changes[name]!r}; {size} has no such option")
-        return network.preset(size, **changes)
-
-
 def spec_options(
     *specs: type,
     sweep: bool | Collection[str] = False,
@@ -72,21 +47,21 @@ def spec_options(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes the specs' fields options of a command, which receives them as `values`.
 
+    specs     --size has the presets of the networks among them
     sweep     options that accept several values, separated by spaces or commas: True: all of them
     defaults  by field, in place of the field's own default: a value, or a tuple of several
     shown     by field, the default in the help if the command decides it; "": none
     without   fields that do not become options, as those that the command has as parameters
     """
+    sizes = preset_names(*specs)
     all_defaults = {n: v if isinstance(v, tuple) else (v,) for n, v in (defaults or {}).items()}
-    network: Network = next((s for s in specs if issubclass(s, ModelSpec | BertSpec)), ModelSpec)
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         parameters = inspect.signature(command).parameters
         fields = options_of(*specs, without={*without, *parameters})
+        swept: Collection[str] = fields if sweep is True else sweep or ()
         options = {
-            name: _option(
-                field, _is_swept(name, sweep), all_defaults.get(name), shown.get(name), network
-            )
+            name: _option(field, name in swept, all_defaults.get(name), shown.get(name), sizes)
             for name, field in fields.items()
         }
         given = TypedDict("given", options, total=False)  # type: ignore[misc]
@@ -97,10 +72,10 @@ def spec_options(
                 # A default may be a word that only the command understands, so it is not checked.
                 name: value
                 if value == all_defaults.get(name)
-                else _check(fields[name], value, _is_swept(name, sweep))
+                else _check(fields[name], value, name in swept)
                 for name, value in (values or {}).items()
             }
-            _require_one_network(chosen, network)
+            _require_one_network(chosen, sizes)
             command(*positional, values={**all_defaults, **chosen}, **others)
 
         run.fields = fields  # type: ignore[attr-defined]
@@ -112,24 +87,20 @@ def spec_options(
     return decorate
 
 
-def _is_swept(name: str, sweep: bool | Collection[str]) -> bool:
-    return sweep if isinstance(sweep, bool) else name in sweep
-
-
 def _option(
     field: Field,
     sweep: bool,
     default: tuple[Any, ...] | None,
     shown: str | None,
-    network: Network,
+    sizes: Sequence[str],
 ) -> Any:
     """Returns the field's type for cyclopts, with its flags, help and converter."""
     network_fields = {"size", "hf_config", "model"}
-    network_fields |= {each.name for each in dataclasses.fields(network)}
+    network_fields |= {each.name for each in dataclasses.fields(ModelSpec)}
     parameter = Parameter(
         group=NETWORK_GROUP if field.name in network_fields else RUN_GROUP,
         name=_flags(field),
-        help=_help(field, default, shown, network),
+        help=_help(field, default, shown, sizes),
         metavar=_placeholder(field) + ("..." if sweep else ""),
         consume_multiple=sweep or (0, 1),
         converter=lambda _, tokens: _convert(field, tokens, sweep),
@@ -139,13 +110,12 @@ def _option(
 
 
 def _help(
-    field: Field, default: tuple[Any, ...] | None, shown: str | None, network: Network
+    field: Field, default: tuple[Any, ...] | None, shown: str | None, sizes: Sequence[str]
 ) -> str:
     """Returns the field's help with its choices and its default in brackets."""
     text = field.metadata["help"]
     if field.name == "size":
-        sizes = ", ".join(network.preset_names())
-        text += f" ({sizes}); stepgauge model prints their parameters"
+        text += f" ({', '.join(sizes)}); stepgauge model prints their parameters"
     elif field.metadata["choices"]:
         text += f" ({', '.join(field.metadata['choices'])})"
     if shown is None:
@@ -187,15 +157,16 @@ def _check(field: Field, values: tuple[Any, ...], sweep: bool) -> tuple[Any, ...
     return values or (field.metadata["flag_value"],)
 
 
-def _require_one_network(given: Values, network: Network) -> None:
+def _require_one_network(given: Values, sizes: Sequence[str]) -> None:
     """Raises ValueError for an unknown size, for two options that each name a network, and for an
     option that has no effect on a user's model.
     """
     for size in given.get("size", ()):
-        network.preset(size)
+        if size.lower() not in sizes:
+            raise ValueError(f"size is {size!r}; choose one of {', '.join(sizes)}")
     if "size" in given and "hf_config" in given:
         raise ValueError("--size and --hf-config both name a network; give one of them")
-    preset_only = {"size", "hf_config", "batch", *(f.name for f in dataclasses.fields(network))}
+    preset_only = {"size", "hf_config", "batch", *(f.name for f in dataclasses.fields(ModelSpec))}
     extra = next((name for name in given if name in preset_only), None)
     if any(given.get("model", ())) and extra:
         raise ValueError(

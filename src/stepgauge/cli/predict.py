@@ -9,10 +9,10 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from stepgauge.cli.console import Format, info, print_points, print_records, print_table
-from stepgauge.cli.options import Networks, Values, expand, spec_options
+from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.cli.rows import DEVICE_OF_FILE, RunFailedError, hardware_argument, with_device_of
 from stepgauge.cost.rates.estimate import with_spread
-from stepgauge.spec.bert import BertSpec
+from stepgauge.spec.bert import BERT_SIZES, BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout import Layout
@@ -26,13 +26,14 @@ from stepgauge.spec.steps import AnyStep, as_layout_step, kind_for, under
 from stepgauge.spec.user_model import UserModel
 from stepgauge.validate.predicted import predicted
 
-OPTIONS = options_of(LayoutSpec, StepSpec, Networks)
+OPTIONS = options_of(LayoutSpec, StepSpec, ModelSpec)
 
 
 @spec_options(
     LayoutSpec,
     StepSpec,
-    Networks,
+    ModelSpec,
+    BertSpec,
     sweep=True,
     defaults={"size": "small", "device": DEVICE_OF_FILE, "batch": StepSpec.batch},
 )
@@ -158,7 +159,7 @@ def spec_of(row: Values) -> Any:
     values = {name: value for name, value in row.items() if name != "layout"}
     if "model" in values:  # its factory brings the batch
         values = {name: value for name, value in values.items() if name != "batch"}
-    is_bert = bool(set(values.get("size", ())) & set(BertSpec.preset_names()))
+    is_bert = bool(set(values.get("size", ())) & set(BERT_SIZES))
     kind: type = LayoutSpec if is_bert else kind_for(layout, values)
     if set(layout.sizes) == {"pipeline"} and values.get("phases") == ("backward",) and not is_bert:
         kind = PipelineSpec
@@ -170,14 +171,14 @@ def spec_of(row: Values) -> Any:
                 f"{name} is not an option of {COMMANDS[kind]}, which measures such rows"
             )
     if kind is not PipelineSpec:
-        return expand(kind, under(layout, kind, values), network=Networks)[0]
+        return expand(kind, under(layout, kind, values))[0]
     layout_values: Values = {
         "ranks": (layout.pipeline,),
         "schedule": (layout.schedule,),
         "micro_batches": (layout.microbatches,),
         "per_rank": (layout.per_rank or DEFAULT_PER_RANK,),
     }
-    return expand(kind, {**values, **layout_values}, network=Networks)[0]
+    return expand(kind, {**values, **layout_values})[0]
 
 
 def in_one_table(specs: list[Any]) -> list[Any]:

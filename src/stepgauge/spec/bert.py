@@ -35,13 +35,8 @@ class BertSpec:
     )
     num_layers: int = option(12, "Number of blocks", least=1, most=10_000, label=True)
     num_heads: int = option(12, "Number of attention heads", least=1, most=100_000, label=True)
-    dropout: float = option(
-        0.0,
-        "Dropout probability",
-        least=0.0,
-        most=0.99,
-        label="changed",
-    )
+    # No command's option: ranks that share a sequence would drop different values.
+    dropout: float = dataclasses.field(default=0.0, metadata={"least": 0.0, "most": 0.99})
     # Distinguishes it from a ModelSpec in a record.
     network: str = dataclasses.field(default="bert", init=False)
 
@@ -91,10 +86,6 @@ class BertSpec:
     def residual_stream_bytes(self, *, batch: int, sequence: int) -> int:
         """Bytes of one (B, T, D) tensor in fp32, which every block reads and writes."""
         return 4 * batch * sequence * self.d_model
-
-    @staticmethod
-    def preset_names() -> tuple[str, ...]:
-        return tuple(BERT_SIZES)
 
     @classmethod
     def preset(cls, size: str, **changes: Any) -> Self:

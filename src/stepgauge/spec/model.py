@@ -124,10 +124,6 @@ class ModelSpec(NetworkFields):
         fields["norm"] = NORMS[self.norm].function
         return fields
 
-    @staticmethod
-    def preset_names() -> tuple[str, ...]:
-        return tuple(SIZES)
-
     @classmethod
     def preset(cls, size: str, **changes: Any) -> Self:
         """Returns a preset with some fields changed. Raises ValueError for an unknown name."""

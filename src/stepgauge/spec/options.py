@@ -12,11 +12,11 @@ from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.fields import check_type
 from stepgauge.spec.hf_config import HfConfig, name_of, read_network
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.presets import preset, preset_names
 from stepgauge.spec.user_model import UserModel, UserModelOption
 
 Field = dataclasses.Field[Any]
 Values = dict[str, tuple[Any, ...]]
-Network = type[ModelSpec] | type[BertSpec]
 
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")  # the fields that a preset sets
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
@@ -32,7 +32,8 @@ def options_of(*specs: type, without: Collection[str] = ()) -> dict[str, Field]:
 
     Specs with a model also get the options `model` (a user's model) and `hf_config`.
     """
-    fields = [field for spec in specs for field in dataclasses.fields(spec)]
+    shown = [spec for spec in specs if spec is not BertSpec]  # a ModelSpec has all of its options
+    fields = [field for spec in shown for field in dataclasses.fields(spec)]
     if any(field.name == "model" for field in fields):
         fields = [*dataclasses.fields(UserModelOption), *dataclasses.fields(HfConfig), *fields]
     return {f.name: f for f in fields if "help" in f.metadata and f.name not in without}
@@ -105,7 +106,7 @@ def format_bytes(size: int) -> str:
     return f"{size // factor}{unit}"
 
 
-def expand(spec: type, values: Mapping[str, Any], *, network: Network = ModelSpec) -> list[Any]:
+def expand(spec: type, values: Mapping[str, Any]) -> list[Any]:
     """Returns one spec per combination of the values; the first option varies slowest.
 
     A tuple or list gives several values of a field. A spec with a model gets it from `size` (a
@@ -113,7 +114,7 @@ def expand(spec: type, values: Mapping[str, Any], *, network: Network = ModelSpe
     Raises ValueError for an unknown field and for an invalid combination.
     """
     has_model = any(field.name == "model" for field in dataclasses.fields(spec))
-    _require_fields(values, spec, *([network, UserModelOption, HfConfig] if has_model else []))
+    _require_fields(values, spec, *([ModelSpec, UserModelOption, HfConfig] if has_model else []))
     several = {
         name: tuple(value) if isinstance(value, list | tuple) else (value,)
         for name, value in values.items()
@@ -123,7 +124,7 @@ def expand(spec: type, values: Mapping[str, Any], *, network: Network = ModelSpe
             check_type(name, str, value)
     chosen = combinations(several)
     if has_model:
-        return [_with_model(spec, each, network) for each in chosen]
+        return [_with_model(spec, each) for each in chosen]
     return [spec(**each) for each in chosen]
 
 
@@ -150,17 +151,17 @@ def _require_fields(names: Iterable[str], *specs: type) -> None:
             raise ValueError(f"no field {name!r}: {hint}")
 
 
-def _with_model(spec: type, chosen: dict[str, Any], network: Network) -> Any:
+def _with_model(spec: type, chosen: dict[str, Any]) -> Any:
     """Returns the spec with a user's model, else with that of a config.json or a preset."""
     if not chosen.keys() & {"size", "hf_config", "model"}:
         raise ValueError(
-            f"the network is missing: give 'size' ({', '.join(network.preset_names())}), "
+            f"the network is missing: give 'size' ({', '.join(preset_names(ModelSpec, BertSpec))}), "
             f"'hf_config' or 'model'"
         )
     size = chosen.pop("size", "")
     file = chosen.pop("hf_config", "")
     user_model = chosen.pop("model", "")
-    network_fields = {field.name for field in dataclasses.fields(network)}
+    network_fields = {field.name for field in dataclasses.fields(ModelSpec)}
     shape = {name: value for name, value in chosen.items() if name in network_fields}
     rest = {name: value for name, value in chosen.items() if name not in network_fields}
     if user_model:  # the command's default shape does not apply
@@ -168,7 +169,7 @@ def _with_model(spec: type, chosen: dict[str, Any], network: Network) -> Any:
     if file:
         model, label = read_network(file, **shape), name_of(file)
     else:
-        model, label = network.preset(size, **shape), size.lower()
+        model, label = preset(size, **shape), size.lower()
     if set(shape) & set(SHAPE):
         label = "custom"
     return spec(model=model, size=label, **rest)

@@ -11,7 +11,7 @@ from stepgauge.report.numbers import Doubtful, number
 from stepgauge.report.table import Table
 from stepgauge.spec import options
 from stepgauge.spec.disturbance import is_disturbed
-from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.model import SIZES, ModelSpec
 from stepgauge.spec.options import SHAPE, Field, flag_of, options_of, written
 from stepgauge.spec.turns import turns_together
 from stepgauge.tune.choices import Space
@@ -108,7 +108,7 @@ def _options(tuned: Tuned, space: Space) -> Iterator[tuple[Field, Any]]:
     spec: dict[str, Any] = {**tuned.winner.spec, **tuned.winner.spec["model"]}
     known = options_of(space.kind, ModelSpec)
     values_of = dict(space.values)
-    if "size" in values_of and spec["size"] not in ModelSpec.preset_names():  # a changed preset
+    if "size" in values_of and spec["size"] not in SIZES:  # a changed preset
         del values_of["size"]
         values_of |= {name: (spec[name],) for name in SHAPE}
     for name, values in values_of.items():

@@ -9,15 +9,19 @@ from cyclopts import Parameter
 
 from stepgauge.cli import rows
 from stepgauge.cli.console import print_records, write_file
-from stepgauge.cli.options import Networks, Values, expand, spec_options
+from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.report.names import labels
 from stepgauge.report.pipeline_steps import steps_of, wide_tracks
 from stepgauge.report.standalone import standalone
+from stepgauge.spec.bert import BertSpec
+from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.record import Record
 
 
-@spec_options(PipelineSpec, Networks, sweep=True, defaults={"size": "small", "device": "auto"})
+@spec_options(
+    PipelineSpec, ModelSpec, BertSpec, sweep=True, defaults={"size": "small", "device": "auto"}
+)
 def pipeline(
     *,
     values: Values,
@@ -42,9 +46,7 @@ def pipeline(
     computes. peak GiB is the most that tensors hold on a GPU; on CPUs resident peak GiB is the most
     memory that a process had so far, also before the step.
     """
-    specs = rows.resolve_devices(
-        rows.canonical_specs(expand(PipelineSpec, values, network=Networks))
-    )
+    specs = rows.resolve_devices(rows.canonical_specs(expand(PipelineSpec, values)))
     records = rows.measure(specs, out, fresh=fresh)
     rows.require_single_success(records, format)
     print_records(records, format)

@@ -6,7 +6,8 @@ from typing import Any
 
 from stepgauge.cli import predictions, rows
 from stepgauge.cli.earlier_rows import earlier_rows
-from stepgauge.cli.options import Networks, Values, expand, spec_options
+from stepgauge.cli.options import Values, expand, spec_options
+from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
@@ -14,9 +15,7 @@ from stepgauge.spec.step import StepSpec
 from stepgauge.spec.turns import turns_together
 
 
-def _command(
-    spec: type, help: str, *, network: type[ModelSpec] = ModelSpec, **defaults: Any
-) -> Callable[..., None]:
+def _command(spec: type, help: str, **defaults: Any) -> Callable[..., None]:
     """Returns the command that times steps of this kind; `defaults` are its options' defaults."""
 
     def command(
@@ -31,7 +30,7 @@ def _command(
     ) -> None:
         if turns < 1:
             raise ValueError(f"--turns is {turns}; it must be 1 or more")
-        specs = rows.resolve_devices(rows.canonical_specs(expand(spec, values, network=network)))
+        specs = rows.resolve_devices(rows.canonical_specs(expand(spec, values)))
         earlier = [] if fresh else earlier_rows(specs, out)
         if turns > 1 and turns_together(earlier) < turns:
             earlier = []
@@ -49,7 +48,7 @@ def _command(
 
     command.__doc__ = help
     all_defaults = {"size": "small", "device": "auto", **defaults}
-    return spec_options(spec, network, sweep=True, defaults=all_defaults)(command)
+    return spec_options(spec, ModelSpec, BertSpec, sweep=True, defaults=all_defaults)(command)
 
 
 step = _command(
@@ -61,7 +60,6 @@ step = _command(
     the command to continue. A step that does not fit into memory gives a row marked OOM. If there is
     a hardware file of this device (stepgauge calibrate), each row is predicted before it is run.
     """,
-    network=Networks,
 )
 data_parallel = _command(
     DataParallelSpec,
@@ -73,7 +71,6 @@ data_parallel = _command(
     only the rows of wrappers that use buckets. If there is a hardware file of this device (stepgauge
     calibrate), each row is predicted before it is run.
     """,
-    network=Networks,
 )
 layout = _command(
     LayoutSpec,
@@ -88,6 +85,5 @@ layout = _command(
     of each row, unless torchrun started them. If there is a hardware file of this device (stepgauge
     calibrate), each row is predicted before it is run.
     """,
-    network=Networks,
     layout=("none", "dp2", "tp2"),
 )
