@@ -85,7 +85,7 @@ def test_a_sweep_measures_each_row_and_resumes(stepgauge, tmp_path):
 def test_compile_without_a_value_means_on(stepgauge, tmp_path, monkeypatch):
     specs_seen = []
     monkeypatch.setattr(
-        "stepgauge.cli.rows.checked_jobs", lambda specs, out: specs_seen.extend(specs)
+        "stepgauge.cli.rows.usable_jobs", lambda specs, out: specs_seen.extend(specs)
     )
     monkeypatch.setattr("stepgauge.cli.rows.run_jobs", lambda jobs, out, fresh, turns: [])
     stepgauge("bench", "step", *QUICK, "--compile", "--out", tmp_path)

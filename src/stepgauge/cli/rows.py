@@ -188,17 +188,12 @@ def with_torchrun_ranks(values: Values) -> Values:
     return {"ranks": (ranks,), **values, "nodes": (ranks // local_ranks,)}
 
 
-def checked_jobs(specs: Sequence[Any], out: Path) -> list["Job"]:
-    """Returns the jobs that measure the specs. Raises ValueError for options that exclude each
-    other.
-    """
-    from stepgauge.bench import jobs
-
-    return jobs.checked_jobs(specs, out)
-
-
 def usable_jobs(specs: Sequence[Any], out: Path) -> list["Job"]:
-    """Tries each user's model, then returns the jobs as checked_jobs does."""
+    """Returns the jobs that measure the specs. Raises ValueError for a user's model that is not
+    defined, and for options that exclude each other.
+    """
+    from stepgauge.bench.jobs import checked_jobs
+
     require_models(specs)
     return checked_jobs(specs, out)
 
@@ -221,12 +216,10 @@ def measure(
     return run_jobs(usable_jobs(specs, out), out, fresh=fresh)
 
 
-def measure_and_print(specs: Sequence[Any], out: Path, *, fresh: bool, format: Format) -> None:
-    """Measures the specs and prints their rows. Raises RunFailedError at the end if one failed."""
-    records = measure(specs, out, fresh=fresh)
+def print_rows(records: Sequence["Record"], format: Format) -> None:
+    """Prints the rows. Raises RunFailedError instead if the only one failed."""
     require_single_success(records, format)
     print_records(records, format)
-    require_success(records)
 
 
 def store_for(out: Path) -> RunStore:

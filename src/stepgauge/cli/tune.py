@@ -21,7 +21,6 @@ from stepgauge.cli.rows import (
     Device,
     Fresh,
     Out,
-    checked_jobs,
     resolve_devices_and_models,
     run_jobs,
 )
@@ -136,6 +135,8 @@ class _Measurements:
         self.records: dict[str, Record] = {}
 
     def __call__(self, specs: Sequence[Any]) -> list[Record]:
+        from stepgauge.bench.jobs import checked_jobs
+
         jobs = checked_jobs(specs, self._out)
         new = [job for job in jobs if job.pending.key not in self.records]
         if new:
@@ -146,6 +147,8 @@ class _Measurements:
 
     def in_turns(self, specs: Sequence[Any]) -> list[Record]:
         """Measures the specs again, alternating; the new records replace the old ones."""
+        from stepgauge.bench.jobs import checked_jobs
+
         jobs = checked_jobs(specs, self._out)
         info("measuring the baseline and the fastest step again, alternating")
         found = run_jobs(jobs, self._out, fresh=False, turns=turns.DEFAULT_TURNS)

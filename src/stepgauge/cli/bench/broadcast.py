@@ -29,4 +29,6 @@ def broadcast(
     if "gpus" not in values and resolve(str(values["device"][0])).type == "cuda":
         values["gpus"] = (torch.cuda.device_count(),)
     specs = rows.resolve_devices_and_models(expand(BroadcastSpec, values))
-    rows.measure_and_print(specs, out, fresh=fresh, format=format)
+    records = rows.measure(specs, out, fresh=fresh)
+    rows.print_rows(records, format)
+    rows.require_success(records)

@@ -47,7 +47,9 @@ def comm(
     to the run.
     """
     specs = _specs(values, _sizes_of_range(begin, end, factor))
-    rows.measure_and_print(specs, out, fresh=fresh, format=format)
+    records = rows.measure(specs, out, fresh=fresh)
+    rows.print_rows(records, format)
+    rows.require_success(records)
 
 
 def _specs(values: Values, range_sizes: tuple[int, ...]) -> list[CommSpec]:
