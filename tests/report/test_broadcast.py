@@ -1,6 +1,6 @@
 """The answer to which broadcast schedule is the fastest."""
 
-from stepgauge.report.answers import answer
+from stepgauge.report.kinds import answer
 from stepgauge.spec.record import Record, Sample
 
 

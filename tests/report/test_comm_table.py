@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from stepgauge.report.answers import answer
 from stepgauge.report.comm import comm_table, fit_table, links
+from stepgauge.report.kinds import answer
 from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.record import Record, Sample
 

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from stepgauge.report.answers import answer, choice_answer
+from stepgauge.report.answers import choice_answer
 from stepgauge.report.findings import command, findings, pairs
+from stepgauge.report.kinds import answer
 from stepgauge.report.page import Page
 from stepgauge.report.run_page import run_page
 from stepgauge.report.views import NOT_MEASURABLE, record_table

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from stepgauge.report.answers import answer
+from stepgauge.report.kinds import answer
 from stepgauge.report.page import Plot, Text
 from stepgauge.report.table import Table
 from stepgauge.report.train import train_blocks

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
 
-from stepgauge.report.kinds import table_of
+from stepgauge.report.kinds import kind_of
 from stepgauge.report.memory import summary_table
 from stepgauge.report.names import flatten
 from stepgauge.report.page import html_table
@@ -67,7 +67,7 @@ class Result(Shown):
 
     def tables(self) -> list[Table]:
         records = [self.prediction, self.record] if self.prediction else [self.record]
-        summary = summary_table if self.record.kind == "memory" else table_of(self.record.kind)
+        summary = summary_table if self.record.kind == "memory" else kind_of(self.record.kind).table
         return [summary(records), *self.details]
 
 
@@ -113,7 +113,7 @@ class Run(Shown, Sequence[Record]):
 
     def tables(self) -> list[Table]:
         kinds = dict.fromkeys(record.kind for record in self)
-        return [table_of(kind)([r for r in self if r.kind == kind]) for kind in kinds]
+        return [kind_of(kind).table([r for r in self if r.kind == kind]) for kind in kinds]
 
 
 @dataclasses.dataclass(repr=False)

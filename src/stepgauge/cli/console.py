@@ -180,11 +180,11 @@ def print_records(
         return
     if format == "csv" and not statistics:
         statistics = ("median", "p10", "p90", "mean", "std", "n")
-    from stepgauge.report.kinds import table_of  # slow to import: tables and plots of all kinds
+    from stepgauge.report.kinds import kind_of  # slow to import: tables and plots of all kinds
 
     for kind in dict.fromkeys(record.kind for record in records):
         of_kind = [record for record in records if record.kind == kind]
-        print_table(table_of(kind)(of_kind, statistics=statistics), format)
+        print_table(kind_of(kind).table(of_kind, statistics=statistics), format)
 
 
 def print_tables(tables: Sequence[Table], format: Format) -> None:

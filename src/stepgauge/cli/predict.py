@@ -13,8 +13,8 @@ from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.cli.rows import DEVICE_OF_FILE, RunFailedError, hardware_argument, with_device_of
 from stepgauge.cost.rates.estimate import with_spread
 from stepgauge.spec.bert import BERT_SIZES, BertSpec
-from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.kinds import COMMANDS
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
@@ -160,7 +160,7 @@ def spec_of(row: Values) -> Any:
     if "model" in values:  # its factory brings the batch
         values = {name: value for name, value in values.items() if name != "batch"}
     is_bert = bool(set(values.get("size", ())) & set(BERT_SIZES))
-    kind: type = LayoutSpec if is_bert else kind_for(layout, values)
+    kind: type[Any] = LayoutSpec if is_bert else kind_for(layout, values)
     if set(layout.sizes) == {"pipeline"} and values.get("phases") == ("backward",) and not is_bert:
         kind = PipelineSpec
         values = {name: value for name, value in values.items() if name != "phases"}
@@ -168,7 +168,7 @@ def spec_of(row: Values) -> Any:
     for name in values:
         if name not in known and name not in ("size", "hf_config"):
             raise ValueError(
-                f"{name} is not an option of {COMMANDS[kind]}, which measures such rows"
+                f"{name} is not an option of {COMMANDS[kind.kind]}, which measures such rows"
             )
     if kind is not PipelineSpec:
         return expand(kind, under(layout, kind, values))[0]
@@ -187,11 +187,3 @@ def in_one_table(specs: list[Any]) -> list[Any]:
     if is_one_kind or any(isinstance(spec, PipelineSpec) for spec in specs):
         return specs
     return [as_layout_step(spec) for spec in specs]
-
-
-COMMANDS = {
-    StepSpec: "bench step",
-    DataParallelSpec: "bench data-parallel",
-    PipelineSpec: "bench pipeline",
-    LayoutSpec: "bench layout",
-}

@@ -1,18 +1,17 @@
 """Answers of one or two sentences to the question of a section, computed from its records."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from stepgauge.report.comm import comm_spec, transport
 from stepgauge.report.figure import short, short_bytes
 from stepgauge.report.findings import CHOICES, Pair, is_comparable, pairs
-from stepgauge.report.layout import layout_answer
 from stepgauge.report.names import describe, flatten, labels, network_name
 from stepgauge.report.numbers import number, size_unit
 from stepgauge.report.profile import KIND_LABELS
 from stepgauge.report.views import undisturbed
 from stepgauge.spec.fallbacks import fallbacks
-from stepgauge.spec.kernel import KERNELS, OURS
+from stepgauge.spec.kernel import OURS
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import TRAINING_PHASES
 from stepgauge.spec.units import NATS_PER_BIT
@@ -20,18 +19,6 @@ from stepgauge.spec.units import NATS_PER_BIT
 MAX_CHANGES = 4  # in one sentence
 SAME = 0.05  # relative: a smaller change counts as none
 NOT_OURS = "Our kernels did not run on this machine, so these rows do not measure them."
-
-
-def answer(records: Sequence[Record]) -> str:
-    """Returns the answer from records of one kind, or "" if none of them has figures."""
-    good = [record for record in records if record.status == "ok"]
-    if not good:
-        return "No row could be measured; the table gives the reasons."
-    kind = good[0].kind
-    good = [record for record in good if record.kind == kind]
-    if kind in KERNELS:
-        return kernel_answer(good)
-    return _ANSWERS[kind](good) if kind in _ANSWERS else ""
 
 
 def step_answer(records: Sequence[Record]) -> str:
@@ -284,15 +271,3 @@ def profile_answer(records: Sequence[Record]) -> str:
     noun = "kernels" if "idle_ms" in largest.metrics else "operations"
     name = labels(records)[records.index(largest)].removeprefix(f"{largest.kind} ")
     return f"Most of the {noun}' time in a step ({name}) goes to {shares}."
-
-
-_ANSWERS: Mapping[str, Callable[[Sequence[Record]], Any]] = {
-    "step": step_answer,
-    "data-parallel": data_parallel_answer,
-    "layout": layout_answer,
-    "memory": memory_answer,
-    "comm": comm_answer,
-    "broadcast": broadcast_answer,
-    "train": train_answer,
-    "profile": profile_answer,
-}

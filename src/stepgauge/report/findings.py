@@ -14,6 +14,8 @@ from stepgauge.report.names import declared_fields, flatten, label_fields, label
 from stepgauge.report.numbers import duration, number
 from stepgauge.spec.disturbance import is_disturbed
 from stepgauge.spec.fallbacks import fallbacks
+from stepgauge.spec.kernel import KERNELS
+from stepgauge.spec.kinds import COMMANDS
 from stepgauge.spec.model import SIZES
 from stepgauge.spec.model_fields import NORMS
 from stepgauge.spec.options import flag_of, written
@@ -45,15 +47,6 @@ CAUTIONS = {
 GRAPHS = "reduce-overhead"
 MIN_IDLE = 0.1  # fraction of a step: less idle time is not worth a finding
 MAX_FINDINGS = 6
-COMMANDS = {
-    "step": "bench step",
-    "data-parallel": "bench data-parallel",
-    "layout": "bench layout",
-    "profile": "profile step",
-    "memory": "profile memory",
-    "comm": "bench comm",
-    "train": "train",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,8 +265,8 @@ def command_in_turns(pair: Pair) -> str:
 def command(record: Record, verb: str = "", **changed: Any) -> str:
     """Returns the command that measures the row. `changed` gives other values for some fields."""
     spec = flatten(record.spec)
-    if not (verb or record.kind in COMMANDS):
-        return f"stepgauge bench kernel {record.kind}"
+    if record.kind in KERNELS:
+        return f"stepgauge {COMMANDS[record.kind]}"
     options, replaced = _network_options(record)
     declared = {field.name: field for field in declared_fields(record)}
     own = [name for name in label_fields(record)[0] if name not in {*replaced, *changed}]

@@ -2,9 +2,18 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-from stepgauge.report.figure import INK, SERIES, Series, canvas, grouped_bars, stacked_bars
-from stepgauge.report.page import Plot
-from stepgauge.report.views import plotted
+from stepgauge.report.figure import (
+    INK,
+    MAX_BARS,
+    SERIES,
+    Series,
+    canvas,
+    grouped_bars,
+    stacked_bars,
+)
+from stepgauge.report.names import labels
+from stepgauge.report.page import Block, Plot
+from stepgauge.report.views import plotted, record_table
 from stepgauge.spec.analysis import TRACKS
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import TRAINING_PHASES
@@ -28,6 +37,13 @@ def phase_bars(
         stacked_bars(names, phases, totals=totals, unit=unit, points=points, scale_end=scale_end),
         caption,
     )
+
+
+def phase_blocks(records: Sequence[Record]) -> list[Block]:
+    """Returns bars of the phases, and the table."""
+    shown = [record for record in records if record.status == "ok"][:MAX_BARS]
+    bars = [phase_bars(shown, labels(shown), "Step time by phase.")] if shown else []
+    return [*bars, record_table(records)]
 
 
 def step_bars(

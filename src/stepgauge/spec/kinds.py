@@ -45,6 +45,21 @@ SPECS: Mapping[str, type] = {
         OpSpec,
     )
 } | KERNELS
+# The command that measures each kind of record.
+COMMANDS: Mapping[str, str] = {
+    StepSpec.kind: "bench step",
+    DataParallelSpec.kind: "bench data-parallel",
+    LayoutSpec.kind: "bench layout",
+    PipelineSpec.kind: "bench pipeline",
+    CommSpec.kind: "bench comm",
+    BroadcastSpec.kind: "bench broadcast",
+    OpSpec.kind: "bench op",
+    ProfileSpec.kind: "profile step",
+    MemorySpec.kind: "profile memory",
+    DtypesSpec.kind: "profile dtypes",
+    TrainSpec.kind: "train",
+    **{kind: f"bench kernel {kind}" for kind in KERNELS},
+}
 # The spec of the field `model`, by its own field `network`.
 NETWORKS: Mapping[str, type] = {
     "": ModelSpec,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepgauge.report.answers import answer
+from stepgauge.report.kinds import answer
 from stepgauge.report.page import Block
 from stepgauge.spec.record import Record
 

@@ -6,10 +6,10 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepgauge.report.answers import answer
 from stepgauge.report.facts import page_facts
 from stepgauge.report.findings import findings
 from stepgauge.report.kernels import kernel_table
+from stepgauge.report.kinds import answer
 from stepgauge.report.page import Block, OtherMachine, Page, Section, Text
 from stepgauge.report.run_page import run_page, warnings
 from stepgauge.report.views import record_table

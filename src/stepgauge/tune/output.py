@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stepgauge.report.findings import COMMANDS
 from stepgauge.report.names import describe
 from stepgauge.report.numbers import Doubtful, number
 from stepgauge.report.table import Table
 from stepgauge.spec import options
 from stepgauge.spec.disturbance import is_disturbed
+from stepgauge.spec.kinds import COMMANDS
 from stepgauge.spec.model import SIZES, ModelSpec
 from stepgauge.spec.options import SHAPE, Field, flag_of, options_of, written
 from stepgauge.spec.turns import turns_together
