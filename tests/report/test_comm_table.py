@@ -3,7 +3,8 @@
 import dataclasses
 
 from stepgauge.report.comm import comm_table, fit_table, links
-from stepgauge.report.kinds import answer
+from stepgauge.report.kinds import answer, kind_of
+from stepgauge.report.views import CSV_STATISTICS
 from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.record import Record, Sample
 
@@ -33,6 +34,14 @@ def test_settings_are_columns_only_if_rows_differ_in_them():
     other = table(CommSpec(), CommSpec(dtype="bfloat16"))
     assert other.for_display().columns[:5] == ["op", "over", "ranks", "type", "size B"]
     assert other.caption.startswith("timing pipelined; busbw")
+
+
+def test_requested_statistics_are_columns():
+    metrics = {"time_ms": Sample.of([1.0, 2.0, 6.0], "ms")}
+    row = Record(kind="comm", spec=dataclasses.asdict(CommSpec()), metrics=metrics)
+    table = kind_of("comm").table([row], statistics=("mean",))
+    assert dict(zip(table.columns, table.rows[0], strict=True))["time ms mean"] == 3.0
+    assert kind_of("comm").table([row], statistics=CSV_STATISTICS) == comm_table([row])
 
 
 def fitted(times):

@@ -178,9 +178,11 @@ def print_records(
     if format == "json":
         print("[" + ",\n".join(record.to_json() for record in records) + "]")
         return
-    if format == "csv" and not statistics:
-        statistics = ("median", "p10", "p90", "mean", "std", "n")
     from stepgauge.report.kinds import kind_of  # slow to import: tables and plots of all kinds
+    from stepgauge.report.views import CSV_STATISTICS
+
+    if format == "csv" and not statistics:
+        statistics = CSV_STATISTICS
 
     for kind in dict.fromkeys(record.kind for record in records):
         of_kind = [record for record in records if record.kind == kind]

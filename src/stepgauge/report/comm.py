@@ -25,7 +25,7 @@ def comm_spec(record: Record) -> CommSpec:
     return CommSpec(**record.spec)
 
 
-def comm_table(records: Sequence[Record], *, statistics: Sequence[str] = ()) -> Table:
+def comm_table(records: Sequence[Record]) -> Table:
     """Returns the fields of nccl-tests, in another order, and percentiles: what was timed, size, time,
     bandwidth, correctness, the rest. Sizes are of the whole operation, times of the slowest rank. The
     caption has the values of SETTINGS that all rows share.

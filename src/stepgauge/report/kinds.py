@@ -27,7 +27,7 @@ from stepgauge.report.page import Block
 from stepgauge.report.step_plots import phase_blocks
 from stepgauge.report.table import Table
 from stepgauge.report.train import train_blocks
-from stepgauge.report.views import record_table
+from stepgauge.report.views import CSV_STATISTICS, record_table
 from stepgauge.spec.kernel import KERNELS
 from stepgauge.spec.record import Record
 
@@ -49,6 +49,14 @@ class Kind:
 
 
 _by_schedule = functools.partial(record_table, first=["schedule"])
+
+
+def _collectives(records: Sequence[Record], *, statistics: Sequence[str] = ()) -> Table:
+    """Returns the fields of nccl-tests, or the statistics if a user requests others than a file has."""
+    if statistics and tuple(statistics) != CSV_STATISTICS:
+        return record_table(records, statistics=statistics, first=["op"])
+    return comm_table(records)
+
 
 KINDS: Mapping[str, Kind] = {
     "step": Kind(
@@ -74,7 +82,7 @@ KINDS: Mapping[str, Kind] = {
         question="How fast are the links, and how does time grow with size?",
         answer=comm_answer,
         blocks=comm_blocks,
-        table=comm_table,
+        table=_collectives,
     ),
     "data-parallel": Kind(
         question="How much slower is a step when it runs on several ranks?",
