@@ -21,6 +21,7 @@ from stepgauge.cli import rows as command_rows
 from stepgauge.measure.environment import environment
 from stepgauge.runtime.host import thread_settings
 from stepgauge.spec.bert import BertSpec
+from stepgauge.spec.kinds import COMMANDS, SPECS
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.record import Sample
 from stepgauge.spec.store import RunStore
@@ -80,6 +81,14 @@ def test_a_sweep_measures_each_row_and_resumes(stepgauge, tmp_path):
     assert "2 of 2 rows were already" in err
     status, _, _ = stepgauge(*sweep, "--precision", "bf16", "--fresh")
     assert len(rows(tmp_path)) > 2
+
+
+def test_the_command_of_each_kind_of_record_exists():
+    for kind, command in COMMANDS.items():
+        assert kind in SPECS
+        group = cli.app
+        for word in command.split():
+            group = group[word]
 
 
 def test_compile_without_a_value_means_on(stepgauge, tmp_path, monkeypatch):
