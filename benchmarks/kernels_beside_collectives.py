@@ -30,12 +30,12 @@ from stepgauge.measure.profiler import ProfilerSchedule, profile_phases
 from stepgauge.measure.timing import Phases, time_phases
 from stepgauge.runtime.launch import launch
 from stepgauge.runtime.world import joined_world
+from stepgauge.spec.intervals import Intervals, intersection, merged, total
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.trace.attribution import Resolver, Work
 from stepgauge.trace.events import load
-from stepgauge.trace.intervals import Intervals, intersection, merged, total
 from stepgauge.train.build import batch_for
 from stepgauge.train.layout import build_layout_step, stages_of
 from stepgauge.train.rank_share import RankShare

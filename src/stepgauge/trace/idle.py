@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from stepgauge.spec.intervals import merged
 from stepgauge.spec.step import TRAINING_PHASES
 from stepgauge.trace.attribution import Work
 from stepgauge.trace.events import Call, Trace
-from stepgauge.trace.intervals import merged
 
 HOST_BOUND = "host-bound: the next kernel was launched too late"
 SYNCHRONISED = "host-bound: the host waited for the device before the next launch"

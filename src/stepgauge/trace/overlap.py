@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Sequence
 
 from stepgauge.spec.analysis import Overlap
+from stepgauge.spec.intervals import Intervals, intersection, merged, total
 from stepgauge.trace.attribution import Resolver, Work
 from stepgauge.trace.events import Trace
-from stepgauge.trace.intervals import Intervals, intersection, merged, total
 
 
 def overlap(trace: Trace, works: Sequence[Work] | None = None) -> Overlap | None:

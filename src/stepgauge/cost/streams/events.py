@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from stepgauge.cost.rates.contention import Slowdown
+from stepgauge.spec.intervals import Intervals, intersection, merged, total
 
 COMPUTE, HOST = "compute", "host"
 TINY = 1e-9  # microseconds; a smaller rest of work is rounding
@@ -131,29 +132,12 @@ def _paces(
     return pace
 
 
-def busy(spans: Sequence[WorkSpan], *streams: str) -> list[tuple[float, float]]:
-    """Returns the intervals in which any of the streams runs, in order and merged."""
-    intervals = sorted(
-        (s.start, s.end) for s in spans if s.work.stream in streams and s.end > s.start
-    )
-    merged: list[tuple[float, float]] = []
-    for start, end in intervals:
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
-        else:
-            merged.append((start, end))
-    return merged
+def busy(spans: Sequence[WorkSpan], *streams: str) -> Intervals:
+    """Returns the intervals in which any of the streams runs."""
+    return merged((s.start, s.end) for s in spans if s.work.stream in streams)
 
 
 def alone_us(spans: Sequence[WorkSpan], *streams: str) -> float:
     """Returns the exposed time: any of the streams runs, and nothing is computed."""
-    own, computing = busy(spans, *streams), collections.deque(busy(spans, COMPUTE))
-    overlapped = 0.0
-    for start, end in own:
-        while computing and computing[0][0] < end:
-            first, last = computing[0]
-            overlapped += max(0.0, min(end, last) - max(start, first))
-            if last > end:  # this computation may overlap the next interval, too
-                break
-            computing.popleft()
-    return sum(end - start for start, end in own) - overlapped
+    own = busy(spans, *streams)
+    return total(own) - total(intersection(own, busy(spans, COMPUTE)))
