@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from stepgauge.cost.rates.contention import ContentionTable, NoContention, Slowdown
+from stepgauge.cost.rates.contention import ContentionTable, Slowdown
 from stepgauge.cost.rates.network import Axis
 from stepgauge.cost.streams.events import (
     COMPUTE,
@@ -26,6 +26,16 @@ class Fixed:
 
     def share_links(self, axis, other):
         return True
+
+
+class NoContention:
+    """Kernels and collectives do not slow each other down."""
+
+    def of(self, operation, collective, axis, us=math.inf):
+        return Slowdown(1.0, 1.0, "assumed")
+
+    def share_links(self, axis, other):
+        return axis == other
 
 
 def ends(works, contention=None):

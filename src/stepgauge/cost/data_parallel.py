@@ -56,8 +56,9 @@ def predict_data_parallel(
     )
     axis = data_axis(sending, step)
     program = step.program(axis)
+    without_ms = without_communication_ms(program, DATA, step.prices.contention)
     simulated = run_program(program, step.prices.contention)
-    figures = _times(simulated, without_ms=without_communication_ms(program, DATA))
+    figures = _times(simulated, without_ms=without_ms)
     figures["sent_bytes"] = _sent_bytes(spec, step.operations)
     if isinstance(axis, Bucketed):
         figures |= {"buckets": len(axis.buckets), "tail_bytes": axis.buckets[-1].bytes}

@@ -66,15 +66,3 @@ def _default(kernels: str, collective: str) -> Slowdown:
     if collective.startswith(COPIED):
         return COPIES_SLOWDOWN
     return UPDATE_SLOWDOWN if kernels == "update" else DEFAULT_SLOWDOWN
-
-
-class NoContention:
-    """Computation and communication that do not slow each other down, to see what contention costs."""
-
-    def of(
-        self, operation: str, collective: str, axis: str, us: float = SHORT_PRODUCT_US
-    ) -> Slowdown:
-        return Slowdown(1.0, 1.0, ASSUMED)
-
-    def share_links(self, axis: str, other: str) -> bool:
-        return axis == other

@@ -15,9 +15,9 @@ if each got an equal share.
 
 import collections
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from stepgauge.cost.rates.contention import Slowdown
+from stepgauge.cost.rates.contention import ContentionTable
 from stepgauge.spec.intervals import Intervals, intersection, merged, total
 
 COMPUTE, HOST = "compute", "host"
@@ -48,12 +48,7 @@ class WorkSpan(NamedTuple):
     end: float
 
 
-class ContentionModel(Protocol):
-    def of(self, operation: str, collective: str, axis: str, us: float = ...) -> Slowdown: ...
-    def share_links(self, axis: str, other: str) -> bool: ...
-
-
-def simulate(works: Sequence[StreamWork], contention: ContentionModel) -> list[WorkSpan]:
+def simulate(works: Sequence[StreamWork], contention: ContentionTable) -> list[WorkSpan]:
     """Returns when each work runs. Raises ValueError if works wait for one another in a cycle."""
     queues: dict[str, collections.deque[int]] = {}
     for index, work in enumerate(works):
@@ -112,7 +107,7 @@ def _stalled_product(
 
 
 def _paces(
-    works: Sequence[StreamWork], running: dict[str, int], contention: ContentionModel
+    works: Sequence[StreamWork], running: dict[str, int], contention: ContentionTable
 ) -> dict[int, float]:
     """Returns how many times as long each running work takes now as it would with nothing beside it."""
     pace = dict.fromkeys(running.values(), 1.0)

@@ -3,12 +3,11 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from stepgauge.cost.rates.contention import NoContention
+from stepgauge.cost.rates.contention import ContentionTable
 from stepgauge.cost.rates.estimate import SLOWER_HOST
 from stepgauge.cost.streams.events import (
     COMPUTE,
     HOST,
-    ContentionModel,
     WorkSpan,
     alone_us,
     simulate,
@@ -76,7 +75,7 @@ class Outcome:
         )
 
 
-def run_program(program: Program, contention: ContentionModel) -> Outcome:
+def run_program(program: Program, contention: ContentionTable) -> Outcome:
     """Simulates the program."""
     spans = simulate(program.works, contention)
     phases, previous_end = {}, 0.0
@@ -134,7 +133,7 @@ def exposed_ms(step_ms: float, without_ms: float) -> float:
     return max(0.0, round(step_ms - without_ms, 9))
 
 
-def without_communication_ms(program: Program, axis: str) -> float:
+def without_communication_ms(program: Program, axis: str, contention: ContentionTable) -> float:
     """Returns the time of the step if its only axis sent nothing."""
     works = [w._replace(us=0.0) if w.stream == axis else w for w in program.works]
-    return max(span.end for span in simulate(works, NoContention())) / 1e3
+    return max(span.end for span in simulate(works, contention)) / 1e3
