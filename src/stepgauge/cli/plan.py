@@ -21,15 +21,13 @@ from stepgauge.cli.option_names import with_option_names
 from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.cli.rows import DEVICE_OF_FILE, Fresh, Out, hardware_argument, with_device_of
 from stepgauge.cli.validate import compare
+from stepgauge.cost.planning.doubling import largest_micro_batch, longest_context, longest_of_all
 from stepgauge.cost.planning.hiding import overlaps, scales
 from stepgauge.cost.planning.planner import (
     Hear,
     Plan,
     candidate_of,
     device_bytes,
-    largest_micro_batch,
-    longest_context,
-    longest_of_all,
 )
 from stepgauge.cost.rates.estimate import SLOWER_HOST
 from stepgauge.cost.rates.machine import CalibratedMachine

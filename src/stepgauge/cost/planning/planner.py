@@ -212,63 +212,6 @@ def _simulated(
     return dataclasses.replace(record, metrics=metrics)
 
 
-def largest_micro_batch(spec: PlanSpec, machine: CalibratedMachine, candidate: Candidate) -> int:
-    """Returns the layout's largest micro-batch that fits, found by doubling.
-
-    The global batch may grow with it.
-    """
-    limit, screen, largest = memory_limit(machine), Screen(spec, machine), candidate
-    while True:
-        larger = dataclasses.replace(largest, micro_batch=2 * largest.micro_batch)
-        try:
-            needed = screen.memory(larger).device_bytes
-        except ValueError:  # more sequences than a step may have
-            return largest.micro_batch
-        if needed > limit:
-            return largest.micro_batch
-        largest = larger
-
-
-def longest_context(spec: PlanSpec, machine: CalibratedMachine, candidate: Candidate) -> int:
-    """Returns the longest context that fits with the candidate's micro-batch, found by doubling."""
-    limit, model = memory_limit(machine), spec.network
-    while True:
-        try:
-            longer = dataclasses.replace(model, context_length=2 * model.context_length)
-        except ValueError:  # longer than the network's positions
-            return model.context_length
-        screen = Screen(dataclasses.replace(spec, model=longer), machine)
-        if screen.memory(candidate).device_bytes > limit:
-            return model.context_length
-        model = longer
-
-
-def longest_of_all(spec: PlanSpec, machine: CalibratedMachine) -> tuple[int, Candidate]:
-    """Returns the longest context that fits with any layout, found by doubling, and the first such layout.
-
-    Only layouts that need the least memory are tried: ZeRO 3, with recomputed blocks.
-    """
-    limit, longest = memory_limit(machine), None
-    while True:
-        screen = Screen(spec, machine)
-        fitting = (
-            candidate
-            for candidate in candidates(spec, machine.network.gpus_per_node)
-            if candidate.checkpointing == "blocks" and candidate.layout.wrapper in ("zero3", "none")
-            if screen.memory(candidate).device_bytes <= limit
-        )
-        first = next(fitting, None)
-        if first is None:
-            assert longest, "a plan with rows has a layout at its own context"
-            return longest
-        longest = spec.network.context_length, first
-        try:
-            longer = dataclasses.replace(spec.network, context_length=2 * longest[0])
-        except ValueError:  # longer than the network's positions
-            return longest
-        spec = dataclasses.replace(spec, model=longer)
-
-
 def _fastest_by(
     name_of: Callable[[Candidate], str],
     rows: Sequence[Record],
