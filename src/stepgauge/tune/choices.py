@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stepgauge.spec.data_parallel import DataParallelSpec
-from stepgauge.spec.layout import Layout
+from stepgauge.spec.layout_choices import MICRO_BATCHES_PER_RANK, WRAPPERS, layouts_on
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.model_fields import divisors
@@ -33,9 +33,6 @@ ON_CPUS: Values = {
     "batch": (4, 8, 16),
     "checkpointing": ("none", "blocks"),
 }
-WRAPPERS = ("bucketed", "zero1", "zero2", "zero3")
-SCHEDULES = ("1f1b", "zbv")
-MICRO_BATCHES_PER_RANK = 4  # of a pipeline
 # A user's network determines these itself.
 PRESET_OPTIONS = ("attention", "norm", "batch", "checkpointing")
 
@@ -122,13 +119,12 @@ def layouts(ranks: int, *, overlaps: bool = False) -> tuple[str, ...]:
     for tensor, pipeline in itertools.product(divisors(ranks), repeat=2):
         if ranks % (tensor * pipeline):
             continue
+        microbatches = MICRO_BATCHES_PER_RANK[0] * pipeline if pipeline > 1 else 1
+        overlap_choices = (False, True) if overlaps and tensor > 1 else (False,)
         data = ranks // tensor // pipeline
-        for schedule in SCHEDULES if pipeline > 1 else ("",):
-            for wrapper in WRAPPERS if data > 1 else ("none",):
-                microbatches = MICRO_BATCHES_PER_RANK * pipeline if pipeline > 1 else 1
-                for overlap in (False, True) if overlaps and tensor > 1 else (False,):
-                    candidates.append(Layout(
-                        data=data, wrapper=wrapper, tensor=tensor, pipeline=pipeline,
-                        schedule=schedule, microbatches=microbatches, overlap=overlap,
-                    ))  # fmt: skip
+        for layout in layouts_on(data=data, tensor=tensor, pipeline=pipeline):
+            candidates += [
+                dataclasses.replace(layout, microbatches=microbatches, overlap=overlap)
+                for overlap in overlap_choices
+            ]
     return tuple(map(str, candidates))

@@ -20,6 +20,7 @@ from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import GLOO, NCCL, Prices
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import WRAPPERS, Layout
+from stepgauge.spec.layout_choices import layouts_on
 from stepgauge.spec.model_fields import divisors
 from stepgauge.spec.plan.pipeline.schedules import stages_per_rank
 from stepgauge.spec.plan.tensor import overlaps
@@ -77,31 +78,29 @@ def _of_axes(
     spec: PlanSpec, tensor: int, pipeline: int, data: int, context: int
 ) -> Iterator[Candidate]:
     rank_batch = spec.global_batch // data
-    wrappers = ("bucketed", "zero1", "zero2", "zero3") if data * context > 1 else ("none",)
     schedules = [
         name for name in SCHEDULES if stages_per_rank(name) * pipeline <= spec.network.num_layers
     ]
-    for wrapper in wrappers:
-        for schedule in schedules if pipeline > 1 else ("",):
-            if schedule == "zbv" and (tensor > 1 or WRAPPERS[wrapper].shards("weights")):
+    for axes in layouts_on(
+        data=data, context=context, tensor=tensor, pipeline=pipeline, schedules=schedules
+    ):
+        if axes.schedule == "zbv" and (tensor > 1 or WRAPPERS[axes.wrapper].shards("weights")):
+            continue
+        for micro_batch in _micro_batches(spec, rank_batch):
+            passes = rank_batch // micro_batch
+            if pipeline > 1 and not _runs(axes.schedule, pipeline, passes):
                 continue
-            for micro_batch in _micro_batches(spec, rank_batch):
-                passes = rank_batch // micro_batch
-                if pipeline > 1 and not _runs(schedule, pipeline, passes):
-                    continue
-                # ranks that could have whole sequences do not share them
-                if math.gcd(micro_batch, context) > 1:
-                    continue
-                for ulysses in _context_modes(spec, tensor, context):
-                    layout = Layout(
-                        data=data, wrapper=wrapper, context=context, ulysses=ulysses,
-                        tensor=tensor, pipeline=pipeline, schedule=schedule,
-                        microbatches=passes if pipeline > 1 else 1,
-                        overlap=_overlaps(spec, micro_batch, tensor, context),
-                    )  # fmt: skip
-                    accumulation = 1 if pipeline > 1 else passes
-                    for checkpointing in CHECKPOINTING:
-                        yield Candidate(layout, micro_batch, accumulation, checkpointing)
+            # ranks that could have whole sequences do not share them
+            if math.gcd(micro_batch, context) > 1:
+                continue
+            overlap = _overlaps(spec, micro_batch, tensor, context)
+            microbatches, accumulation = (passes, 1) if pipeline > 1 else (1, passes)
+            for ulysses in _context_modes(spec, tensor, context):
+                layout = dataclasses.replace(
+                    axes, ulysses=ulysses, overlap=overlap, microbatches=microbatches
+                )
+                for checkpointing in CHECKPOINTING:
+                    yield Candidate(layout, micro_batch, accumulation, checkpointing)
 
 
 def _context_modes(spec: PlanSpec, tensor: int, context: int) -> Iterator[bool]:

@@ -9,16 +9,13 @@ from stepgauge.cost.rates.estimate import with_spread
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.traced.network import TracedNetwork
 from stepgauge.spec.layout import Layout
+from stepgauge.spec.layout_choices import MICRO_BATCHES_PER_RANK, layouts_on
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model_fields import divisors
 from stepgauge.spec.planning import PlanSpec
 from stepgauge.spec.record import Record
 from stepgauge.spec.units import GIB
 
-DATA_WRAPPERS = ("bucketed", "zero1", "zero2", "zero3")
-SCHEDULES = ("1f1b", "zbv")
-# Micro-batches per pipeline rank. More leave a smaller bubble; the first that divides the batch counts.
-MICRO_BATCHES_PER_RANK = (4, 2, 1)
 Trace = Callable[[LayoutSpec], Sequence[TracedNetwork]]
 
 
@@ -108,18 +105,9 @@ def _rows_of_degrees(
 
 def _layouts(data: int, tensor: int, pipeline: int) -> Iterator[list[Layout]]:
     """Layouts with these axes. Those in one list differ only in micro-batches, the best first."""
-    for wrapper in DATA_WRAPPERS if data > 1 else ("none",):
-        layout = Layout(data=data, wrapper=wrapper, tensor=tensor)
-        if pipeline == 1:
-            yield [layout]
-            continue
-        for schedule in SCHEDULES:
-            yield [
-                dataclasses.replace(
-                    layout, pipeline=pipeline, schedule=schedule, microbatches=pipeline * count
-                )
-                for count in MICRO_BATCHES_PER_RANK
-            ]
+    for layout in layouts_on(data=data, tensor=tensor, pipeline=pipeline):
+        counts = MICRO_BATCHES_PER_RANK if pipeline > 1 else (1,)
+        yield [dataclasses.replace(layout, microbatches=pipeline * count) for count in counts]
 
 
 def _predicted(layout: Layout, spec: PlanSpec, trace: Trace, machine: CalibratedMachine) -> Record:
