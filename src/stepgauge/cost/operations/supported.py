@@ -28,10 +28,14 @@ def require_predicted(*, compile: str, precision: str) -> None:
 
 def require_priced(spec: WorkSpec) -> ModelSpec:
     """Returns the step's network. Raises ValueError if a part of the step has no cost model."""
-    model = spec.model
     require_predicted(compile=spec.compile, precision=spec.precision)
     if spec.checkpointing not in RECOMPUTED:
         raise ValueError(f"checkpointing is {spec.checkpointing!r}; its time is not predicted yet")
+    return require_formulas(spec.model)
+
+
+def require_formulas(model: object) -> ModelSpec:
+    """Returns the network. Raises ValueError if a part of it has no cost model."""
     if not isinstance(model, ModelSpec):
         raise ValueError("a user's own model has no cost model yet; only presets are predicted")
     model.require_defaults(PRICED, "has no cost model yet")

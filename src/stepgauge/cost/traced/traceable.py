@@ -3,9 +3,12 @@
 import dataclasses
 from typing import Any
 
-from stepgauge.cost.operations.supported import CALIBRATED, NORMS, PRICED, require_predicted
+from stepgauge.cost.operations.supported import (
+    CALIBRATED,
+    require_formulas,
+    require_predicted,
+)
 from stepgauge.spec.layout import Layout
-from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.pipeline import PipelineSpec
 from stepgauge.spec.step import BUDGET
 from stepgauge.spec.steps import AnyStep
@@ -17,13 +20,11 @@ TRACED = "a user's model, BERT, experts, windows and other masks"
 
 def has_formulas(spec: Any) -> bool:
     """True if the terms of the step have formulas (cost/operations). Other steps are traced."""
-    model, is_updated = spec.model, getattr(spec, "phases", "step") == "step"
-    if not isinstance(model, ModelSpec) or model.attention == "eager" or model.norm not in NORMS:
-        return False
+    is_updated = getattr(spec, "phases", "step") == "step"
     if is_updated and getattr(spec, "optimizer", CALIBRATED[0]) not in CALIBRATED:
         return False
     try:
-        model.require_defaults(PRICED, "")
+        require_formulas(spec.model)
     except ValueError:
         return False
     return True
