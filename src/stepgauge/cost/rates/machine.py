@@ -1,5 +1,6 @@
 """The time of single operations on a calibrated machine, looked up or interpolated (grid.py)."""
 
+import copy
 import dataclasses
 import functools
 import math
@@ -38,12 +39,10 @@ class CalibratedMachine:
 
     Raises ValueError if neither has a calibration.
 
-    product_share  fraction of the step's time that products and attention take. A GPU at its power
-                   limit runs them faster if the rest of the step draws less power
-    requested      the operations and sizes that were looked up; for OPERATORS, the calls
+    requested  the operations and sizes that were looked up; for OPERATORS, the calls
     """
 
-    def __init__(self, hardware: HardwareFile, *, product_share: float = CALIBRATED_PRODUCT_SHARE):
+    def __init__(self, hardware: HardwareFile):
         calibrated = hardware if hardware.operations else hardware.base
         if calibrated is None or not calibrated.operations:
             content = "links only" if hardware.links else "no operations"
@@ -52,7 +51,7 @@ class CalibratedMachine:
                 f"run stepgauge calibrate FILE on that machine"
             )
         self.hardware, self._calibrated = hardware, calibrated
-        self._product_share = product_share
+        self._product_share = CALIBRATED_PRODUCT_SHARE
         self.network = Links(hardware)
         self._operations = with_substitutes(calibrated.operations)
         self._grids: dict[str, Grid] = {}
@@ -61,9 +60,12 @@ class CalibratedMachine:
         self._ratios = PeakRatios(calibrated, hardware) if is_other_device else None
 
     def at_product_share(self, share: float) -> "CalibratedMachine":
-        """Returns the same machine, for a step in which products take this share of the time."""
-        other = CalibratedMachine(self.hardware, product_share=share)
-        other._grids, other.requested = self._grids, self.requested
+        """Returns the same machine, for a step in which products and attention take this share of the time.
+
+        A GPU at its power limit runs them faster if the rest of the step draws less power.
+        """
+        other = copy.copy(self)  # with the same tables, grids and record of requests
+        other._product_share = share
         return other
 
     @property
