@@ -6,7 +6,7 @@ from typing import Any
 from stepgauge.cost.data_parallel import predict_data_parallel
 from stepgauge.cost.layout import predict_layout
 from stepgauge.cost.pipeline.step import predict_pipeline
-from stepgauge.cost.rates.machine import CalibratedMachine
+from stepgauge.cost.rates.machine import CalibratedMachine, Requested
 from stepgauge.cost.step import predict
 from stepgauge.cost.traced.network import TracedNetwork
 from stepgauge.cost.traced.traceable import TRACED, TracedSpec, has_formulas
@@ -26,7 +26,7 @@ def predicted(
     hardware: HardwareFile,
     *,
     shortened: bool = False,
-    requested: set[tuple[str, tuple[float, ...]]] | None = None,
+    requested: Requested | None = None,
 ) -> Record:
     """Predicts the row of a spec on the machine of the hardware file.
 
@@ -37,9 +37,7 @@ def predicted(
     device.
     """
     hardware.require_kind(str(getattr(spec, "device", "")))
-    machine = CalibratedMachine(hardware.on_ranks(getattr(spec, "ranks", 1)))
-    if requested is not None:
-        machine.requested = requested
+    machine = CalibratedMachine(hardware.on_ranks(getattr(spec, "ranks", 1)), requested=requested)
     traced: list[TracedNetwork] = []
     if isinstance(spec, TracedSpec) and not has_formulas(spec):
         traced = traced_on(spec, hardware)
@@ -62,7 +60,7 @@ def shapes_of(specs: Sequence[Any], hardware: HardwareFile) -> Shapes:
     """
     shapes: dict[tuple[int, str], set[tuple[float, ...]]] = {}
     for spec in specs:
-        requested: set[tuple[str, tuple[float, ...]]] = set()
+        requested: Requested = set()
         try:
             predicted(spec, hardware, requested=requested)
         except ValueError:

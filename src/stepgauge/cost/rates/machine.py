@@ -32,6 +32,7 @@ from stepgauge.spec.hardware import HardwareFile
 PRODUCT_LAYOUTS = ("nt", "nn", "tn")
 # Products and attention were calibrated alternating with passes over memory, each for half of the time.
 CALIBRATED_PRODUCT_SHARE = 0.5
+Requested = set[tuple[str, tuple[Any, ...]]]  # operations with their sizes
 
 
 class CalibratedMachine:
@@ -39,10 +40,11 @@ class CalibratedMachine:
 
     Raises ValueError if neither has a calibration.
 
-    requested  the operations and sizes that were looked up; for OPERATORS, the calls
+    requested  the set to which operations and sizes that are looked up are added; for OPERATORS, the
+               calls. Copies at other product shares add to the same set
     """
 
-    def __init__(self, hardware: HardwareFile):
+    def __init__(self, hardware: HardwareFile, *, requested: Requested | None = None):
         calibrated = hardware if hardware.operations else hardware.base
         if calibrated is None or not calibrated.operations:
             content = "links only" if hardware.links else "no operations"
@@ -55,7 +57,7 @@ class CalibratedMachine:
         self.network = Links(hardware)
         self._operations = with_substitutes(calibrated.operations)
         self._grids: dict[str, Grid] = {}
-        self.requested: set[tuple[str, tuple[Any, ...]]] = set()
+        self.requested: Requested = set() if requested is None else requested
         is_other_device = calibrated is hardware.base and calibrated.device != hardware.device
         self._ratios = PeakRatios(calibrated, hardware) if is_other_device else None
 
