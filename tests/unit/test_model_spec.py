@@ -56,16 +56,17 @@ def test_parameters_and_flops_equal_those_of_the_module(changes):
     with FlopCounterMode(display=False) as counter:
         loss = model(tokens, tokens)
     # torch counts the whole score matrix, masked or not.
-    expected = spec.forward_flops(batch=3, sequence=32, causal_half=False)
+    unmasked = dataclasses.replace(spec, mask="full", window=0, full_attention_every=0)
+    expected = unmasked.forward_flops(batch=3, sequence=32)
     assert counter.get_total_flops() == expected
     with FlopCounterMode(display=False) as counter:
         loss.backward()
     assert counter.get_total_flops() == 2 * expected
 
 
-def test_causal_half_only_halves_attention():
+def test_a_causal_mask_only_halves_attention():
     spec = ModelSpec.preset("small")
-    whole = spec.forward_flops(batch=2, sequence=512, causal_half=False)
+    whole = dataclasses.replace(spec, mask="full").forward_flops(batch=2, sequence=512)
     half = spec.forward_flops(batch=2, sequence=512)
     assert whole - half == 2 * 2 * 512 * 512 * spec.d_model * spec.num_layers
     assert spec.step_flops(batch=2, sequence=512) == 3 * half

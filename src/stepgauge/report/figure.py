@@ -191,7 +191,6 @@ def lines(
     y: str,
     dots: Sequence[str] = (),
     joined: bool = True,
-    height: float = 3.2,
     scales: Scales = NO_SCALES,
     level: tuple[str, float] | None = None,
     ends: tuple[float, float] | None = None,
@@ -205,7 +204,7 @@ def lines(
     ends    the range of the y axis, which plots of one section share
     """
     _require_few(curves)
-    with canvas(7.2, height) as (axes, output):
+    with canvas(7.2, 3.2) as (axes, output):
         for name, curve in curves.items():
             marker = "o" if name in dots else ""
             line = "-" if joined or not marker else ""

@@ -68,11 +68,11 @@ class BertSpec:
         block = 4 * d**2 + 2 * d * self.d_ff + 9 * d + self.d_ff
         return embeddings * d + self.num_layers * block + d**2 + 3 * d + self.vocab_size
 
-    def forward_flops(self, *, batch: int, sequence: int, causal_half: bool = True) -> int:
+    def forward_flops(self, *, batch: int, sequence: int) -> int:
         """Model FLOPs of one forward pass of encoder and head.
 
         2BT(L(4D² + 2DF) + D² + VD) for the weights, plus 4BT²D per layer for attention scores and
-        values. BERT has no causal mask, so `causal_half` has no effect.
+        values.
         """
         matrices = 4 * self.d_model**2 + 2 * self.d_model * self.d_ff
         weights = self.num_layers * matrices + self.d_model**2 + self.vocab_size * self.d_model

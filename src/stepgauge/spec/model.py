@@ -75,12 +75,6 @@ class ModelSpec(NetworkFields):
         blocks = self.num_layers * (self.block_matrix_parameters + self.block_vector_parameters)
         return blocks + self._parameters_outside()
 
-    @property
-    def num_active_parameters(self) -> int:
-        """Number of parameters that one token uses: all, unless there are experts."""
-        active = self.active_block_matrix_parameters + self.block_vector_parameters
-        return self.num_layers * active + self._parameters_outside()
-
     def _parameters_outside(self) -> int:
         """Parameters of embeddings, final norm and head."""
         vectors = self.vocab_size
@@ -92,16 +86,16 @@ class ModelSpec(NetworkFields):
             vectors += NORMS[self.norm].parameters
         return vectors * self.d_model
 
-    def forward_flops(self, *, batch: int, sequence: int, causal_half: bool = True) -> int:
+    def forward_flops(self, *, batch: int, sequence: int) -> int:
         """Model FLOPs of one forward pass (FLOP_CONVENTION).
 
         2BT(L(matrix parameters of a block) + VD) for the weights, plus 4BHW for each pair of query
-        and key in each layer. With `causal_half` there are T²/2 pairs under a causal mask and
-        Tw - w²/2 with a window of w tokens; otherwise T², as torch's FLOP counter has it.
+        and key in each layer. There are T² pairs, under a causal mask T²/2, and Tw - w²/2 with a window
+        of w tokens.
         """
         weights = self.num_layers * self.active_block_matrix_parameters
         weights += self.vocab_size * self.d_model
-        if causal_half and self.mask == "causal":
+        if self.mask == "causal":
             windows = map(self.window_of, range(self.num_layers))
             pairs_twice = sum(_pairs_twice(sequence, window) for window in windows)
         else:

@@ -6,7 +6,9 @@ Its layouts are screened by formula; the best are traced with the original netwo
 import dataclasses
 
 from stepgauge.cost.memory.peak import Memory
-from stepgauge.cost.operations.supported import ATTENTIONS, CALIBRATED, NORMS
+from stepgauge.cost.operations.supported import ATTENTIONS, CALIBRATED
+from stepgauge.cost.operations.supported import NORMS as CALIBRATED_NORMS
+from stepgauge.spec.model_fields import NORMS
 from stepgauge.spec.planning import PlanSpec
 
 OF_PARAMETERS = ("parameters", "gradients", "optimizer state")
@@ -19,7 +21,6 @@ def nearest_with_formulas(spec: PlanSpec) -> PlanSpec:
     norm and optimizer are calibrated ones.
     """
     model = spec.network
-    norm = "layernorm" if model.norm.startswith("layernorm") else "rmsnorm"
     dense = dataclasses.replace(
         model,
         d_ff=model.d_ff * max(1, model.experts_per_token),
@@ -29,7 +30,7 @@ def nearest_with_formulas(spec: PlanSpec) -> PlanSpec:
         full_attention_every=0,
         mask="causal",
         attention=model.attention if model.attention in ATTENTIONS else "sdpa",
-        norm=model.norm if model.norm in NORMS else norm,
+        norm=model.norm if model.norm in CALIBRATED_NORMS else NORMS[model.norm],
     )
     optimizer = spec.optimizer if spec.optimizer in CALIBRATED else CALIBRATED[0]
     return dataclasses.replace(spec, model=dense, optimizer=optimizer)
