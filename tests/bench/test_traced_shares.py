@@ -13,6 +13,7 @@ from stepgauge.bench import operators
 from stepgauge.bench.operators import traced
 from stepgauge.bench.stage_step import Stage
 from stepgauge.cost.layout import LayoutParts
+from stepgauge.cost.memory.outside import COMMUNICATOR, outside
 from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.terms import TRAFFIC, Term
 from stepgauge.cost.rates.machine import CalibratedMachine
@@ -258,3 +259,21 @@ def test_context_parallel_ranks_shard_weights_and_state_like_data_parallel_ranks
     )  # fmt: skip
     held = {item.name: item.bytes for item in memory.items}
     assert (held["parameters"], held["optimizer state"]) == (parameters, state)
+
+
+@pytest.mark.parametrize(
+    "axes", ["dp2 zero1 tp2 overlap", "dp2 zero2 cp2 ulysses", "pp2 1f1b m2 tp2"]
+)
+def test_a_traced_network_needs_as_much_memory_outside_torch_as_its_formulas_say(axes, monkeypatch):
+    monkeypatch.setattr("stepgauge.spec.plan.tensor.LEAST_OVERLAPPED_BYTES", 1024)
+    layout = Layout.parse(axes)
+    spec = LayoutSpec(model=dataclasses.replace(DENSE, num_layers=2), layout=axes, batch=4)
+    stages = LayoutParts.of(spec, CalibratedMachine(wired(8))).stages
+    shares = [
+        TracedOperations(stage.spec, stage.share, share)
+        for stage, share in zip(stages, traced(spec, "cpu"), strict=True)
+    ]
+    parts = {item.name: item.bytes for item in outside(layout, *shares)}
+    assert parts == {item.name: item.bytes for item in outside(layout, *stages)}
+    assert parts["communicators"] == len(layout.sizes) * COMMUNICATOR
+    assert ("buffers for other ranks" in parts) == (layout.overlap or layout.ulysses)

@@ -13,7 +13,7 @@ from stepgauge.cost.data_axis.buckets import Bucketed, Sending
 from stepgauge.cost.data_axis.fully_sharded import FullySharded
 from stepgauge.cost.data_axis.wrapper_host import unknown_host
 from stepgauge.cost.data_axis.wrappers import data_axis
-from stepgauge.cost.memory.peak import Memory
+from stepgauge.cost.memory.parts import Memory
 from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.cost.pipeline.cuts import blocks_of

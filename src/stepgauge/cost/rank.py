@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stepgauge.cost.host import launch_costs
-from stepgauge.cost.memory.peak import Memory, pipeline_memory, step_memory
+from stepgauge.cost.memory.parts import Memory
+from stepgauge.cost.memory.peak import pipeline_memory, step_memory
 from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.cost.rates.machine import CalibratedMachine

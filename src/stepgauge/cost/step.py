@@ -7,7 +7,7 @@ Times of operations come from a hardware file, and no factor is fitted to measur
 from collections.abc import Mapping
 from typing import Any
 
-from stepgauge.cost.memory.peak import Memory
+from stepgauge.cost.memory.parts import Memory
 from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.rank import peak_of, phases_of, rank_step_of
 from stepgauge.cost.rates.estimate import INTERVAL, SLOWER_HOST

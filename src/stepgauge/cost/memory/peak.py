@@ -8,7 +8,6 @@ backward, in its first or last block, or at its end.
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from stepgauge.cost.data_axis.buckets import most_owned
 from stepgauge.cost.memory.activations import (
     KeptBytes,
     block_backward_bytes,
@@ -21,10 +20,11 @@ from stepgauge.cost.memory.allocator import (
     LEAST_OWN_SEGMENT,
     SEGMENT_ROUNDING,
 )
+from stepgauge.cost.memory.outside import outside
+from stepgauge.cost.memory.parts import ASSUMED, Item, Memory
+from stepgauge.cost.memory.sharding import held_bytes
 from stepgauge.cost.operations.step_operations import StepOperations
-from stepgauge.spec.hardware import CUDA_CONTEXT
 from stepgauge.spec.layout import WRAPPERS, Layout
-from stepgauge.spec.plan.context import num_head_groups
 from stepgauge.spec.plan.pipeline import Schedule, check
 from stepgauge.spec.plan.pipeline.action import BACKWARD, WEIGHT, Action
 from stepgauge.spec.plan.pipeline.check import Held, live
@@ -35,50 +35,8 @@ from stepgauge.spec.units import MIB, round_up
 # cuBLAS takes 32 MiB on Hopper, once for forward's thread and once for autograd's. torch counts them
 # (docs/memory.md).
 WORKSPACES = 2 * 32 * MIB
-# Buffers of an NCCL communicator, which torch does not count (assumed: 16 channels of 4 MiB for each of
-# three protocols are less than 200 MiB).
-COMMUNICATOR = 200 * MIB
 # Bytes of AdamW's state per parameter, by precision.
 STATE_BYTES = {"fp32": 8, "tf32": 8, "bf16": 8, "fp16": 8, "bf16-pure": 4, "bf16-master": 12}
-FORMULA, ASSUMED = "formula", "assumed"
-
-
-@dataclasses.dataclass(frozen=True)
-class Item:
-    """A part of the peak."""
-
-    name: str
-    bytes: float
-    source: str = FORMULA
-
-
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """The peak on the fullest rank.
-
-    items    parts of the peak that torch counts
-    outside  memory that torch does not count
-    moment   when the peak is reached
-    """
-
-    items: Sequence[Item]
-    outside: Sequence[Item]
-    moment: str
-
-    @property
-    def peak_bytes(self) -> float:
-        return sum(item.bytes for item in self.items)
-
-    @property
-    def device_bytes(self) -> float:
-        """The memory that the device must have."""
-        return self.peak_bytes + sum(item.bytes for item in self.outside)
-
-    def rows(self) -> list[list[object]]:
-        """Returns a record's table of memory."""
-        head: list[object] = ["part", "bytes", "source"]
-        inside = [[item.name, item.bytes, item.source] for item in self.items]
-        return [head, *inside, *([f"{i.name} (outside)", i.bytes, i.source] for i in self.outside)]
 
 
 def step_memory(
@@ -99,7 +57,7 @@ def step_memory(
     if WRAPPERS[layout.wrapper].keeps_buckets:
         levels = {name: {**parts, "buckets": static.gradients} for name, parts in levels.items()}
     moment = max(levels, key=lambda name: sum(levels[name].values()))
-    return _memory(static, levels[moment], moment, layout, _peer_buffers(operations))
+    return _memory(static, levels[moment], moment, outside(layout, operations))
 
 
 def pipeline_memory(
@@ -132,8 +90,7 @@ def pipeline_memory(
             "temporaries": max(temporaries, max(loss_bytes(stages[n]) for n in own)),
             "transfer buffers": 4 * max(stages[n].stream_bytes for n in own),
         }
-        buffers = _peer_buffers(stages[0])
-        ranks.append(_memory(static, parts, f"rank {rank}", layout, buffers))
+        ranks.append(_memory(static, parts, f"rank {rank}", outside(layout, *stages)))
     return max(ranks, key=lambda memory: memory.peak_bytes)
 
 
@@ -167,7 +124,7 @@ def stage_memory(stage: StepOperations, layout: Layout) -> Memory:
         "temporaries": block_backward_bytes(stage) + keeps.recomputed,
         "transfer buffers": 4 * stage.stream_bytes,
     }
-    return _memory(static, parts, "rank 0", layout, _peer_buffers(stage))
+    return _memory(static, parts, "rank 0", outside(layout, stage))
 
 
 def _gradients_and_weights(stages: Sequence[StepOperations], static: "_Static") -> dict[str, float]:
@@ -199,23 +156,13 @@ class _Static:
 
 
 def _static(operations: StepOperations, layout: Layout, *, accumulates: bool) -> _Static:
-    """Returns the bytes of parameters, optimizer state and gradients.
-
-    ZeRO 2 accumulates whole gradients before it reduces them to their owners. ZeRO 3 reduces them in
-    each pass.
-    """
+    """Returns the bytes of parameters, optimizer state and gradients."""
     wrapper, n = WRAPPERS[layout.wrapper], layout.num_replicas
     arithmetic, state = operations.arithmetic, STATE_BYTES[operations.spec.precision]
 
     def of(part: str, itemsize: float) -> float:
         whole = _allocated(operations, itemsize)
-        if part == "gradients" and accumulates and not wrapper.shards("weights"):
-            return whole
-        if not wrapper.shards(part) or n == 1:
-            return whole
-        if wrapper.shards("weights"):  # equal slices of each
-            return whole / n
-        return whole * most_owned(operations, n) / operations.num_parameters
+        return held_bytes(whole, part, operations, layout, accumulates=accumulates)
 
     sharded = wrapper.shards("weights") and n > 1
     unit = operations.block_parameters * arithmetic.activation_bytes
@@ -303,26 +250,8 @@ def _for_weights(stage: StepOperations) -> float:
     return min(nbytes, kept(stage).total)
 
 
-def _peer_buffers(operations: StepOperations) -> float:
-    """Returns the bytes of memory that other ranks can reach, which the caching allocator does not have.
-
-    With overlap, tensor parallelism has four boxes (tensor_parallel/exchange.py).
-    Exchanged heads have two outboxes (communication/copied_all_to_all.py), counted as if all ranks were
-    GPUs of one machine.
-    """
-    itemsize, share = operations.arithmetic.activation_bytes, operations.share
-    nbytes = 0.0
-    if operations.overlapped:
-        nbytes += 4 * operations.tokens * operations.model.d_model * itemsize
-    if share.ulysses:
-        groups = num_head_groups(max(1, operations.model.kv_heads // share.tensor), share.context)
-        heads = operations.tokens * operations.qkv_rows * itemsize / groups
-        nbytes += 2 * heads * (share.context - 1) / share.context
-    return nbytes
-
-
 def _memory(
-    static: _Static, parts: Mapping[str, float], moment: str, layout: Layout, buffers: float
+    static: _Static, parts: Mapping[str, float], moment: str, outside: Sequence[Item]
 ) -> Memory:
     items = [
         Item("parameters", static.parameters),
@@ -331,9 +260,4 @@ def _memory(
         *(Item(name, nbytes) for name, nbytes in parts.items()),
         Item("library workspaces", WORKSPACES, ASSUMED),
     ]
-    outside = [Item("CUDA context", CUDA_CONTEXT, ASSUMED)]
-    if buffers:
-        outside.append(Item("buffers for other ranks", buffers))
-    if layout.sizes:
-        outside.append(Item("communicators", COMMUNICATOR * len(layout.sizes), ASSUMED))
     return Memory([item for item in items if item.bytes], outside, moment)

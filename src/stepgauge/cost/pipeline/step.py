@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from stepgauge.cost.memory.peak import Memory
+from stepgauge.cost.memory.parts import Memory
 from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.cost.pipeline.cuts import stages_of

@@ -5,7 +5,7 @@ Its layouts are screened by formula; the best are traced with the original netwo
 
 import dataclasses
 
-from stepgauge.cost.memory.peak import Memory
+from stepgauge.cost.memory.parts import Memory
 from stepgauge.cost.operations.supported import ATTENTIONS, CALIBRATED
 from stepgauge.cost.operations.supported import NORMS as CALIBRATED_NORMS
 from stepgauge.spec.model_fields import NORMS

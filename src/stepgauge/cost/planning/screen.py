@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 from stepgauge.cost.data_axis.buckets import most_owned
 from stepgauge.cost.host import launch_costs
-from stepgauge.cost.memory.peak import Memory, stage_memory, step_memory
+from stepgauge.cost.memory.parts import Memory
+from stepgauge.cost.memory.peak import stage_memory, step_memory
 from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.cost.operations.terms import Arithmetic

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.terms import Arithmetic, Term
 from stepgauge.cost.rates.prices import Prices
 from stepgauge.cost.streams.events import COMPUTE, HOST, StreamWork
@@ -97,6 +98,8 @@ class Operations(Protocol):
 
     @property
     def spec(self) -> Any: ...
+    @property
+    def share(self) -> NetworkPart: ...
     @property
     def arithmetic(self) -> Arithmetic: ...
     @property

@@ -7,11 +7,12 @@ sharded parts. A pipeline stage holds what it keeps of each micro-batch in fligh
 import math
 from collections.abc import Mapping, Sequence
 
-from stepgauge.cost.data_axis.buckets import most_owned
-from stepgauge.cost.memory.peak import ASSUMED, COMMUNICATOR, Item, Memory, fullest
+from stepgauge.cost.memory.outside import outside
+from stepgauge.cost.memory.parts import Item, Memory
+from stepgauge.cost.memory.peak import fullest
+from stepgauge.cost.memory.sharding import held_bytes
 from stepgauge.cost.traced.network import TracedOperations
 from stepgauge.spec.calibration import GROUPED
-from stepgauge.spec.hardware import CUDA_CONTEXT
 from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.plan.pipeline import Schedule, check
 from stepgauge.spec.plan.pipeline.action import Action
@@ -37,7 +38,7 @@ def traced_memory(
     def held(moment: Mapping[str, int]) -> dict[str, float]:
         whole = {**moment, "gradients": gradients} if accumulates else moment
         parts = {
-            name: size * _share(operations, layout, name, accumulates=accumulates)
+            name: _held(operations, layout, name, size, accumulates=accumulates)
             for name, size in whole.items()
         }
         if layout.gathers_weights:
@@ -52,15 +53,7 @@ def traced_memory(
     items = [Item(name, nbytes, "traced") for name, nbytes in peak.items() if nbytes]
     if WRAPPERS[layout.wrapper].keeps_buckets:
         items.append(Item("buckets", gradients, "traced"))
-    return Memory(items, _outside(layout), "the fullest moment")
-
-
-def _outside(layout: Layout) -> list[Item]:
-    """Returns the memory that torch does not count."""
-    outside = [Item("CUDA context", CUDA_CONTEXT, ASSUMED)]
-    if layout.sizes:
-        outside.append(Item("communicators", COMMUNICATOR, ASSUMED))
-    return outside
+    return Memory(items, outside(layout, operations), "the fullest moment")
 
 
 def traced_pipeline_memory(
@@ -85,7 +78,7 @@ def traced_pipeline_memory(
         own = [stages[n] for n in schedule.stages(rank)]
         parts = _parts_of_rank(own, layout, row, held, accumulates=accumulates)
         items = [Item(name, nbytes, "traced") for name, nbytes in parts.items() if nbytes]
-        ranks.append(Memory(items, _outside(layout), f"rank {rank}"))
+        ranks.append(Memory(items, outside(layout, *stages), f"rank {rank}"))
     return max(ranks, key=lambda memory: memory.peak_bytes)
 
 
@@ -104,7 +97,7 @@ def _parts_of_rank(
 
     parts = {
         category: sum(
-            _most(stage, category) * _share(stage, layout, category, accumulates=True)
+            _held(stage, layout, category, _most(stage, category), accumulates=True)
             for stage in own
         )
         for category in PART_OF
@@ -157,27 +150,24 @@ def _for_weights(stage: TracedOperations) -> float:
     )
 
 
-def _share(
-    operations: TracedOperations, layout: Layout, category: str, *, accumulates: bool
+def _held(
+    operations: TracedOperations,
+    layout: Layout,
+    category: str,
+    nbytes: float,
+    *,
+    accumulates: bool,
 ) -> float:
-    """Returns the fraction of a traced category that a rank holds.
+    """Returns the bytes that a rank holds of a traced category.
 
-    ZeRO 3 is traced in the activations' dtype if it gathers weights for each block. ZeRO 2 accumulates
-    whole gradients before it reduces them.
+    ZeRO 3 is traced in the activations' dtype if it gathers weights for each block.
     """
-    wrapper, ranks = WRAPPERS[layout.wrapper], layout.num_replicas
-    part = PART_OF.get(category)
-    is_sharded = ranks > 1 and part is not None and wrapper.shards(part)
-    if not is_sharded or not operations.num_parameters:
-        return 1.0
+    if category not in PART_OF:
+        return nbytes
     if layout.gathers_weights:
         arithmetic = operations.arithmetic
-        return arithmetic.weight_bytes / arithmetic.activation_bytes / ranks
-    if wrapper.shards("weights"):
-        return 1 / ranks
-    if category == "gradients" and accumulates:
-        return 1.0
-    return most_owned(operations, ranks) / operations.num_parameters
+        nbytes *= arithmetic.weight_bytes / arithmetic.activation_bytes
+    return held_bytes(nbytes, PART_OF[category], operations, layout, accumulates=accumulates)
 
 
 def _unsharded(operations: TracedOperations, *, in_backward: bool, keeps_last: bool) -> float:
