@@ -21,6 +21,7 @@ def nearest_with_formulas(spec: PlanSpec) -> PlanSpec:
     norm and optimizer are calibrated ones.
     """
     model = spec.network
+    norms = [n for n in (model.norm, NORMS[model.norm].function) if n in CALIBRATED_NORMS]
     dense = dataclasses.replace(
         model,
         d_ff=model.d_ff * max(1, model.experts_per_token),
@@ -30,7 +31,7 @@ def nearest_with_formulas(spec: PlanSpec) -> PlanSpec:
         full_attention_every=0,
         mask="causal",
         attention=model.attention if model.attention in ATTENTIONS else "sdpa",
-        norm=model.norm if model.norm in CALIBRATED_NORMS else NORMS[model.norm],
+        norm=next(iter(norms), CALIBRATED_NORMS[0]),
     )
     optimizer = spec.optimizer if spec.optimizer in CALIBRATED else CALIBRATED[0]
     return dataclasses.replace(spec, model=dense, optimizer=optimizer)
