@@ -18,6 +18,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -218,17 +219,21 @@ def progress(total: int | None, noun: str) -> Iterator[tuple[Progress, Any]]:
 
     total  None if it is not known yet: the bar appears with the update that makes it visible
     """
+    whole = Column(no_wrap=True)
+    shortened = Column(ratio=1, no_wrap=True, overflow="ellipsis")
     bar = Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn(noun),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False, table_column=shortened),
+        BarColumn(bar_width=10),
+        MofNCompleteColumn(table_column=whole),
+        TextColumn(noun, table_column=whole),
+        TextColumn("left", table_column=whole),
+        TimeRemainingColumn(table_column=whole),
+        TextColumn("elapsed", table_column=whole),
+        TimeElapsedColumn(table_column=whole),
         console=error_console,
         transient=True,
         disable=not error_console.is_terminal,  # in a file it would leave an empty line
+        expand=True,  # so that a long description is shortened and not the figures
     )
     with bar:
         yield bar, bar.add_task("", total=total, visible=total is not None)
