@@ -44,8 +44,8 @@ def calibrate(
     Times matrix products, attention, norms, memory traffic, optimizers and kernel launches of the
     host, each over a grid of shapes and at the clock rates that the device sustains under load; with
     --ranks also collectives. Takes about 3 minutes on a GPU and 2 on a CPU. Each row is saved as soon
-    as it is measured; rerun the command to continue. Afterwards bench commands on this device print
-    predictions next to measurements.
+    as it is measured; rerun the command to continue. With the default file, bench commands on this device
+    then print predictions next to measurements; with another file, give them --hardware.
     """
     if few := [number for number in ranks if number < 2]:
         raise ValueError(f"ranks is {few[0]}; collectives need at least 2")
@@ -68,6 +68,8 @@ def calibrate(
     if missing := machine.missing_shapes(records):
         info(missing)
     info(f"to predict a step on this machine: stepgauge predict --size small --hardware {path}")
+    if path != default_path(name):
+        info(f"to see predictions next to measurements, give bench commands --hardware {path}")
 
 
 def _write(hardware: HardwareFile, path: Path, records: Sequence[Record]) -> None:
