@@ -213,6 +213,15 @@ def test_of_many_naming_columns_those_that_fit_are_shown(terminal, width, names)
     assert "field_29_name" in "".join(lines[3:])
 
 
+def test_the_naming_column_that_tells_rows_apart_is_shown(terminal):
+    """Rows of two machines looked alike: of many naming columns, the last were left out."""
+    printed = terminal(60)
+    head = [*(f"field_{n:02}_name" for n in range(8)), "measured on"]
+    rows = [[*(f"v{n}" for n in range(8)), machine, ms] for machine, ms in (("A", 1.5), ("B", 2.5))]
+    console.print_table(Table([*head, "step ms"], rows, frozenset(["step ms"])))
+    assert [line.split()[-2:] for line in printed()[2:4]] == [["A", "1.500"], ["B", "2.500"]]
+
+
 def test_a_wide_text_after_the_figures_is_left_out(terminal):
     printed = terminal(60)
     row = ["aten::mm", "325.5", "called inside of another operation " * 2]

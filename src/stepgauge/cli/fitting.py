@@ -16,49 +16,59 @@ def columns_that_fit(table: Table, width: int) -> Table | None:
     figures from the left, and the remark if there is still room. None if no column fits next to the
     names.
 
-    Names that take more than half of the width wrap; if even that is too wide, the last naming
-    columns are left out.
+    Names that take more than half of the width wrap; if even that is too wide, naming columns are left
+    out, first those without which all rows can still be told apart.
     """
     widths = [_natural_width(table, place) + GAP for place in range(len(table.columns))]
     first = table.name_columns().stop
-    names = _count_names(widths[:first], width)
+    names = _names_that_fit(table, widths[:first], width)
     others = sorted(range(first, len(widths)), key=lambda place: table.columns[place] == REMARK)
-    needed = _telling_apart(table, range(names))
-    used = min(sum(widths[:names]), width // 2) - GAP + sum(widths[place] for place in needed)
-    chosen = [*range(names), *needed]
+    needed = _telling_apart(table, names)
+    name_width = sum(widths[place] for place in names)
+    used = min(name_width, width // 2) - GAP + sum(widths[place] for place in needed)
+    chosen = [*names, *needed]
     for place in (place for place in others if place not in needed):
         used += widths[place]
         if used > width:
             break
         chosen.append(place)
-    return None if others and len(chosen) == names else table.select(sorted(chosen))
+    return None if others and len(chosen) == len(names) else table.select(sorted(chosen))
 
 
-def _telling_apart(table: Table, names: range) -> list[int]:
+def _telling_apart(table: Table, names: Sequence[int]) -> list[int]:
     """Returns the positions of the keys that tell rows apart and are not among the names, as few as
     possible.
     """
     keys = [place for place, column in enumerate(table.columns) if column in table.keys]
-
-    def num_different(places: Sequence[int]) -> int:
-        return len({tuple(row[place] for place in places) for row in table.rows})
-
     needed = keys
     for place in reversed([place for place in keys if place not in names]):
         rest = [other for other in needed if other != place]
-        if num_different(rest) == num_different(keys):
+        if _num_different(table, rest) == _num_different(table, keys):
             needed = rest
     return [place for place in needed if place not in names]
 
 
-def _count_names(widths: Sequence[int], width: int) -> int:
-    """Returns how many of the naming columns fit, unwrapped or wrapped in half of the width."""
-    names = len(widths)
-    while names > 1 and sum(widths[:names]) > width:
-        if sum(min(each, WRAPPED_WIDTH + GAP) for each in widths[:names]) <= width // 2:
+def _num_different(table: Table, places: Sequence[int]) -> int:
+    return len({tuple(row[place] for place in places) for row in table.rows})
+
+
+def _names_that_fit(table: Table, widths: Sequence[int], width: int) -> list[int]:
+    """Returns the positions of the naming columns that fit, unwrapped or wrapped in half of the width."""
+    names = list(range(len(widths)))
+    while len(names) > 1 and sum(widths[place] for place in names) > width:
+        if sum(min(widths[place], WRAPPED_WIDTH + GAP) for place in names) <= width // 2:
             break
-        names -= 1
+        names.remove(_least_needed(table, names))
     return names
+
+
+def _least_needed(table: Table, names: Sequence[int]) -> int:
+    """Returns the last naming column, but the first, that tells no rows apart; the last if all do."""
+    different = _num_different(table, names)
+    for place in reversed(names[1:]):
+        if _num_different(table, [other for other in names if other != place]) == different:
+            return place
+    return names[-1]
 
 
 def _natural_width(table: Table, place: int) -> int:
