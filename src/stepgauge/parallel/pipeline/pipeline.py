@@ -28,7 +28,6 @@ from stepgauge.parallel.pipeline.step import (
 )
 from stepgauge.parallel.pipeline.tied import Tie, TiedWeights, with_shared
 from stepgauge.parallel.pipeline.transfers import Transfers, broadcast_object, send_to_next_stage
-from stepgauge.parallel.whole_norm import clip_whole_norm
 from stepgauge.runtime.recording import Recorder
 from stepgauge.runtime.world import gathered_objects
 from stepgauge.spec.plan.pipeline import (
@@ -234,13 +233,19 @@ class Pipeline:
         return self._mean.weights_of_equal(targets, parts, self.device)
 
     def clip(self, max_norm: float) -> Tensor:
-        """Clips the norm of all gradients of the pipeline. Returns the norm before, in float64."""
-        repeated = self.repeated
-        gradients = {id(p): p.grad for p in self.parameters() if p.grad is not None}
-        counted = [(1, gradient) for p, gradient in gradients.items() if p not in repeated]
-        return clip_whole_norm(
-            gradients.values(), counted, max_norm, group=self._group, device=self.device
-        )
+        """Clips the norm of all gradients of the pipeline. Returns the norm before, in the gradients'
+        dtype or float32, whichever is wider.
+        """
+        repeated = self._tied.repeated
+        parameters = self.parameters()
+        counted = [p.grad for p in parameters if p.grad is not None and id(p) not in repeated]
+        total = torch.nn.utils.get_total_norm(counted)
+        # float64, because stages may have different dtypes and the squares are summed over ranks
+        squared = total.to(self.device, torch.float64).square()
+        dist.all_reduce(squared, group=self._group)
+        norm = squared.sqrt().to(torch.promote_types(total.dtype, torch.float32))
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
 
     @property
     def repeated(self) -> set[int]:
