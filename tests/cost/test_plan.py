@@ -185,11 +185,22 @@ def test_long_sequences_are_planned_with_a_context_axis():
         assert formula.step_us / 1e3 == pytest.approx(row.median("step_ms"), rel=0.1)
         assert formula.memory.device_bytes == pytest.approx(device_bytes(row), rel=0.02)
     few_tokens = dataclasses.replace(spec, tokens="200K")  # they do not limit the context
-    longest, candidate = longest_of_all(few_tokens, machine)
+    longest, candidate = longest_of_all(few_tokens, machine, candidate_of(best))
     assert longest >= 131_072 and candidate.layout.context > 1
     longer = dataclasses.replace(spec, model=dataclasses.replace(model, context_length=2 * longest))
     with pytest.raises(ValueError, match="nothing fits"):
         plan(longer, machine, top=1)
+
+
+def test_the_longest_context_of_a_network_that_fits_only_without_recomputation():
+    """Recomputing a single block needs more memory than keeping it."""
+    model = dataclasses.replace(
+        ModelSpec.preset("small"), num_layers=1, vocab_size=100, context_length=1_325_524
+    )
+    spec = plan_spec(model=model, gpus=1, global_batch=1, precision="bf16")
+    machine = CalibratedMachine(HardwareFile.read(ROOT / "hardware" / "dgx-a100.json"))
+    best = candidate_of(plan(spec, machine, top=1).rows[0])
+    assert longest_of_all(spec, machine, best) == (1_325_524, best)
 
 
 def test_the_error_that_nothing_fits_names_the_needed_memory():

@@ -52,7 +52,7 @@ def test_rows_for_an_answer_say_whether_some_all_or_none_were_disturbed(record):
     assert undisturbed([quiet]) == ([quiet], "", "")
     assert undisturbed([quiet, disturbed]) == ([quiet], "Of the undisturbed rows, ", "")
     assert undisturbed([disturbed]) == ([], "", "all rows were disturbed")
-    assert undisturbed([]) == ([], "", "none was measured")
+    assert undisturbed([]) == ([], "", "no row has a figure")
 
 
 def test_exposed_time_below_zero_is_no_figure_anywhere(record):

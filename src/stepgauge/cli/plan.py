@@ -257,7 +257,7 @@ def _alternatives(spec: PlanSpec, plan: Plan, machine: CalibratedMachine) -> Ite
             f"{largest_micro_batch(spec, machine, best)}, its longest context "
             f"{longest_context(spec, machine, best)} (found by doubling)"
         )
-        longest, layout = longest_of_all(spec, machine)
+        longest, layout = longest_of_all(spec, machine, best)
         yield (
             f"the longest context of all layouts is {longest} ({layout.layout}, checkpointing "
             f"{layout.checkpointing})"

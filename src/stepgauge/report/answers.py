@@ -6,7 +6,7 @@ from typing import Any
 from stepgauge.report.comm import comm_spec, transport
 from stepgauge.report.figure import short, short_bytes
 from stepgauge.report.findings import CHOICES, Pair, is_comparable, pairs
-from stepgauge.report.names import describe, flatten, labels, network_name
+from stepgauge.report.names import SHAPE, describe, flatten, labels, network_name
 from stepgauge.report.numbers import number, size_unit
 from stepgauge.report.profile import KIND_LABELS
 from stepgauge.report.views import undisturbed
@@ -191,10 +191,19 @@ def data_parallel_answer(records: Sequence[Record]) -> str:
 
 
 def _of_largest_network(records: Sequence[Record]) -> list[Record]:
-    """Returns the records of the network with the most bytes of gradients."""
-    nbytes = [record.median("gradient_bytes") or 0.0 for record in records]
-    most = max(nbytes, default=0.0)
-    return [record for record, size in zip(records, nbytes, strict=True) if size == most]
+    """Returns the records of the network with the most bytes of gradients on a rank that has them all."""
+    nbytes: dict[tuple[Any, ...], float] = {}
+    for record in records:
+        network = _network(record)
+        size = record.median("gradient_bytes") or 0.0
+        nbytes[network] = max(size, nbytes.get(network, 0.0))
+    largest = max(nbytes, key=nbytes.__getitem__, default=())
+    return [record for record in records if _network(record) == largest]
+
+
+def _network(record: Record) -> tuple[Any, ...]:
+    spec = flatten(record.spec)
+    return tuple(spec.get(name) for name in ("size", "model", *SHAPE))
 
 
 def _exposed(record: Record) -> str:

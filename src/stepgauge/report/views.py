@@ -223,4 +223,4 @@ def undisturbed(records: Sequence[Record]) -> Undisturbed:
         return Undisturbed(
             rows, "Of the undisturbed rows, " if len(rows) < len(records) else "", ""
         )
-    return Undisturbed([], "", "all rows were disturbed" if records else "none was measured")
+    return Undisturbed([], "", "all rows were disturbed" if records else "no row has a figure")

@@ -37,16 +37,20 @@ def longest_context(spec: PlanSpec, machine: CalibratedMachine, candidate: Candi
     return _doubled(spec, longer).network.context_length
 
 
-def longest_of_all(spec: PlanSpec, machine: CalibratedMachine) -> tuple[int, Candidate]:
-    """Returns the longest context that fits with any layout, found by doubling, and the first such layout."""
+def longest_of_all(
+    spec: PlanSpec, machine: CalibratedMachine, fitting: Candidate
+) -> tuple[int, Candidate]:
+    """Returns the longest context that fits with any layout, found by doubling, and the first such layout;
+    `fitting` if that is the plan's own context.
+    """
 
-    def longer(fitting: tuple[PlanSpec, Candidate]) -> tuple[PlanSpec, Candidate] | None:
-        twice = _with_twice_the_context(fitting[0])
+    def longer(found: tuple[PlanSpec, Candidate]) -> tuple[PlanSpec, Candidate] | None:
+        twice = _with_twice_the_context(found[0])
         layout = _first_with_least_memory(twice, machine)
         return (twice, layout) if layout else None
 
-    first = _first_with_least_memory(spec, machine)
-    assert first, "a plan with rows has a layout at its own context"
+    # With a single block, recomputing it needs more memory than keeping it.
+    first = _first_with_least_memory(spec, machine) or fitting
     longest, layout = _doubled((spec, first), longer)
     return longest.network.context_length, layout
 
