@@ -114,10 +114,10 @@ def test_the_help_gives_one_default_of_the_device(stepgauge):
     assert "[default: that of the hardware file]" in help and "[default: cuda]" not in help
 
 
-def test_a_missing_option_is_named_with_the_command_to_type(stepgauge):
-    assert stepgauge("plan")[2] == (
-        "stepgauge: plan needs a value for --hardware: see stepgauge plan --help\n"
-    )
+def test_a_missing_hardware_file_is_named_with_those_there_are(stepgauge):
+    message = stepgauge("plan")[2]
+    assert message.startswith("stepgauge: plan needs a value for --hardware: ")
+    assert "h100-sxm, " in message and message.endswith("or a file of stepgauge calibrate\n")
 
 
 def test_a_bar_shows_the_progress_in_a_terminal(stepgauge, monkeypatch):

@@ -25,6 +25,7 @@ from stepgauge.cli.console import print_error, print_errors_only
 from stepgauge.cli.option_names import use_option_names
 from stepgauge.cli.rows import RunFailedError, TerminatedError
 from stepgauge.runtime.torchrun import torchrun_numbers
+from stepgauge.spec.hardware_files import names_to_predict_for
 
 # Command -> module:function. A module is imported when its command is called.
 COMMANDS = {
@@ -215,6 +216,11 @@ def _usage_message(error: CycloptsError) -> str:
     if isinstance(error, MissingArgumentError) and error.argument and not error.tokens_so_far:
         is_positional = error.argument.index is not None
         name = error.argument.name.lstrip("-").upper() if is_positional else error.argument.name
+        if name == "--hardware":
+            files = ", ".join(names_to_predict_for())
+            return (
+                f"{command} needs a value for --hardware: {files}, or a file of stepgauge calibrate"
+            )
         return f"{command} needs a value for {name}: see stepgauge {command} --help"
     if isinstance(error, UnknownOptionError):
         keyword = error.token.keyword or ""

@@ -40,18 +40,26 @@ def file_named(text: str) -> Path:
     path = Path(text)
     if path.is_file():
         return path
-    files = [*known_files(), *sorted(SHIPPED.glob("*.json"))]
     if path.parent == Path():
-        for file in files:
+        for file in _named_files():
             if path.name in (file.stem, file.name):
                 return file
-    names = dict.fromkeys(file.stem for file in files if _can_predict(file))
+    names = names_to_predict_for()
     similar = [name for name in names if path.name and path.name in name]
     raise ValueError(
         f"no hardware file at {text}: "
         + (f"did you mean {' or '.join(similar)}? " if similar else "")
         + f"known names are {', '.join(names)}; stepgauge calibrate makes a file of this machine"
     )
+
+
+def names_to_predict_for() -> list[str]:
+    """Returns the names of the files from which a step can be predicted."""
+    return list(dict.fromkeys(file.stem for file in _named_files() if _can_predict(file)))
+
+
+def _named_files() -> list[Path]:
+    return [*known_files(), *sorted(SHIPPED.glob("*.json"))]
 
 
 def _can_predict(path: Path) -> bool:
