@@ -197,6 +197,7 @@ def test_a_value_of_several_words_is_quoted():
 
 def test_the_answer_mentions_that_it_ignores_disturbed_rows(record):
     quick, slow = record("nano", step=[5.0, 50.0]), record("tiny", step=[20.0, 20.1])
+    assert answer([quick]).startswith("All rows were disturbed. A step takes ")
     assert answer([quick, slow]).startswith("The only undisturbed step takes 20.05 ms (")
     slower = record("mini", step=[30.0, 30.1])
     text = answer([quick, slow, slower])

@@ -44,4 +44,6 @@ def test_the_machine_is_that_of_measured_rows_if_there_are_any(record):
 def test_disturbed_rows_are_counted_among_the_measured_rows(record):
     rows = [record(step=[1.0, 9.0]), record(size="tiny", step=[1.0, 1.0])]
     predicted = [dataclasses.replace(row, provenance="modelled") for row in rows]
-    assert page_facts([*rows, *predicted])["Disturbed"].startswith("1 of 2 measured rows (")
+    text = page_facts([*rows, *predicted])["Disturbed"]
+    assert text.startswith("1 of 2 measured rows (") and "--fresh" not in text
+    assert "--fresh" in page_facts(rows[:1])["Disturbed"]

@@ -10,6 +10,7 @@ from stepgauge.report.names import SHAPE, describe, flatten, labels, network_nam
 from stepgauge.report.numbers import number, size_unit
 from stepgauge.report.profile import KIND_LABELS
 from stepgauge.report.views import undisturbed
+from stepgauge.spec.disturbance import is_disturbed
 from stepgauge.spec.fallbacks import fallbacks
 from stepgauge.spec.kernel import OURS
 from stepgauge.spec.record import Record
@@ -39,7 +40,8 @@ def step_answer(records: Sequence[Record]) -> str:
     else:
         which = "The only" if ignores_rows else "A"
     step = "undisturbed step" if ignores_rows else "step"
-    text = f"{which} {step} takes {number(_step(longest))} ms ({names[id(longest)]})"
+    text = "All rows were disturbed. " if all(map(is_disturbed, timed)) else ""
+    text += f"{which} {step} takes {number(_step(longest))} ms ({names[id(longest)]})"
     text += f": {', '.join(shares)}." if shares else "."
     if longest is not shortest:
         text += f" The shortest takes {number(_step(shortest))} ms ({names[id(shortest)]})."

@@ -28,6 +28,8 @@ def page_facts(records: Sequence[Record]) -> dict[str, str]:
         facts["Disturbed"] = (
             f"{disturbed} of {measured} measured rows ({CRITERION}). Findings do not use them."
         )
+    if disturbed > measured / 2:
+        facts["Disturbed"] += " Measure again with --fresh while nothing else runs."
     counts = {
         "measured": measured,
         "predicted": len(ok) - measured,
