@@ -2,9 +2,9 @@
 
 import dataclasses
 
+from stepgauge.cli.console import print_records
 from stepgauge.report.comm import comm_table, fit_table, links
 from stepgauge.report.kinds import answer, kind_of
-from stepgauge.report.views import CSV_STATISTICS
 from stepgauge.spec.comm import CommSpec
 from stepgauge.spec.record import Record, Sample
 
@@ -36,12 +36,16 @@ def test_settings_are_columns_only_if_rows_differ_in_them():
     assert other.caption.startswith("timing pipelined; busbw")
 
 
-def test_requested_statistics_are_columns():
+def test_requested_statistics_are_columns(capsys):
     metrics = {"time_ms": Sample.of([1.0, 2.0, 6.0], "ms")}
     row = Record(kind="comm", spec=dataclasses.asdict(CommSpec()), metrics=metrics)
     table = kind_of("comm").table([row], statistics=("mean",))
     assert dict(zip(table.columns, table.rows[0], strict=True))["time ms mean"] == 3.0
-    assert kind_of("comm").table([row], statistics=CSV_STATISTICS) == comm_table([row])
+    those_of_files = kind_of("step").csv_statistics
+    print_records([row], "csv", statistics=those_of_files)
+    assert "time ms p90" in capsys.readouterr().out
+    print_records([row], "csv")
+    assert capsys.readouterr().out.strip() == comm_table([row]).to("csv").strip()
 
 
 def fitted(times):

@@ -180,14 +180,11 @@ def print_records(
         print("[" + ",\n".join(record.to_json() for record in records) + "]")
         return
     from stepgauge.report.kinds import kind_of  # slow to import: tables and plots of all kinds
-    from stepgauge.report.views import CSV_STATISTICS
 
-    if format == "csv" and not statistics:
-        statistics = CSV_STATISTICS
-
-    for kind in dict.fromkeys(record.kind for record in records):
-        of_kind = [record for record in records if record.kind == kind]
-        print_table(kind_of(kind).table(of_kind, statistics=statistics), format)
+    for name in dict.fromkeys(record.kind for record in records):
+        kind, of_kind = kind_of(name), [record for record in records if record.kind == name]
+        columns = statistics or (kind.csv_statistics if format == "csv" else ())
+        print_table(kind.table(of_kind, statistics=columns), format)
 
 
 def print_tables(tables: Sequence[Table], format: Format) -> None:

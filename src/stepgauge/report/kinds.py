@@ -27,7 +27,7 @@ from stepgauge.report.page import Block
 from stepgauge.report.step_plots import phase_blocks
 from stepgauge.report.table import Table
 from stepgauge.report.train import train_blocks
-from stepgauge.report.views import CSV_STATISTICS, record_table
+from stepgauge.report.views import record_table
 from stepgauge.spec.kernel import KERNELS
 from stepgauge.spec.record import Record
 
@@ -36,24 +36,26 @@ from stepgauge.spec.record import Record
 class Kind:
     """How records of one kind are shown. All functions take the records.
 
-    question  the question of their section
-    answer    returns one or two sentences that answer it, from records with figures; "" for none
-    blocks    returns the content of the section
-    table     returns the table that commands print; takes the requested `statistics`, too
+    question        the question of their section
+    answer          returns one or two sentences that answer it, from records with figures; "" for none
+    blocks          returns the content of the section
+    table           returns the table that commands print; takes the requested `statistics`, too
+    csv_statistics  those of a CSV file if none are requested
     """
 
     question: str = "What was measured?"
     answer: Callable[[Sequence[Record]], str] = lambda records: ""
     blocks: Callable[[Sequence[Record]], Sequence[Block]] = lambda records: [record_table(records)]
     table: Callable[..., Table] = record_table
+    csv_statistics: Sequence[str] = ("median", "p10", "p90", "mean", "std", "n")
 
 
 _by_schedule = functools.partial(record_table, first=["schedule"])
 
 
 def _collectives(records: Sequence[Record], *, statistics: Sequence[str] = ()) -> Table:
-    """Returns the fields of nccl-tests, or the statistics if a user requests others than a file has."""
-    if statistics and tuple(statistics) != CSV_STATISTICS:
+    """Returns the fields of nccl-tests, or the statistics if some are requested."""
+    if statistics:
         return record_table(records, statistics=statistics, first=["op"])
     return comm_table(records)
 
@@ -83,6 +85,7 @@ KINDS: Mapping[str, Kind] = {
         answer=comm_answer,
         blocks=comm_blocks,
         table=_collectives,
+        csv_statistics=(),  # the fields of nccl-tests
     ),
     "data-parallel": Kind(
         question="How much slower is a step when it runs on several ranks?",

@@ -12,7 +12,6 @@ from stepgauge.spec.predictions import STEP, Row, caveat, pair_steps
 from stepgauge.spec.record import Record, Sample
 
 STATISTICS = ("median", "range", "p10", "p90", "mean", "std", "n")
-CSV_STATISTICS = ("median", "p10", "p90", "mean", "std", "n")  # of a file, if none are requested
 LABELS = {"median": "", "range": " p10 – p90"}
 FIRST = (
     *("step_ms", "spread", "time_ms", "exposed_ms"),
