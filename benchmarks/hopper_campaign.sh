@@ -38,15 +38,13 @@ if [ "${TRIAL:-}" ]; then
   short="--tokens 16 --width 16 --vocabulary 64" long=$short processes=2 size=nano tests=tests/train/test_float8.py
   xl="--size nano --batch 1 --context 16 --optimizer fused --compile blocks"
 fi
-grid=
-chosen grid && grid=--grid
-
 if chosen checks; then
   test="python3 -m pytest -q -p no:cacheprovider -m gpu"
   timed 170 $test -n 7 $tests --ignore $alone >"$out/checks-tests.txt" 2>&1 &
   for ((i = 0; i < processes; i++)); do
-    timed 100 python3 "$attention" "$out" --compile $i $processes $grid ${TRIAL:+--trial} \
-      >"$out/checks-compile-$i.txt" 2>&1 &
+    (for shapes in training $(chosen grid && echo grid); do
+       timed 100 python3 "$attention" "$out" --compile $i $processes --shapes $shapes ${TRIAL:+--trial}
+     done) >"$out/checks-compile-$i.txt" 2>&1 &
   done
   (loss 100 compiled $short --seconds 0; loss 100 compiled $long --seconds 0) >"$out/checks-loss.txt" 2>&1 &
   budget="--size $size --batch 4 --context 512 --compile on --checkpointing none budget --memory-gib 2.4"
@@ -93,7 +91,7 @@ if chosen gates; then
   fi
 fi
 if chosen grid; then
-  logged timed 100 python3 "$attention" "$out" --grid --budget $((BUDGET - SECONDS - 8)) ${TRIAL:+--trial}
+  logged timed 100 python3 "$attention" "$out" --shapes grid --budget $((BUDGET - SECONDS - 8)) ${TRIAL:+--trial}
 fi
 echo "done at $SECONDS s"
 exit 0

@@ -35,7 +35,9 @@ def rows(device: str) -> dict[str, StepSpec]:
     """Returns rows that the host bounds."""
     if device == "cpu":
         model = ModelSpec.preset("nano", context_length=64)
-        return {"nano": StepSpec(model=model, size="nano", batch=2, precision="bf16", device=device)}
+        return {
+            "nano": StepSpec(model=model, size="nano", batch=2, precision="bf16", device=device)
+        }
 
     def row(size: str, batch: int, context: int, **settings: str) -> StepSpec:
         model = ModelSpec.preset(size, context_length=context)

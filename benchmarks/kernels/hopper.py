@@ -1,12 +1,15 @@
 """Times attention on one Hopper GPU: our kernels, FlashAttention-4 and cuDNN, forward and backward.
 
-    PYTHONPATH=src python benchmarks/kernels/hopper.py OUT [--grid] [--budget 60] [--trial]
-    PYTHONPATH=src python benchmarks/kernels/hopper.py OUT --compile I N [--grid]
+    PYTHONPATH=src python benchmarks/kernels/hopper.py OUT [--shapes NAME] [--budget 60] [--trial]
+    PYTHONPATH=src python benchmarks/kernels/hopper.py OUT --compile I N [--shapes NAME]
 
-The table of kernels/attention/libraries.py comes from these times. Without --grid it measures nine
-shapes of training. There it also measures forward and backward together, as users call them, and
-FlashAttention-4's deterministic backward. --grid measures widths from 64 to 256, 512 to 65,536
-tokens, causal and full masks, grouped heads, windows and packed sequences.
+The table of kernels/attention/libraries.py comes from these times. Sets of shapes:
+
+  training  nine shapes of training. Also measures forward and backward together, as users call them,
+            and FlashAttention-4's deterministic backward
+  grid      widths from 64 to 256, 512 to 65,536 tokens, causal and full masks, grouped heads, windows
+            and packed sequences
+  ranks     half and a quarter as many heads as in training: those of a tensor-parallel rank
 
 Each result is compared with float64 on one head, or with our kernels if a query does not see all
 keys; a wrong result has no time. Appends a line per shape to OUT/attention.jsonl and prints the
@@ -125,10 +128,25 @@ GRID_SHAPES = [
     Shape(1, 1, 32768, 64),
     Shape(1, 1, 65536, 128),
 ]  # fmt: skip
+RANK_SHAPES = [
+    Shape(1, 16, 8192, 128),
+    Shape(1, 8, 8192, 128),
+    Shape(1, 8, 16384, 128),
+    Shape(1, 16, 4096, 128),
+    Shape(2, 16, 4096, 128),
+    Shape(4, 16, 2048, 128),
+    Shape(1, 16, 8192, 128, kv_heads=4),
+    Shape(1, 16, 8192, 64),
+    Shape(2, 16, 4096, 64),
+    Shape(4, 16, 2048, 64),
+    Shape(1, 8, 16384, 64),
+    Shape(1, 16, 4096, 64),
+]
 TRIAL_SHAPES = [
     Shape(1, 2, 32, 16, kv_heads=1, dtype="fp16"),
     Shape(1, 1, 32, 16, window=8, dtype="fp16"),
 ]
+SHAPES = {"training": TRAINING_SHAPES, "grid": GRID_SHAPES, "ranks": RANK_SHAPES}
 
 
 def all_passes_by(library: str) -> tuple[libraries.Row, ...]:
@@ -352,9 +370,7 @@ def described(row: dict) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument(
-        "--grid", action="store_true", help="measure the grid instead of nine shapes"
-    )
+    parser.add_argument("--shapes", choices=SHAPES, default="training")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds for all shapes")
     parser.add_argument("--trial", action="store_true", help="tiny shapes on a CPU")
     parser.add_argument(
@@ -365,10 +381,10 @@ def main() -> int:
         help="only compile every N-th shape, from the I-th on",
     )
     options = parser.parse_args()
+    shapes = TRIAL_SHAPES if IS_TRIAL else SHAPES[options.shapes]
     if options.compile:
         first, step = options.compile
-        shapes = [*TRAINING_SHAPES, *(GRID_SHAPES if options.grid else [])]
-        for shape in (TRIAL_SHAPES if IS_TRIAL else shapes)[first::step]:
+        for shape in shapes[first::step]:
             case = Case(shape)
             for name in libraries_for(shape):
                 case.first_call(name)
@@ -379,7 +395,6 @@ def main() -> int:
     rows = options.out / "attention.jsonl"
     with rows.open("a") as file:
         file.write(json.dumps({"environment": environment(DEVICE), "peers": versions}) + "\n")
-    shapes = TRIAL_SHAPES if IS_TRIAL else GRID_SHAPES if options.grid else TRAINING_SHAPES
     for number, shape in enumerate(shapes):
         if time.monotonic() > end:
             print("no time left for", "; ".join(map(str, shapes[number:])))

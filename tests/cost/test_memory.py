@@ -75,6 +75,17 @@ def test_peaks_of_steps_that_were_not_used_to_improve_the_formulas():
     assert max(found.values()) < 0.012
 
 
+def test_peaks_of_later_steps_of_which_one_has_compiled_blocks():
+    rows = records("2026-11-29-h200-validation-later-host.jsonl", "step")
+    errors = [
+        step_memory(StepOperations(work(row)), Layout()).peak_bytes / row.median("peak_bytes") - 1
+        for row in rows
+    ]
+    assert any(row.spec["compile"] == "blocks" for row in rows)
+    assert len(errors) == 10
+    assert max(map(abs, errors)) < 0.005
+
+
 def test_measured_peaks_of_zero_ranks():
     rows = records("2026-11-22-h200-data-parallel.jsonl", "data-parallel")
     seen = set()

@@ -59,15 +59,20 @@ def block_parts(operations: StepOperations) -> Parts:
 
     Compiled, the activation of the feed-forward layer is recomputed, as the peaks of five compiled rows
     show (docs/log/2026-11-22-predictions.md). Rotated queries and keys are then kept instead of the
-    product before them, unless a checkpoint keeps that.
+    product before them, unless a checkpoint keeps that. A block compiled by itself computes its second
+    norm's input again, from its own input and attention's output layer, which is smaller under autocast
+    (docs/log/2026-11-29-long-attention.md).
     """
     model, arithmetic = operations.model, operations.arithmetic
     m, itemsize, f = operations.tokens, arithmetic.activation_bytes, operations.feed_forward_width
     heads = operations.share.batch * model.num_heads // operations.share.tensor
     # with overlap, backward gathers the inputs again
     input_tokens = operations.own_tokens if operations.overlapped else m
+    second_norm_input = operations.stream_bytes
+    if operations.spec.compile == "blocks":
+        second_norm_input = operations.own_tokens * model.d_model * itemsize
     parts = {
-        "norm inputs": 2 * operations.stream_bytes,
+        "norm inputs": operations.stream_bytes + second_norm_input,
         "norm statistics": 2 * operations.own_tokens * STATISTIC,
         "inputs of column layers": 2 * input_tokens * model.d_model * itemsize,
         "queries, keys and values": m * operations.qkv_rows * itemsize,
