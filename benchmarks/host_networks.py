@@ -3,8 +3,9 @@
     python benchmarks/host_networks.py OUT                     # a GPU, a minute
     python benchmarks/host_networks.py OUT --device cpu --seconds 1
 
-`calibrate` times the host with networks of 2 and 10 narrow blocks and few tokens. Here these two, the
-network of a row with few tokens ("short") and the row itself take turns for some seconds.
+`calibrate` times the host with networks of 2 and 10 narrow blocks and few tokens. Here these two, two
+deeper ones, the network of a row with few tokens ("short") and the row itself take turns for some
+seconds.
 
 Appends one line per row to OUT/host_networks.jsonl: for each network and phase the host's ms of every
 step, the device's ms of the row, and the time at which each turn began, in seconds.
@@ -28,7 +29,8 @@ from stepgauge.spec.step import TRAINING_PHASES, StepSpec
 from stepgauge.train.build import build_step
 from stepgauge.train.data import random_batch
 
-STEPS = 8  # of each network and turn
+STEPS = 4  # of each network and turn
+DEPTHS = (*LAYERS, 24, 40)
 
 
 def rows(device: str) -> dict[str, StepSpec]:
@@ -47,7 +49,6 @@ def rows(device: str) -> dict[str, StepSpec]:
 
     return {
         "medium": row("medium", 8, 384),
-        "small": row("small", 6, 384),
         "large selective": row("large", 4, 1280, checkpointing="selective"),
     }
 
@@ -57,7 +58,7 @@ def compare(spec: StepSpec, seconds: float) -> dict[str, object]:
     device = torch.device(spec.device)
     networks = {
         f"{layers} layers": dataclasses.replace(spec, model=narrow_network(layers), batch=1)
-        for layers in LAYERS
+        for layers in DEPTHS
     }
     networks["short"] = dataclasses.replace(
         spec, model=dataclasses.replace(spec.model, context_length=LENGTH), batch=1
@@ -90,14 +91,16 @@ def extend(found: dict[str, list[float]], times: Mapping[str, list[float]]) -> N
 
 
 def show(name: str, result: dict[str, object]) -> None:
-    """Prints medians by phase: predicted by narrow networks, short, the row's host, its device."""
+    """Prints means by phase: predicted by two narrow networks, short, the row's host, its device."""
     times: dict[str, dict[str, list[float]]] = result["times"]  # type: ignore[assignment]
-    few, many = LAYERS
+    few, *deeper = DEPTHS
     for phase in TRAINING_PHASES:
-        ms = {key: statistics.median(each[phase]) for key, each in times.items()}
-        block = (ms[f"{many} layers"] - ms[f"{few} layers"]) / (many - few)
-        predicted = ms[f"{few} layers"] + block * (result["layers"] - few)  # type: ignore[operator]
-        shown = {"narrow": predicted, **{key: ms[key] for key in ("short", "row", "device")}}
+        ms = {key: statistics.fmean(each[phase]) for key, each in times.items()}
+        shown = {}
+        for many in deeper:
+            block = (ms[f"{many} layers"] - ms[f"{few} layers"]) / (many - few)
+            shown[f"by {many}"] = ms[f"{few} layers"] + block * (result["layers"] - few)  # type: ignore[operator]
+        shown |= {key: ms[key] for key in ("short", "row", "device")}
         print(name, phase, {key: round(value, 3) for key, value in shown.items()}, flush=True)
 
 

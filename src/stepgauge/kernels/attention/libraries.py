@@ -65,10 +65,12 @@ class Row(NamedTuple):
 # ms), so its rows have passes of 0.5 ms or more, or a backward of 1 ms that hides the host. With
 # few heads, the kernels here split the loop over the chip: they are faster at one head of 16,384
 # (0.225 ms, cuDNN 0.393 ms) but not at one of 32,768. Records in benchmarks/results: for
-# FlashAttention-4 2026-11-23-h100-attention-libraries and -second, for cuDNN
-# 2026-11-22-h200-handed-over and 2026-11-21-h200-kernels-second.
+# FlashAttention-4 2026-11-23-h100-attention-libraries and -second and, from 131,072 queries on,
+# 2026-11-29-h200-attention-of-ranks; for cuDNN 2026-11-22-h200-handed-over and
+# 2026-11-21-h200-kernels-second.
 TABLE = (
     Row("fa4", "forward", 64, 64, 8192, 262_144, (Measured("H100", (1, 16, 16384), 1.207, 0.998),)),
+    Row("fa4", "forward", 64, 64, 16384, 131_072, (Measured("H200", (1, 8, 16384), 0.594, 0.503),)),
     Row("fa4", "forward", 256, 256, 4096, 65_536, (Measured("H100", (2, 8, 4096), 0.404, 0.207),)),
     Row("fa4", "forward", 128, 128, 32768, 1 << 20, (Measured("H100", (1, 32, 32768), 13.61, 12.68),)),
     Row(
@@ -78,12 +80,14 @@ TABLE = (
             Measured("H100", (8, 25, 2048), 0.870, 0.670),
         ),
     ),
+    Row("fa4", "backward", 64, 64, 16384, 131_072, (Measured("H200", (1, 8, 16384), 1.820, 1.235),)),
     Row(
         "fa4", "backward", 128, 128, 8192, 131_072,
         (
             Measured("H100", (1, 16, 16384), 5.42, 4.36),
             Measured("H100", (2, 16, 8192), 2.87, 2.49),  # fp16
             Measured("H100", (2, 32, 8192), 5.80, 4.89),  # 8 key heads
+            Measured("H200", (1, 16, 8192), 1.436, 1.249),
         ),
     ),
     Row(
