@@ -193,24 +193,30 @@ class Gather:
     """
 
     def __init__(self, exchange: Exchange, x_RD: Tensor, *, keeps_own: bool):
-        self._exchange, self._own = exchange, x_RD.contiguous()
+        self._exchange, self._own, self._keeps_own = exchange, x_RD.contiguous(), keeps_own
         self._box = exchange.begin_turn(GATHER)
         exchange.mark_ready(GATHER)
         shape = (exchange.ranks * x_RD.shape[0], x_RD.shape[1])
         self._whole = exchange.view(self._box, shape, x_RD.dtype)
         self._received = 0  # messages
-        if keeps_own:  # before products: between two, it would wait for one and delay the other
-            rows_of(self._whole, exchange.rank, exchange.ranks).copy_(x_RD)
 
     def send(self) -> None:
-        """Sends this rank's rows, as they were when the turn began, to all other ranks."""
-        exchange, nbytes = self._exchange, self._own.nbytes
+        """Sends this rank's rows, as they were when the turn began, to all other ranks, and then copies
+        them into its own box if they are needed there.
+        """
+        exchange = self._exchange
         exchange.fork(GATHER)
         for message, peer in enumerate(exchange.receivers):
-            target = exchange.memory.address(peer, self._box) + exchange.rank * nbytes
-            exchange.copy(target, self._own, GATHER)
+            self._copy_to(peer)
             exchange.tell(peer, self._box, GATHER)
             exchange.mark_sent(message)
+        if self._keeps_own:
+            self._copy_to(exchange.rank)
+
+    def _copy_to(self, rank: int) -> None:
+        exchange = self._exchange
+        target = exchange.memory.address(rank, self._box) + exchange.rank * self._own.nbytes
+        exchange.copy(target, self._own, GATHER)
 
     def rows(self, ranks: range) -> Tensor:
         """Returns the rows of these other ranks. The calling stream waits for them. To be called for
@@ -224,8 +230,8 @@ class Gather:
 
     def whole(self) -> Tensor:
         """Returns all rows. The calling stream waits for them."""
+        self._exchange.join(GATHER)
         if not_received := self._exchange.senders[self._received :]:
-            self._exchange.join(GATHER)
             self._exchange.wait(not_received, self._box)
         return self._whole
 
