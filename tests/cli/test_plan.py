@@ -14,7 +14,7 @@ from tests.cpu_machine import wired
 from stepgauge.bench import operators
 from stepgauge.cli.fitting import GAP, column_widths, columns_that_fit
 from stepgauge.cost.data_axis.wrapper_host import LEFT_OUT
-from stepgauge.report.plan import joined_notes, plan_table
+from stepgauge.report.plan import close_to_first, joined_notes, plan_table
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.planning import PlanSpec
@@ -332,6 +332,23 @@ def test_the_search_for_the_largest_micro_batch_ends_for_a_tiny_network(stepgaug
     status, out, err = stepgauge("plan", *TINY, "--gpus", 1, "--global-batch", 1, "--top", 1)
     assert status == 0, err
     assert "the largest micro-batch of the first layout is 524288" in out
+
+
+@pytest.mark.parametrize(
+    ("steps", "sentence"),
+    [
+        ([100.0], ""),
+        ([100.0, 103.0], ""),
+        ([100.0, 101.0, 103.0], "layout 2 is predicted within 2% of the first"),
+        ([100.0, 100.5, 101.9, 102.1], "layouts 2 to 3 are predicted within 2% of the first"),
+    ],
+)
+def test_layouts_that_a_prediction_cannot_tell_apart_are_named(steps, sentence):
+    rows = [
+        Record(kind="layout", spec={}, metrics={"step_ms": Sample.of([ms], "ms")}) for ms in steps
+    ]
+    assert close_to_first(rows).startswith(sentence)
+    assert bool(close_to_first(rows)) == bool(sentence)
 
 
 def test_notes_of_several_rows_are_one_sentence_with_their_numbers():

@@ -297,8 +297,14 @@ FAILING_TABLES = {
 }
 
 
+def compiled_feed_forward():
+    return torch.compile(FeedForward(), backend="eager")
+
+
 def failures_of_checks():
-    return {name: result_of_check(FeedForward, table=t) for name, t in FAILING_TABLES.items()}
+    failures = {name: result_of_check(FeedForward, table=t) for name, t in FAILING_TABLES.items()}
+    compiled = result_of_check(compiled_feed_forward, table={"blocks.*._orig_mod.up": COLUMN})
+    return {**failures, "compiled": compiled.replace("blocks.0.down", "compiled")}
 
 
 def test_the_check_names_the_module_that_fails_under_a_wrong_table():

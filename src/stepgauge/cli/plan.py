@@ -36,6 +36,7 @@ from stepgauge.cost.streams.program import DATA
 from stepgauge.cost.traced.traceable import has_formulas
 from stepgauge.report.numbers import number
 from stepgauge.report.plan import (
+    close_to_first,
     joined_notes,
     magnitudes,
     overlap_sentence,
@@ -144,6 +145,8 @@ def _print_plan(
     print_table(plan_table(rows, _caption(spec, plan, machine)), format)
     if format != "table":
         return
+    if close := close_to_first(rows):
+        print(close)
     if spec.device != "cpu":
         print()
         print_table(parts_table(rows), complete="json")

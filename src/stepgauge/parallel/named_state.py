@@ -101,8 +101,8 @@ def _without_gradients(module: nn.Module) -> Iterator[None]:
 
 
 def plain_name(name: str) -> str:
-    """Returns a parameter's name without the prefix that torch.compile adds."""
-    return name.replace("_orig_mod.", "")
+    """Returns the name of a parameter or module without the parts that torch.compile adds."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def by_name(

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from stepgauge.parallel.named_state import plain_name
+
 
 @contextlib.contextmanager
 def named_module(network: Callable[..., Any]) -> Iterator[None]:
@@ -48,5 +50,5 @@ def _innermost(error: Exception, network: Callable[..., Any]) -> str:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")
         if name := names.get(id(module), ""):
-            innermost = f"{name.removeprefix('_orig_mod.')} ({type(module).__name__})"
+            innermost = f"{plain_name(name)} ({type(module).__name__})"
     return innermost

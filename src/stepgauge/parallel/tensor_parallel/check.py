@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from stepgauge.parallel.named_state import plain_name
 from stepgauge.parallel.replicas import device_of, prepare_replicas
 from stepgauge.parallel.tensor_parallel.partial_gradients import listed
 from stepgauge.parallel.tensor_parallel.tensor_parallel import TensorParallel, parallelize_tensor
@@ -23,7 +24,8 @@ def check_tensor_parallel(
     by_token: bool | None = None,
 ) -> None:  # fmt: skip
     """Compares the loss and gradients of a module with those of a copy that is cut by the table. All
-    ranks of the group must call it. The module and the state of random numbers do not change.
+    ranks of the group must call it. The module and the state of random numbers do not change. Parts
+    that are compiled run eagerly.
 
     compute_loss  called with the whole copy and with the cut one, with the same random numbers on
                   every rank; returns the loss
@@ -39,9 +41,10 @@ def check_tensor_parallel(
     parallel = parallelize_tensor(
         copy.deepcopy(whole), table, group=group, by_sequence=by_sequence, by_token=by_token
     )
-    with _CoarsestType() as coarsest:
-        expected_loss = _backward(whole, compute_loss)
-    loss = _backward_of_cut(parallel.module, compute_loss)
+    with torch.compiler.set_stance("force_eager"):
+        with _CoarsestType() as coarsest:
+            expected_loss = _backward(whole, compute_loss)
+        loss = _backward_of_cut(parallel.module, compute_loss)
     results = gathered_objects(
         (
             _differs(loss, expected_loss, coarsest.eps),
@@ -115,7 +118,7 @@ def _backward_of_cut(module: nn.Module, compute_loss: Callable[[nn.Module], Tens
 
 def _failed_module(module: nn.Module, error: Exception) -> str:
     """Returns the name of the innermost module whose code raised the error."""
-    names = {id(each): name for name, each in module.named_modules()}
+    names = {id(each): plain_name(name) for name, each in module.named_modules()}
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     failed = [names.get(id(frame.f_locals.get("self")), "") for frame in frames]
     return next(filter(None, reversed(failed)), "the network")
