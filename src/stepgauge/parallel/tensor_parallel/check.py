@@ -23,9 +23,8 @@ def check_tensor_parallel(
     group: dist.ProcessGroup | None = None, by_sequence: bool | None = None,
     by_token: bool | None = None,
 ) -> None:  # fmt: skip
-    """Compares the loss and gradients of a module with those of a copy that is cut by the table. All
-    ranks of the group must call it. The module and the state of random numbers do not change. Parts
-    that are compiled run eagerly.
+    """Compares the loss and gradients of a module with those of a copy that is cut by the table, both
+    eagerly. All ranks of the group must call it. It changes neither the module nor random numbers.
 
     compute_loss  called with the whole copy and with the cut one, with the same random numbers on
                   every rank; returns the loss
@@ -41,10 +40,9 @@ def check_tensor_parallel(
     parallel = parallelize_tensor(
         copy.deepcopy(whole), table, group=group, by_sequence=by_sequence, by_token=by_token
     )
-    with torch.compiler.set_stance("force_eager"):
-        with _CoarsestType() as coarsest:
-            expected_loss = _backward(whole, compute_loss)
-        loss = _backward_of_cut(parallel.module, compute_loss)
+    with _CoarsestType() as coarsest:
+        expected_loss = _backward(whole, compute_loss)
+    loss = _backward_of_cut(parallel.module, compute_loss)
     results = gathered_objects(
         (
             _differs(loss, expected_loss, coarsest.eps),
@@ -97,7 +95,8 @@ def _differing_gradients(parallel: TensorParallel, whole: nn.Module, eps: float)
 def _backward(module: nn.Module, compute_loss: Callable[[nn.Module], Tensor]) -> Tensor:
     """Returns the loss, after its backward. The random numbers are the same in every call."""
     device = device_of(module)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    eager = torch.compiler.set_stance("force_eager")  # a compiler would trace _CoarsestType
+    with eager, torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         loss = compute_loss(module)
         loss.backward()
