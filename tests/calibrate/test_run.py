@@ -251,6 +251,21 @@ def test_shapes_without_a_time_are_counted_with_the_reason_and_kept_in_the_file(
     assert table.left_out == 54 and table.has_few
 
 
+def test_a_table_says_which_other_package_ran_its_pass(tmp_path):
+    ran = {"attention's forward": "FlashAttention-4", "attention's backward": "cuDNN"}
+    timed = run(spec("traffic"))
+    backward = dataclasses.replace(
+        timed,
+        spec={**timed.spec, "operation": "attention triton backward bf16"},
+        environment={**timed.environment, "native": ran},
+    )
+    hardware_file([timed, backward], HardwareFile(name="box")).write(tmp_path / "box.json")
+    tables = HardwareFile.read(tmp_path / "box.json").operations
+    assert {name: table.libraries for name, table in tables.items()} == {
+        "traffic": "", "attention triton backward bf16": "cuDNN"
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("name", sorted({*GPU.attentions} - {"sdpa-cudnn"}))  # it needs a GPU
 def test_attention_is_timed_with_the_mask_in_its_name(name):
     """flash_attention has no mask by default, so its table once had twice the work of a causal one."""

@@ -19,6 +19,7 @@ from stepgauge.cost.rates.grid import WORK, Grid
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.step import predict
 from stepgauge.spec.calibration import OperationTable
+from stepgauge.spec.hardware import SHIPPED, HardwareFile
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
 
@@ -67,6 +68,21 @@ def test_an_operation_of_which_few_shapes_were_timed_is_named():
     assert "few shapes" not in predicted(made_up(), left_out=1).note
     note = predicted(made_up(), left_out=57).note
     assert f"few shapes were timed of {NT} (1 of 58): calibrate" in note
+
+
+def test_attention_of_long_sequences_that_another_package_ran_is_named():
+    file = HardwareFile.read(SHIPPED / "h200-sxm.json")
+
+    def note(length):
+        model = ModelSpec.preset("large", context_length=length, attention="triton")
+        return predict(
+            StepSpec(model=model, batch=1, precision="bf16", device="cuda"), CalibratedMachine(file)
+        ).note
+
+    assert "attention triton backward bf16 was timed in cuDNN and FlashAttention-4 (slower" in note(
+        4096
+    )
+    assert "FlashAttention" not in note(512)
 
 
 def test_older_records_have_the_interval_of_their_sources():

@@ -27,6 +27,7 @@ from stepgauge.measure.environment import environment
 from stepgauge.runtime.world import gathered_objects, this_world
 from stepgauge.spec.calibration import EXACT, OPERATORS, CalibrationSpec, OperationTable
 from stepgauge.spec.disturbance import is_disturbed
+from stepgauge.spec.fallbacks import libraries_of
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.record import Record, Sample
 
@@ -223,4 +224,5 @@ def table_of(record: Record) -> OperationTable:
         captured=is_on_gpu and record.median("shapes_at_host_pace") == 0,
         disturbed=is_disturbed(record),
         left_out=int(record.median("shapes_left_out") or 0),
+        libraries=libraries_of(record),
     )

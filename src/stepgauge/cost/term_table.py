@@ -13,10 +13,13 @@ from stepgauge.cost.streams.outcome import Outcome
 HEADINGS = [
     "phase", "term", "operation", "sizes", "count", "us", "source", "times_away", "spread",
 ]  # fmt: skip
-TERM, OPERATION, US, SOURCE, TIMES_AWAY = map(
-    HEADINGS.index, ("term", "operation", "us", "source", "times_away")
+TERM, OPERATION, SIZES, US, SOURCE, TIMES_AWAY = map(
+    HEADINGS.index, ("term", "operation", "sizes", "us", "source", "times_away")
 )
+BY = " × "  # between sizes
 LEAST_NOTED_SHARE = 0.02  # of a step; a note on less would not help
+# Libraries run attention from about this length on; shorter, this package's kernels are as fast.
+LEAST_LIBRARY_LENGTH = 2048
 Row = Sequence[Any]
 
 
@@ -35,7 +38,7 @@ def term_rows(
     rows: list[list[object]] = []
     for phase, terms in phases.items():
         for term in terms:
-            operation, sizes = term.operation, " × ".join(f"{size:g}" for size in term.sizes)
+            operation, sizes = term.operation, BY.join(f"{size:g}" for size in term.sizes)
             if prices.is_plain_pass(term):
                 operation, sizes = TRAFFIC, f"{term.nbytes:g}"
             us, count = prices.us(term) * times, term.count * times
@@ -77,7 +80,7 @@ def notes_on(rows: Sequence[Row], machine: CalibratedMachine) -> list[str]:
             f"far from what was timed: {ms:,.2f} ms of the step ({', '.join(longest)}) are "
             f"extrapolated, to sizes up to {most:,.0f} times as large or small"
         )
-    return [*notes, *_few_shapes(rows, machine)]
+    return [*notes, *_few_shapes(rows, machine), *_libraries(rows, machine)]
 
 
 def _few_shapes(rows: Sequence[Row], machine: CalibratedMachine) -> list[str]:
@@ -90,6 +93,21 @@ def _few_shapes(rows: Sequence[Row], machine: CalibratedMachine) -> list[str]:
     counts = [f"{name} ({few[name].timed})" for name in longest]
     return [
         f"few shapes were timed of {', '.join(counts)}: calibrate them again on a quiet machine"
+    ]
+
+
+def _libraries(rows: Sequence[Row], machine: CalibratedMachine) -> list[str]:
+    """Returns a note for each operation on long sequences that was timed in other libraries."""
+    tables = {row[OPERATION]: machine.table(row[OPERATION]) for row in rows}
+    ran_in = {name: table.libraries for name, table in tables.items() if table and table.libraries}
+
+    def is_timed_so(row: Row) -> bool:
+        length = row[SIZES].split(BY)[1:2]  # of heads, length, width
+        return row[OPERATION] in ran_in and any(float(t) >= LEAST_LIBRARY_LENGTH for t in length)
+
+    _, longest = _longest(rows, is_timed_so, by=OPERATION)
+    return [
+        f"{name} was timed in {ran_in[name]} (slower where that is missing)" for name in longest
     ]
 
 

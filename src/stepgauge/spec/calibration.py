@@ -36,15 +36,17 @@ class OperationTable:
     captured   short calls ran in CUDA graphs, so that the times contain no launch overhead
     disturbed  other work took cores that the measurement needed
     left_out   number of shapes without a time: they did not fit in memory, or the time limit was over
+    libraries  other packages that ran its longest shapes: "cuDNN and FlashAttention-4"
     """
 
-    OPTIONAL: ClassVar = ("captured", "disturbed", "left_out")
+    OPTIONAL: ClassVar = ("captured", "disturbed", "left_out", "libraries")
 
     axes: tuple[str, ...]
     rows: tuple[tuple[float, ...], ...]
     captured: bool = False
     disturbed: bool = False
     left_out: int = 0
+    libraries: str = ""
 
     @property
     def has_few(self) -> bool:
@@ -74,8 +76,10 @@ class OperationTable:
             raise ValueError(f"not an operation table: {error}") from None
         if not rows or any(len(row) != len(axes) + 1 for row in rows):
             raise ValueError(f"not an operation table: each row needs {len(axes)} sizes and a time")
-        captured, disturbed, left_out = (value.get(name) for name in cls.OPTIONAL)
-        return cls(axes, rows, bool(captured), bool(disturbed), int(left_out or 0))
+        captured, disturbed, left_out, libraries = (value.get(name) for name in cls.OPTIONAL)
+        return cls(
+            axes, rows, bool(captured), bool(disturbed), int(left_out or 0), str(libraries or "")
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,6 +44,16 @@ def what_ran(record: Record) -> list[str]:
     return [f"{', '.join(kernels)} ran in {library}" for library, kernels in kernels_of.items()]
 
 
+def libraries_of(record: Record) -> str:
+    """Returns what ran instead of this package's kernels in a calibration of one; "" if nothing did."""
+    words = record.spec["operation"].split()
+    ran = record.environment.get(NATIVE, {}).items()
+    # Backward needs a forward, which another library may have run.
+    return " and ".join(
+        dict.fromkeys(library for kernel, library in ran if kernel.split()[-1] in words)
+    )
+
+
 def requested_kernels(record: Record) -> list[str]:
     """Returns the kernels of this package that the record's spec requests."""
     if operation := record.spec.get("operation", ""):
