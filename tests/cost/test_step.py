@@ -71,7 +71,7 @@ def test_products_take_longer_the_larger_their_share_of_the_step():
     half = CalibratedMachine(HardwareFile(name="made", operations=tables))
     assert half.time("matmul nt bf16", *large).us == 10.0
     assert half.at_product_share(1.0).time("matmul nt bf16", *large).us == pytest.approx(12.0)
-    assert half.at_product_share(0.3).time("matmul nt bf16", *large).us == pytest.approx(9.2)
+    assert half.at_product_share(0.3).time("matmul nt bf16", *large).us == 10.0
     other = half.at_product_share(0.75).time("matmul nt bf16", 512, 512, 1024)
     assert other.us == pytest.approx(
         22.0 * 1.1

@@ -207,17 +207,16 @@ class CalibratedMachine:
     ) -> Estimate:
         """Returns the time of a product or of attention at the machine's product share.
 
-        Some shapes were timed without passes as well, which is a product share of 1. The time at any
-        other share is on the line through both.
+        Some shapes were timed without passes as well, which is a product share of 1. The time at a share
+        between is on the line through both. With fewer products than calibrated it is no shorter: the
+        power limit hardly matters there.
         """
         alternating = self._required_table(operation).at(without_passes)
         alternating_us = self._grid(f"{operation} {ALONE} too", alternating).time(sizes).us
         alone_us = self._grid(f"{operation} {ALONE}", without_passes).time(sizes).us
         longer = alone_us / alternating_us - 1
         position = (self._product_share - CALIBRATED_PRODUCT_SHARE) / (1 - CALIBRATED_PRODUCT_SHARE)
-        if operation.startswith("attention"):
-            position = max(0.0, position)
-        return estimate.scaled(1 + longer * position)
+        return estimate.scaled(1 + longer * max(0.0, position))
 
     def _without_variant(self, operation: str, variant: str, sizes: tuple[float, ...]) -> Estimate:
         """Returns the time of a variant that the file does not have, from the usual operation."""
