@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import math
 import re
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -1013,6 +1014,24 @@ def test_gpu_autograd_compile_and_second_launch(dtype, width):
             grads = torch.autograd.grad(o, leaves, grad_o)
             for value, want in zip((o, *grads), (expected[0], *expected[2:]), strict=True):
                 assert relative(value, want) < LIMITS[dtype]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("width", [64, 96])
+def test_gpu_launches_are_the_first_cuda_calls_of_a_thread(width):
+    """As in autograd's thread, which may have no CUDA context yet when a compiled backward starts."""
+    q, k, v, grad_o = make((1, 4, 1024, width), (1, 4, 1024, width), torch.bfloat16, "cuda")
+
+    def both():
+        o, lse = kernels.forward(q, k, v, True, width**-0.5)
+        return o, *kernels.backward(grad_o, q, k, v, o, lse, True, width**-0.5)
+
+    both()  # compiles, and leaves memory that the thread gets without a call of CUDA
+    expected = both()
+    with ThreadPoolExecutor(1) as thread:
+        for found, want in zip(thread.submit(both).result(), expected, strict=True):
+            assert relative(found, want) < LIMITS[torch.bfloat16]
 
 
 @pytest.mark.gpu

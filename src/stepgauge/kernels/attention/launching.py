@@ -3,6 +3,7 @@ launch itself.
 """
 
 import functools
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -80,6 +81,8 @@ class PlannedLaunch:
         self.launch = None
 
     def __call__(self, stream, *tensors):
+        if self.boxes and tensors[0].is_cuda:
+            make_context_current(tensors[0].device)
         # Hooks of a profiler run only in Triton's own launcher.
         if self.launch is None or hooks_present():
             self._launch_by_triton(tensors)
@@ -293,6 +296,19 @@ def permanent_copy(device, values):
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(copy).result()
+
+
+_this_thread = threading.local()
+
+
+def make_context_current(device):
+    """Makes sure that this thread has a CUDA context. A new one, such as autograd's for backward, has
+    none before its first call of CUDA, and Triton's launcher only sets it after it has encoded the
+    descriptors, which needs it.
+    """
+    if not hasattr(_this_thread, "has_context"):
+        torch.zeros(1, device=device)
+        _this_thread.has_context = True
 
 
 def stream_of(x):
