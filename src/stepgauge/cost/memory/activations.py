@@ -156,7 +156,7 @@ def end_parts(operations: StepOperations) -> Parts:
     if _is_fused(operations):  # forward computes the gradient, in chunks of logits
         return {**parts, "gradient of the head": v * d * arithmetic.residual_bytes}
     parts["log-softmax"] = m * v * arithmetic.activation_bytes  # compiled, the logits themselves
-    is_eager_and_whole = not operations.compiles_loss and operations.share.tensor == 1
+    is_eager_and_whole = not operations.compiles_ends and operations.share.tensor == 1
     if arithmetic.activation_bytes == 2 and is_eager_and_whole:
         parts["logits in fp32"] = m * v * 4
     if arithmetic.casts:
@@ -183,7 +183,7 @@ def loss_bytes(operations: StepOperations) -> float:
             m, operations.model.d_model, v * operations.arithmetic.activation_bytes
         )
         return min(limit, m * v * 4)
-    if operations.compiles_loss:  # the gradient overwrites the logits
+    if operations.compiles_ends:  # the gradient overwrites the logits
         return 0.0
     if operations.share.tensor > 1:
         # A local variable of parallel/tensor_parallel/layers.py holds the last norm's output.

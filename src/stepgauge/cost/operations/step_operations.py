@@ -41,6 +41,7 @@ class StepOperations(ShareSizes):
         self.arithmetic = Arithmetic.of(
             spec.precision, is_compiled=is_compiled, gathered=self.share.gathered
         )
+        self.end_arithmetic = dataclasses.replace(self.arithmetic, is_compiled=self.compiles_ends)
         stream = self.tokens * self.model.d_model * self.arithmetic.activation_bytes
         part = self.share
         self.overlapped = part.overlap and overlaps(stream, part.tensor, replayed=part.replayed)
@@ -143,10 +144,10 @@ class StepOperations(ShareSizes):
         yield from self._norm("head.norm", "forward", "norm")
         yield from self._collectives("head", "forward")
         if self._fuses_loss:
-            yield from fused_forward(self.arithmetic, self.tokens, v, d, self.spec.device)
+            yield from fused_forward(self.end_arithmetic, self.tokens, v, d, self.spec.device)
             return
-        yield from self.arithmetic.linear_forward(
-            "head", self.tokens, v, d, self.arithmetic.autocast_numel(self.own_tokens * d)
+        yield from self.end_arithmetic.linear_forward(
+            "head", self.tokens, v, d, self.end_arithmetic.autocast_numel(self.own_tokens * d)
         )
         yield from self._loss_forward(v)
 
@@ -180,14 +181,14 @@ class StepOperations(ShareSizes):
     def _loss_forward(self, v: int) -> Iterator[Term]:
         m = self.tokens
         if self.share.tensor > 1:  # each rank has a part of the vocabulary (vocabulary_loss.py)
-            value_bytes = 12 * 4 + 2 * self.arithmetic.activation_bytes
+            value_bytes = 12 * 4 + 2 * self.end_arithmetic.activation_bytes
             yield Term("loss", TRAFFIC, (m * v * value_bytes,))
             yield Term("loss.max", "all_reduce", (m * 4,), axis="tensor")
             yield Term("loss.sum", "all_reduce", (m * 8,), axis="tensor")
-        elif self.arithmetic.is_compiled:
-            yield Term("loss", TRAFFIC, (m * v * 2 * self.arithmetic.activation_bytes,))
+        elif self.end_arithmetic.is_compiled:
+            yield Term("loss", TRAFFIC, (m * v * 2 * self.end_arithmetic.activation_bytes,))
         else:
-            if self.arithmetic.activation_bytes == 2:
+            if self.end_arithmetic.activation_bytes == 2:
                 yield Term("loss.cast", "cast bf16 fp32", (m * v,))
             yield Term("loss", "cross-entropy forward", (m, v))
 
@@ -224,20 +225,20 @@ class StepOperations(ShareSizes):
             yield from fused_backward(v, d)
         else:
             yield from self._loss_backward(v)
-            yield from self.arithmetic.linear_backward(
-                "head", self.tokens, v, d, self.arithmetic.autocast_numel(self.own_tokens * d)
+            yield from self.end_arithmetic.linear_backward(
+                "head", self.tokens, v, d, self.end_arithmetic.autocast_numel(self.own_tokens * d)
             )
         yield from self._collectives("head", "backward")
         yield from self._norm("head.norm", "backward", "norm")
 
     def _embedding_backward(self) -> Iterator[Term]:
         """Yields the clearing of the embedding's gradient, and the sums over tokens added to it."""
-        d, itemsize = self.model.d_model, self.arithmetic.residual_bytes
+        d, itemsize = self.model.d_model, self.end_arithmetic.residual_bytes
         numel = self.model.vocab_size * d // self.share.tensor
         yield from self._collectives("blocks.0", "backward", itemsize)
         yield Term("embedding.clear_gradient", TRAFFIC, (numel * itemsize,), for_weights=True)
         nbytes = 2 * self.tokens * d * itemsize
-        if self.arithmetic.is_compiled:
+        if self.end_arithmetic.is_compiled:
             yield Term("embedding", TRAFFIC, (nbytes,), gradient=numel, for_weights=True)
         else:
             yield Term("embedding", "embedding backward", (self.tokens, d), gradient=numel,
@@ -275,12 +276,12 @@ class StepOperations(ShareSizes):
     def _loss_backward(self, v: int) -> Iterator[Term]:
         m = self.tokens
         if self.share.tensor > 1:
-            yield Term("loss", TRAFFIC, (m * v * 4 * self.arithmetic.activation_bytes,))
-        elif self.arithmetic.is_compiled:
-            yield Term("loss", TRAFFIC, (m * v * 2 * self.arithmetic.activation_bytes,))
+            yield Term("loss", TRAFFIC, (m * v * 4 * self.end_arithmetic.activation_bytes,))
+        elif self.end_arithmetic.is_compiled:
+            yield Term("loss", TRAFFIC, (m * v * 2 * self.end_arithmetic.activation_bytes,))
         else:
             yield Term("loss", "cross-entropy backward", (m, v))
-            if self.arithmetic.activation_bytes == 2:
+            if self.end_arithmetic.activation_bytes == 2:
                 yield Term("loss.cast", "cast fp32 bf16", (m * v,))
 
     def _added(self, numel: int) -> Iterator[Term]:
@@ -300,8 +301,8 @@ class StepOperations(ShareSizes):
         return self.model.loss == "fused" and self.share.tensor == 1 and not self.loss_by_torch
 
     @property
-    def compiles_loss(self) -> bool:
-        """True if the loss is part of the compiled graph."""
+    def compiles_ends(self) -> bool:
+        """True if embedding, head and loss are part of the compiled graph."""
         return self.spec.compile not in ("off", "blocks")
 
     @property
@@ -309,9 +310,8 @@ class StepOperations(ShareSizes):
         """True if torch computes a loss that was requested as fused: the kernels leave small ones to it."""
         if not (self.spec.precision.startswith("bf16") and self.spec.device.startswith("cuda")):
             return False
-        model, is_compiled = self.model, self.arithmetic.is_compiled
-        size = self.tokens, model.d_model, model.vocab_size
-        return self.share.tensor == 1 and torch_computes(*size, compiled=is_compiled)
+        size = self.tokens, self.model.d_model, self.model.vocab_size
+        return self.share.tensor == 1 and torch_computes(*size, compiled=self.compiles_ends)
 
     @property
     def _up(self) -> str:
@@ -346,7 +346,8 @@ class StepOperations(ShareSizes):
         """Yields a norm and, in backward, the all-reduce of its gradient over tensor ranks."""
         sizes = self.model.norm, self.own_tokens, self.model.d_model
         sums = self.spec.compile != "blocks" or name == "feed_forward.norm"  # in the same graph
-        yield from self.arithmetic.norm(name, direction, *sizes, sums=sums)
+        arithmetic = self.end_arithmetic if name == "head.norm" else self.arithmetic
+        yield from arithmetic.norm(name, direction, *sizes, sums=sums)
         rule = self._rule(module)
         if direction == "backward" and rule and KINDS[rule.kind].sums:
             nbytes = self.norm_parameters * self.arithmetic.weight_bytes
