@@ -20,7 +20,8 @@ from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.pipeline import build
 from stepgauge.spec.record import Record
-from stepgauge.spec.step import WorkSpec
+from stepgauge.spec.step import StepSpec, WorkSpec
+from stepgauge.spec.units import GIB
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -84,6 +85,14 @@ def test_peaks_of_later_steps_of_which_one_has_compiled_blocks():
     assert any(row.spec["compile"] == "blocks" for row in rows)
     assert len(errors) == 10
     assert max(map(abs, errors)) < 0.005
+
+
+def test_norms_of_parallel_blocks_share_their_input():
+    """profile memory --predict sm90, which follows each tensor, gives 16.143 GiB."""
+    model = ModelSpec.preset("medium", context_length=1024, block="parallel")
+    spec = StepSpec(model=model, batch=8, precision="bf16", device="cuda")
+    peak = step_memory(StepOperations(spec), Layout()).peak_bytes
+    assert peak == pytest.approx(16.143 * GIB, rel=0.002)
 
 
 def test_measured_peaks_of_zero_ranks():

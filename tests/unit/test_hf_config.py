@@ -280,6 +280,10 @@ def test_unsupported_values_are_refused(config, words):
     assert words in str(error.value)
 
 
+def test_a_feature_that_is_turned_off_needs_no_support():
+    assert network_of(LLAMA | {"use_mrope": False, "vision": None}) == network_of(LLAMA)
+
+
 def test_null_means_the_librarys_default_where_the_library_has_one():
     nulls = ("num_key_value_heads", "head_dim", "sliding_window", "layer_types", "rope_scaling")
     assert network_of(LLAMA | dict.fromkeys(nulls)) == network_of(LLAMA)

@@ -13,7 +13,7 @@ from stepgauge.spec.layout import Layout
 from stepgauge.spec.record import Record
 
 OUTSIDE = "(outside)"
-USUAL_ERROR = 0.02  # of a predicted step: the median of those that the GPU bounds (docs/predict.md)
+CLOSE = 0.02  # predicted steps of which either may be shorter: the error of the best predictions
 SETTINGS = ("micro batch", "accumulation", "checkpointing", "compile")
 _FIGURE = re.compile(
     r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?(?= ms| times)"
@@ -75,13 +75,13 @@ def _percent(fraction: float | None) -> float | None:
 def close_to_first(rows: Sequence[Record]) -> str:
     """Returns a sentence about the layouts that may be as fast as the first; "" if there are none."""
     steps = [row.metrics["step_ms"].median for row in rows]
-    last = sum(step <= (1 + USUAL_ERROR) * steps[0] for step in steps)
+    last = sum(step <= (1 + CLOSE) * steps[0] for step in steps)
     if last == 1:
         return ""
-    others = "layout 2 is" if last == 2 else f"layouts 2 to {last} are"
+    if last == 2:
+        return f"layout 2 is predicted within {CLOSE:.0%} of the first: either may be faster"
     return (
-        f"{others} predicted within {USUAL_ERROR:.0%} of the first, the usual error of a prediction; "
-        f"--verify {last} runs and compares them"
+        f"layouts 2 to {last} are predicted within {CLOSE:.0%} of the first: any may be the fastest"
     )
 
 

@@ -256,12 +256,12 @@ class HardwareFile:
         return "cpu" if self.threads else "cuda"
 
     def require_kind(self, device: str) -> None:
-        """Raises ValueError if a CPU is to be predicted from the file of a GPU, or vice versa."""
-        if device.startswith("cpu") and self.peaks is not None:
+        """Raises ValueError if another kind of device is to be predicted than that of the file."""
+        if device.startswith(("cpu", "mps")) and self.peaks is not None:
             raise ValueError(
                 f"device is {device!r}; the hardware file {self.name} is that of a GPU: choose cuda"
             )
-        if device.startswith("cuda") and self.threads:
+        if device.startswith(("cuda", "mps")) and self.threads:
             raise ValueError(
                 f"device is {device!r}; the hardware file {self.name} is that of a CPU: choose cpu"
             )

@@ -70,7 +70,8 @@ def network_of(given: Config) -> ModelSpec | BertSpec:
     if kind not in FAMILIES:
         raise ValueError(f"model_type is {kind!r}; choose one of {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
-    unknown = sorted(given.keys() - family.defaults.keys() - IGNORED)
+    extra = given.keys() - family.defaults.keys() - IGNORED
+    unknown = sorted(name for name in extra if given[name] not in (None, False))  # turned off
     if unknown:
         raise ValueError(f"{unknown[0]} is not supported in a config of {kind}")
     config = {**family.defaults, **given}

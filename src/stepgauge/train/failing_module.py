@@ -45,10 +45,10 @@ def _innermost(error: Exception, network: Callable[..., Any]) -> str:
     """Returns the name and class of the innermost submodule in the traceback, or ""."""
     if not isinstance(network, nn.Module):
         return ""
-    names = {id(part): name for name, part in network.named_modules()}
+    names = {id(part): plain_name(name) for name, part in network.named_modules()}
     innermost = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")
         if name := names.get(id(module), ""):
-            innermost = f"{plain_name(name)} ({type(module).__name__})"
+            innermost = f"{name} ({type(module).__name__})"
     return innermost

@@ -69,7 +69,9 @@ def block_parts(operations: StepOperations) -> Parts:
     # with overlap, backward gathers the inputs again
     input_tokens = operations.own_tokens if operations.overlapped else m
     second_norm_input = operations.stream_bytes
-    if operations.spec.compile == "blocks":
+    if model.block == "parallel":  # both norms read the block's input
+        second_norm_input = 0.0
+    elif model.block == "pre-norm" and operations.spec.compile == "blocks":
         second_norm_input = operations.own_tokens * model.d_model * itemsize
     parts = {
         "norm inputs": operations.stream_bytes + second_norm_input,

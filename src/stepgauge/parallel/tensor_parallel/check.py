@@ -88,7 +88,7 @@ def _differing_gradients(parallel: TensorParallel, whole: nn.Module, eps: float)
             is_different = expected is not parameter.grad
         else:
             is_different = _differs(parameter.grad, parallel.part(name, expected), eps, largest)
-        names += [name] if is_different else []
+        names += [plain_name(name)] if is_different else []
     return names
 
 

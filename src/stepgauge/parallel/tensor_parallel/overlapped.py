@@ -99,7 +99,8 @@ def _column_backward(
     gradient: Tensor, x: Tensor, weight_FD: Tensor, wants_weight: bool, group: str
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of this rank's rows of x and of the weight (empty unless wanted)."""
-    x_RD, gradient_SF = x.flatten(0, -2), gradient.flatten(0, -2)
+    # contiguous here: a copy that does not fit must raise before a turn begins
+    x_RD, gradient_SF = x.flatten(0, -2).contiguous(), gradient.flatten(0, -2)
     exchange = _exchange_for(x_RD, group, x_RD.shape[1], ranks=group_named(group).size())
     weight_gradient = weight_FD.new_empty(weight_FD.shape if wants_weight else 0)
     if not wants_weight:
