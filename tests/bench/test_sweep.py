@@ -72,7 +72,11 @@ def noisy(spec):
 
 @pytest.mark.parametrize(
     ("calm", "measured", "message"),
-    [("1", 1, ""), ("2", 2, ""), ("9", 3, "disturbed: p90 is over 1.5 × p10, in the last of 3")],
+    [
+        ("1", 1, ""),
+        ("2", 2, ""),
+        ("9", 3, "disturbed: p90 is over 1.5 × p10, also in the last of 3"),
+    ],
 )
 def test_a_disturbed_row_is_measured_again_and_marked_if_it_stays_disturbed(
     tmp_path, calm, measured, message

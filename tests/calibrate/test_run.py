@@ -212,8 +212,8 @@ def test_the_row_the_file_and_each_prediction_say_that_a_measurement_was_disturb
     left = cores(*[1.0] * MOST_TRIES)
     record = Retries().run(lambda: run(spec("traffic")))
     assert not left and remark(record) == (
-        f"disturbed: other work took 1.0 of the cores that it needed, in the last of {MOST_TRIES} "
-        f"measurements too"
+        f"disturbed: other work took 1.0 CPU cores that it needed, also in the last of {MOST_TRIES} "
+        f"measurements"
     )
     path = tmp_path / "box.json"
     hardware_file([record], HardwareFile(name="box")).write(path)

@@ -68,7 +68,7 @@ def test_a_plan_in_80_columns_keeps_its_results(capfd, monkeypatch):
     text, progress = capfd.readouterr()
     screened, *later = progress.splitlines()
     assert f": {screened.removeprefix('screening ')}, " in text
-    assert later == ["simulating 30 layouts", "leaving out communication of 10 layouts"]
+    assert later == ["simulating 30 layouts", "finding exposed communication of 10 layouts"]
     assert re.match(r"10b, 12(,\d{3}){3} parameters, ", text)
     headings = text.split("#  layout")[0] + text.split("#  layout")[1].partition("\n")[0]
     assert all(word in headings for word in ("step", "±", "peak", "days", "MFU"))

@@ -125,7 +125,7 @@ def test_a_bar_shows_the_progress_in_a_terminal(stepgauge, monkeypatch):
     monkeypatch.setattr("stepgauge.cli.console.error_console", terminal)
     monkeypatch.setattr("stepgauge.cli.plan.error_console", terminal)
     assert stepgauge("plan", *TINY, "--gpus", 2, "--global-batch", 2, "--top", 2)[0] == 0
-    assert re.search(r"leaving out .*1/2.* layouts", terminal.file.getvalue())
+    assert re.search(r"finding .*1/2.* layouts", terminal.file.getvalue())
 
 
 def planned_row(step_ms, *, batch, checkpointing):

@@ -78,7 +78,7 @@ def test_progress_counts_the_layouts_that_are_screened_and_simulated():
     totals = {
         "screening": found.counted[0],
         "simulating": simulated,
-        "leaving out communication of": 2,
+        "finding exposed communication of": 2,
     }
     assert heard == [(name, n, total) for name, total in totals.items() for n in range(total)]
 

@@ -284,7 +284,7 @@ class _RowProgress:
         self.has_bar = not self.is_single and error_console.is_terminal
         self.name = ""
         if not self.is_single and not self.has_bar:
-            info(f"{len(names)} rows; each prints a line when it is done, and a table follows")
+            info(f"{len(names)} rows; each prints a line when it is done")
 
     def start(self, job: "Job", again: str) -> None:
         """A row is about to be measured, for the first time, or `again` for the given reason."""

@@ -10,7 +10,8 @@ from stepgauge.report.names import describe, flatten, identifying_fields, labels
 from stepgauge.report.numbers import heading
 from stepgauge.report.table import Table
 from stepgauge.report.views import figure, is_measurable
-from stepgauge.spec.disturbance import MISSED_CORES
+from stepgauge.spec.disturbance import MISSED_CORES, describe_disturbance, is_disturbed
+from stepgauge.spec.fallbacks import fallbacks
 from stepgauge.spec.first_names import first_names
 from stepgauge.spec.kinds import declarations
 from stepgauge.spec.record import Record
@@ -82,10 +83,23 @@ def compare(
             and metric != MISSED_CORES  # which says how good the figures are
             and all(is_measurable(side, metric) for side in (record, partner))
         ]
+        notes += _why_unreliable(record, partner)
         for side, other, name in ((record, partner, "A"), (partner, record, "B")):
             if side.status != "ok" and other.status == "ok":
                 notes.append(f"{describe(side)}: {side.status.upper()} in {name} ({side.note})")
     return RunDifferences(differences, [*notes, *filter(None, missing)])
+
+
+def _why_unreliable(first: Record, second: Record) -> list[str]:
+    """Returns what makes the ratios of a pair say little about what differs in its specs."""
+    return [
+        f"{describe(record)}: {reason} in {name}"
+        for record, name in ((first, "A"), (second, "B"))
+        for reason in (
+            *fallbacks(record),
+            *([describe_disturbance(record)] if is_disturbed(record) else []),
+        )
+    ]
 
 
 def closest_differ_in(first: Sequence[Record], second: Sequence[Record]) -> list[str]:
@@ -160,9 +174,9 @@ def difference_table(differences: Sequence[Difference]) -> Table:
         before = difference.first.metrics[difference.metric]
         after = difference.second.metrics[difference.metric]
         ratio = None if math.isnan(difference.ratio) else difference.ratio
-        cells += [heading(difference.metric, before.unit), figure(before), figure(after)]
-        rows.append([*cells, ratio, _verdict(difference)])
-    columns = [*(name.replace("_", " ") for name in fields), "figure", "A", "B", "B / A", "verdict"]
+        cells += [heading(difference.metric, before.unit), ratio, _verdict(difference)]
+        rows.append([*cells, figure(before), figure(after)])
+    columns = [*(name.replace("_", " ") for name in fields), "figure", "B / A", "verdict", "A", "B"]
     return Table(
         columns,
         rows,

@@ -22,11 +22,13 @@ def dtype_table(record: Record, *, each: bool = False) -> Table:
     head, *tensors = record.tables["dtypes"]
     counts: dict[tuple[str, ...], int] = {}
     for role, path, module, dtype in tensors:
-        row = (role, path if each else re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), module, dtype)
+        row = (role, path if each else re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), dtype, module)
         counts[row] = counts.get(row, 0) + 1
     rows = [[*row, count] for row, count in counts.items()]
     caption = f"Tensor types in one step: {describe(record).removeprefix('dtypes ')}"
-    return Table([*head, "tensors"], rows, caption=caption, folded=True)
+    what, where, module_name, type_name = head
+    columns = [what, where, type_name, module_name, "tensors"]
+    return Table(columns, rows, caption=caption, folded=True)
 
 
 def accumulation_table(record: Record) -> Table:

@@ -90,11 +90,16 @@ def group_table(records: Sequence[Record]) -> Table:
         for group in groups(every)
     ]
     return Table(
-        ["fastest of its group", "rows", "predicted rank", "predicted best slower by"],
+        [
+            "fastest of its group",
+            "rows",
+            "place in the prediction",
+            "predicted best takes longer by",
+        ],
         rows,
         names=1,
-        formats={"predicted best slower by": "+.1%"},
-        caption="Groups of rows with the same work on the same number of ranks." if rows else "",
+        formats={"predicted best takes longer by": "+.1%"},
+        caption="Was the fastest predicted? A group has the same work and ranks." if rows else "",
     )
 
 

@@ -123,7 +123,7 @@ def phases_table(analysis: Analysis) -> Table:
         timed = {
             "stopwatch ms": plain,
             "stopwatch profiled ms": profiled,
-            "profiler overhead %": 100 * (profiled / plain - 1) if plain and profiled else None,
+            "profiler overhead %": _overhead(plain, profiled),
         }
         own = sums.get(phase, Sum())
         rows.append({
@@ -135,7 +135,15 @@ def phases_table(analysis: Analysis) -> Table:
         })  # fmt: skip
     stopwatch = "stopwatch without and with the profiler (medians), trace"
     caption = f"Phases: {stopwatch if analysis.stopwatch_ms else 'trace'} (mean of {analysis.steps} steps)."
-    return Table.from_rows(rows, caption=caption, formats={"profiler overhead %": "+.1f"})
+    formats = {"profiler overhead %": "+.1f"}
+    return Table.from_rows(rows, caption=caption, formats=formats, absent="-")
+
+
+def _overhead(plain: float | None, profiled: float | None) -> float | None:
+    """Returns the profiler's overhead in percent; None if noise hides it, so that it would be negative."""
+    if not plain or not profiled or profiled < plain:
+        return None
+    return 100 * (profiled / plain - 1)
 
 
 def _profiled_ms(analysis: Analysis, phase: str) -> float | None:

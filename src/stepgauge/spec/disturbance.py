@@ -33,10 +33,10 @@ def lacked_cores(record: Record) -> bool:
 def describe_disturbance(record: Record) -> str:
     """Returns a note on what disturbed the row, and on how often it was measured again."""
     tries = record.environment.get(TRIES, 1)
-    repeated = f", in the last of {tries} measurements too" if tries > 1 else ""
+    repeated = f", also in the last of {tries} measurements" if tries > 1 else ""
     if lacked_cores(record):
         missed = record.median(MISSED_CORES)
-        return f"disturbed: other work took {missed:.1f} of the cores that it needed{repeated}"
+        return f"disturbed: other work took {missed:.1f} CPU cores that it needed{repeated}"
     return f"disturbed: p90 is over {DISTURBED} × p10{repeated}"
 
 

@@ -144,7 +144,7 @@ def _with_exposed(
     A row stays without it if the hardware file lacks the host's times of the step without an axis.
     """
     for number, row in enumerate(rows):
-        hear("leaving out communication of", number, len(rows))
+        hear("finding exposed communication of", number, len(rows))
         if complete := simulate(candidate_of(row), exposed=True):
             yield complete
         else:
