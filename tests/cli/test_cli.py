@@ -59,6 +59,7 @@ def rows(path):
         (("--device", "toaster"), "--device is 'toaster'; choose cpu"),
         (("--seed",), "--seed needs a value"),
         (("--bogus", "1"), "Unknown option: --bogus"),
+        (("--seq-len", "8"), "Unknown option: --seq-len. Did you mean --context?"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_status_2(stepgauge, tmp_path, arguments, words):

@@ -49,6 +49,13 @@ COMMANDS = {
     "completion": "completion:completion",
 }
 INTERRUPTED, TERMINATED = 130, 143  # exit statuses
+# Options as other programs name them, where the nearest name of ours is another option.
+OTHER_NAMES = {
+    **dict.fromkeys(("--sequence-length", "--seq-length", "--seq-len"), "--context"),
+    **dict.fromkeys(("--hidden-size", "--hidden", "--dim"), "--d-model"),
+    **dict.fromkeys(("--layers", "--n-layers"), "--num-layers"),
+    "--dtype": "--precision",
+}
 NUMBERS: Mapping[type | None, str] = {int: "a whole number", float: "a number"}
 
 
@@ -222,18 +229,25 @@ def _usage_message(error: CycloptsError) -> str:
                 f"{command} needs a value for --hardware: {files}, or a file of stepgauge calibrate"
             )
         return f"{command} needs a value for {name}: see stepgauge {command} --help"
-    if isinstance(error, UnknownOptionError):
-        keyword = error.token.keyword or ""
-        known = [name for option in error.argument_collection for name in option.names]
-        if keyword.startswith("["):  # from a configuration file: [bench.step.batch]
-            name = keyword[1:-1].rpartition(".")[2]
-            near = difflib.get_close_matches(f"--{name}", known, 1)
-            hint = f" Did you mean {near[0][2:]}?" if near else ""
-            return f"Unknown option: {name!r} from {error.token.source}.{hint}"
-        if keyword == "--seconds" and command.startswith("bench ") and "--steps" in known:
-            return f"{command} has no --seconds, because all ranks time the same number of --steps"
+    if isinstance(error, UnknownOptionError) and (sentence := _unknown_option(error, command)):
+        return sentence
     if isinstance(error, UnusedCliTokensError):
         first, *_ = error.unused_tokens or [""]
         return f"unexpected argument {first!r}: see stepgauge {command} --help"
     cause = error.__cause__ or error.__context__
     return str(cause) if isinstance(cause, ValueError) else " ".join(str(error).split())
+
+
+def _unknown_option(error: UnknownOptionError, command: str) -> str:
+    """Returns a sentence for an option that the command does not have; "" if cyclopts' own is as good."""
+    keyword = error.token.keyword or ""
+    known = [name for option in error.argument_collection for name in option.names]
+    if keyword.startswith("["):  # from a configuration file: [bench.step.batch]
+        name = keyword[1:-1].rpartition(".")[2]
+        near = difflib.get_close_matches(f"--{name}", known, 1)
+        hint = f" Did you mean {near[0][2:]}?" if near else ""
+        return f"Unknown option: {name!r} from {error.token.source}.{hint}"
+    if keyword == "--seconds" and command.startswith("bench ") and "--steps" in known:
+        return f"{command} has no --seconds, because all ranks time the same number of --steps"
+    ours = OTHER_NAMES.get(keyword)
+    return f"Unknown option: {keyword}. Did you mean {ours}?" if ours in known else ""
