@@ -23,6 +23,7 @@ import torch
 
 from stepgauge.bench.build import LEARNING_RATE, build
 from stepgauge.calibrate.host import LAYERS, LENGTH, host_times, narrow_network
+from stepgauge.measure.environment import environment
 from stepgauge.measure.timing import time_phases
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import TRAINING_PHASES, StepSpec
@@ -115,7 +116,11 @@ def main() -> None:
         for name, spec in rows(arguments.device).items():
             result = compare(spec, arguments.seconds)
             show(name, result)
-            file.write(json.dumps({"row": name, **result}) + "\n")
+            where = {
+                "seconds": arguments.seconds,
+                "environment": environment(torch.device(spec.device)),
+            }
+            file.write(json.dumps({"row": name, **where, **result}) + "\n")
             file.flush()
 
 

@@ -21,6 +21,7 @@ from stepgauge.report.views import remark
 from stepgauge.spec.calibration import CalibrationSpec, ContentionSpec
 from stepgauge.spec.comm import COPIED_OPS
 from stepgauge.spec.disturbance import TRIES, is_disturbed
+from stepgauge.spec.fallbacks import libraries_of
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.hardware_files import default_path, file_of
 from stepgauge.spec.model import ModelSpec
@@ -264,6 +265,10 @@ def test_a_table_says_which_other_package_ran_its_pass(tmp_path):
     assert {name: table.libraries for name, table in tables.items()} == {
         "traffic": "", "attention triton backward bf16": "cuDNN"
     }  # fmt: skip
+    fallback = dataclasses.replace(
+        backward, environment={"native": {"attention triton": "plain PyTorch: no Triton"}}
+    )
+    assert libraries_of(fallback) == ""
 
 
 @pytest.mark.parametrize("name", sorted({*GPU.attentions} - {"sdpa-cudnn"}))  # it needs a GPU

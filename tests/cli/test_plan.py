@@ -248,7 +248,7 @@ def test_layouts_for_other_machines_are_not_run_here(stepgauge, monkeypatch):
 def test_a_file_of_another_kind_of_machine(stepgauge):
     asked = (*NANO, "--gpus", "2", "--global-batch", "2", "--hardware", HARDWARE / "dgx-h100.json")
     status, _, err = stepgauge("plan", *asked)
-    assert status == 2 and "is that of a GPU: choose cuda" in err
+    assert status == 2 and "is that of an NVIDIA GPU: choose cuda" in err
 
 
 NET = """

@@ -165,7 +165,8 @@ def test_a_gpus_file_is_refused_for_a_cpu_and_vice_versa(stepgauge, tmp_path):
     path = tmp_path / "cpu.json"
     dataclasses.replace(made_up(), threads=2).write(path)
     for asked, file, message in (
-        ("cpu", H100, "is that of a GPU: choose cuda"),
+        ("cpu", H100, "is that of an NVIDIA GPU: choose cuda"),
+        ("mps", H100, "is that of an NVIDIA GPU: choose cuda"),
         ("cuda", path, "of a CPU"),
     ):
         for layout in ("none", "tp2"):

@@ -138,7 +138,9 @@ def per_micro_batch(micro_batches, machine):
 
 
 def test_gpus_that_wait_for_other_stages_run_products_faster():
-    """1F1B on four H200s took 5 to 8 % less with 2 micro-batches than products at full power would."""
+    """1F1B on four H200s took 5 to 8 % less with 2 micro-batches than products at full power would; 2 %
+    less is predicted, as products keep the time of a share of 0.5 below it.
+    """
     scaled = CalibratedMachine(HardwareFile.read(ROOT / "hardware" / "dgx-a100.json"))
     faster, unknown = (per_micro_batch(2, m) / per_micro_batch(16, m) for m in (H200, scaled))
-    assert 0.9 < faster / unknown < 0.98  # both add up gradients more rarely
+    assert 0.95 < faster / unknown < 0.98  # both add up gradients more rarely

@@ -62,7 +62,9 @@ def test_a_calibrated_shape_is_looked_up_and_others_have_another_source():
 
 
 def test_products_take_longer_the_larger_their_share_of_the_step():
-    """All were timed alternating with other work, and some back to back at a lower clock."""
+    """All were timed alternating with other work, half of the time, and some back to back at a lower
+    clock. With less than half, they take no less.
+    """
     axes, large = ("m", "n", "k"), (512, 512, 512)
     tables = {
         "matmul nt bf16": OperationTable(axes, ((*large, 10.0), (512, 512, 1024, 22.0))),

@@ -16,12 +16,13 @@ def test_profiler_overhead_compares_medians():
         source="trace.json",
         steps=3,
         phases_us={"forward": [1e3, 1e3, 9e3], "backward": [2e3, 2e3, 2e3]},
-        stopwatch_ms={"forward": 1.0, "backward": 2.0, "step": 3.0},
+        stopwatch_ms={"forward": 1.0, "backward": 2.1, "step": 3.0},
         watched_ms={"forward": [1.1, 1.1, 9.1], "backward": [2.0, 2.0, 2.0]},
     )
     table = phases_table(found)
     rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
     assert rows["forward"]["profiler overhead %"] == pytest.approx(10.0)
+    assert rows["backward"]["profiler overhead %"] is None  # faster with the profiler
     assert rows["step"]["stopwatch profiled ms"] == pytest.approx(3.1)
 
 

@@ -281,7 +281,11 @@ def test_unsupported_values_are_refused(config, words):
 
 
 def test_a_feature_that_is_turned_off_needs_no_support():
-    assert network_of(LLAMA | {"use_mrope": False, "vision": None}) == network_of(LLAMA)
+    assert network_of(LLAMA | {"use_mrope": False}) == network_of(LLAMA)
+    with pytest.raises(ValueError, match="use_mrope is not supported"):
+        network_of(LLAMA | {"use_mrope": True})
+    with pytest.raises(ValueError, match="is_causal is not supported"):  # another network
+        network_of(LLAMA | {"is_causal": False})
 
 
 def test_null_means_the_librarys_default_where_the_library_has_one():

@@ -80,6 +80,15 @@ def test_exposed_time_above_all_communication_is_noise_on_a_cpu(device, provenan
     assert (plotted(row, "exposed_ms") is not None) == is_shown
 
 
+def test_a_comparison_names_rows_that_say_little(record):
+    ran = {"native": {"loss fused": "plain PyTorch: no CUDA GPU"}}
+    fallback = dataclasses.replace(record("small", step=[10.0, 40.0]), environment=ran)
+    assert compare([record("small")], [record("small")]).notes == []
+    assert [note.partition(": ")[2] for note in compare([record("small")], [fallback]).notes] == [
+        "loss fused ran in plain PyTorch: no CUDA GPU in B", "disturbed: p90 is over 1.5 × p10 in B"
+    ]  # fmt: skip
+
+
 def test_a_prediction_is_not_compared_with_itself(record):
     modelled = dataclasses.replace(record("small"), provenance="modelled")
     (alone,) = paired([modelled])

@@ -130,7 +130,7 @@ GPU = Grid(
     compiled_passes=("heads", "gate", "norm"),
     compiled_shapes=((4096, 4096),),
     alternates=True,
-    time_limit_s=45.0,  # FlashAttention-4 compiles for 10 to 20 of them
+    time_limit_s=45.0,  # FlashAttention-4 compiles for 10 to 20 s
 )
 # Sizes of the presets nano to small, whose steps are short enough on a CPU. Triton kernels do not run.
 _CPU_WIDTHS = (64, 256, 1024, 3072)

@@ -249,5 +249,5 @@ def _unknown_option(error: UnknownOptionError, command: str) -> str:
         return f"Unknown option: {name!r} from {error.token.source}.{hint}"
     if keyword == "--seconds" and command.startswith("bench ") and "--steps" in known:
         return f"{command} has no --seconds, because all ranks time the same number of --steps"
-    ours = OTHER_NAMES.get(keyword)
+    ours = OTHER_NAMES.get(keyword.replace("_", "-"), "")
     return f"Unknown option: {keyword}. Did you mean {ours}?" if ours in known else ""

@@ -18,8 +18,7 @@ TERM, OPERATION, SIZES, US, SOURCE, TIMES_AWAY = map(
 )
 BY = " × "  # between sizes
 LEAST_NOTED_SHARE = 0.02  # of a step; a note on less would not help
-# Libraries run attention from about this length on; shorter, this package's kernels are as fast.
-LEAST_LIBRARY_LENGTH = 2048
+LONG = 4096  # tokens: attention of shorter sequences rarely runs in another package
 Row = Sequence[Any]
 
 
@@ -97,17 +96,19 @@ def _few_shapes(rows: Sequence[Row], machine: CalibratedMachine) -> list[str]:
 
 
 def _libraries(rows: Sequence[Row], machine: CalibratedMachine) -> list[str]:
-    """Returns a note for each operation on long sequences that was timed in other libraries."""
+    """Returns a note for each operation on long sequences of which other packages ran long shapes."""
     tables = {row[OPERATION]: machine.table(row[OPERATION]) for row in rows}
     ran_in = {name: table.libraries for name, table in tables.items() if table and table.libraries}
 
-    def is_timed_so(row: Row) -> bool:
-        length = row[SIZES].split(BY)[1:2]  # of heads, length, width
-        return row[OPERATION] in ran_in and any(float(t) >= LEAST_LIBRARY_LENGTH for t in length)
+    def is_long(row: Row) -> bool:
+        return (
+            row[OPERATION] in ran_in and float(row[SIZES].split(BY)[1]) >= LONG
+        )  # heads × length × width
 
-    _, longest = _longest(rows, is_timed_so, by=OPERATION)
+    _, longest = _longest(rows, is_long, by=OPERATION)
     return [
-        f"{name} was timed in {ran_in[name]} (slower where that is missing)" for name in longest
+        f"long shapes of {name} were timed in {ran_in[name]} (slower where that is missing)"
+        for name in longest
     ]
 
 

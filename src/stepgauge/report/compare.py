@@ -91,7 +91,7 @@ def compare(
 
 
 def _why_unreliable(first: Record, second: Record) -> list[str]:
-    """Returns what makes the ratios of a pair say little about what differs in its specs."""
+    """Returns why the ratios of a pair may not be due to what differs in its specs."""
     return [
         f"{describe(record)}: {reason} in {name}"
         for record, name in ((first, "A"), (second, "B"))

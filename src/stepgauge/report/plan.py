@@ -79,10 +79,8 @@ def close_to_first(rows: Sequence[Record]) -> str:
     if last == 1:
         return ""
     if last == 2:
-        return f"layout 2 is predicted within {CLOSE:.0%} of the first: either may be faster"
-    return (
-        f"layouts 2 to {last} are predicted within {CLOSE:.0%} of the first: any may be the fastest"
-    )
+        return f"layout 2 is predicted within {CLOSE:.0%} of the first, too close to tell which is faster"
+    return f"layouts 2 to {last} are predicted within {CLOSE:.0%} of the first, too close to tell which is fastest"
 
 
 def joined_notes(rows: Sequence[Record]) -> list[str]:

@@ -140,7 +140,9 @@ def phases_table(analysis: Analysis) -> Table:
 
 
 def _overhead(plain: float | None, profiled: float | None) -> float | None:
-    """Returns the profiler's overhead in percent; None if noise hides it, so that it would be negative."""
+    """Returns the profiler's overhead in percent; None if the profiled run was faster, which only noise
+    explains.
+    """
     if not plain or not profiled or profiled < plain:
         return None
     return 100 * (profiled / plain - 1)

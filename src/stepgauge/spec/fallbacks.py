@@ -45,10 +45,13 @@ def what_ran(record: Record) -> list[str]:
 
 
 def libraries_of(record: Record) -> str:
-    """Returns what ran instead of this package's kernels in a calibration of one; "" if nothing did."""
+    """Returns the other packages that ran shapes of a calibrated operation; "" if none did."""
     words = record.spec["operation"].split()
-    ran = record.environment.get(NATIVE, {}).items()
-    # Backward needs a forward, which another library may have run.
+    native = record.environment.get(NATIVE, {}).items()
+    ran = [
+        (kernel, library) for kernel, library in native if not library.startswith(("C++", FALLBACK))
+    ]
+    # Of "attention's forward" and "attention's backward" only the one that was timed: backward needs both.
     return " and ".join(
         dict.fromkeys(library for kernel, library in ran if kernel.split()[-1] in words)
     )

@@ -259,7 +259,7 @@ class HardwareFile:
         """Raises ValueError if another kind of device is to be predicted than that of the file."""
         if device.startswith(("cpu", "mps")) and self.peaks is not None:
             raise ValueError(
-                f"device is {device!r}; the hardware file {self.name} is that of a GPU: choose cuda"
+                f"device is {device!r}; the hardware file {self.name} is that of an NVIDIA GPU: choose cuda"
             )
         if device.startswith(("cuda", "mps")) and self.threads:
             raise ValueError(

@@ -71,7 +71,7 @@ def network_of(given: Config) -> ModelSpec | BertSpec:
         raise ValueError(f"model_type is {kind!r}; choose one of {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     extra = given.keys() - family.defaults.keys() - IGNORED
-    unknown = sorted(name for name in extra if given[name] not in (None, False))  # turned off
+    unknown = sorted(name for name in extra if name not in SWITCHES or given[name])
     if unknown:
         raise ValueError(f"{unknown[0]} is not supported in a config of {kind}")
     config = {**family.defaults, **given}
@@ -363,3 +363,4 @@ attention_dropout hidden_dropout hidden_dropout_prob attention_probs_dropout_pro
 classifier_dropout is_decoder resid_pdrop embd_pdrop attn_pdrop
 output_router_logits router_aux_loss_coef router_jitter_noise"""
 IGNORED = frozenset(_IGNORED.split())
+SWITCHES = {"use_mrope"}  # features that are not supported, but change nothing when they are off

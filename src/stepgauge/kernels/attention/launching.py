@@ -302,9 +302,8 @@ _this_thread = threading.local()
 
 
 def make_context_current(device):
-    """Makes sure that this thread has a CUDA context. A new one, such as autograd's for backward, has
-    none before its first call of CUDA, and Triton's launcher only sets it after it has encoded the
-    descriptors, which needs it.
+    """Gives this thread a CUDA context. A new thread, such as autograd's, has none until its first CUDA
+    call. Triton sets one only after it has encoded the descriptors, which needs one.
     """
     if not hasattr(_this_thread, "has_context"):
         torch.zeros(1, device=device)

@@ -95,7 +95,7 @@ def _differing_gradients(parallel: TensorParallel, whole: nn.Module, eps: float)
 def _backward(module: nn.Module, compute_loss: Callable[[nn.Module], Tensor]) -> Tensor:
     """Returns the loss, after its backward. The random numbers are the same in every call."""
     device = device_of(module)
-    eager = torch.compiler.set_stance("force_eager")  # a compiler would trace _CoarsestType
+    eager = torch.compiler.set_stance("force_eager")  # torch.compile would trace the mode
     with eager, torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         loss = compute_loss(module)

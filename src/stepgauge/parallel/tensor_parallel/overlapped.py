@@ -99,7 +99,7 @@ def _column_backward(
     gradient: Tensor, x: Tensor, weight_FD: Tensor, wants_weight: bool, group: str
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of this rank's rows of x and of the weight (empty unless wanted)."""
-    # contiguous here: a copy that does not fit must raise before a turn begins
+    # If memory for a copy runs out, it must be before a turn begins.
     x_RD, gradient_SF = x.flatten(0, -2).contiguous(), gradient.flatten(0, -2)
     exchange = _exchange_for(x_RD, group, x_RD.shape[1], ranks=group_named(group).size())
     weight_gradient = weight_FD.new_empty(weight_FD.shape if wants_weight else 0)
