@@ -80,6 +80,18 @@ def test_products_take_longer_the_larger_their_share_of_the_step():
     )  # slower by the same factor as the nearest timed shape
 
 
+@pytest.mark.parametrize("loss", ["cross-entropy", "fused"])
+def test_head_and_loss_beside_compiled_blocks_are_eager(loss):
+    def ends(compile):
+        model = ModelSpec.preset("2.7b", context_length=512, loss=loss)
+        spec = StepSpec(model=model, batch=4, precision="bf16", compile=compile, device="cuda")
+        operations = StepOperations(spec)
+        before, _, after = operations.forward_parts()
+        return [*before, *after, *operations.backward_parts()[0]]
+
+    assert ends("blocks") == ends("off") != ends("on")
+
+
 @pytest.mark.parametrize(
     "rows", [((1e6, 5.0),), ((1e6, 5.0), (4e6, 5.0)), ((1e6, 9.0), (4e6, 5.0))]
 )
