@@ -62,7 +62,7 @@ def test_a_row_says_how_many_of_its_cores_other_work_took(monkeypatch, taken, di
     record = run(nano(phases="forward"))
     assert record.median("missed_cores") == pytest.approx(taken, abs=0.1)
     assert is_disturbed(record) == _should_repeat(record) == disturbed
-    assert ("other work took 1.0 of the cores" in remark(record)) == disturbed
+    assert ("other work took 1.0 CPU cores" in remark(record)) == disturbed
 
 
 def test_rates_are_computed_from_the_step_time():
