@@ -80,6 +80,16 @@ def test_products_take_longer_the_larger_their_share_of_the_step():
     )  # slower by the same factor as the nearest timed shape
 
 
+def test_a_window_as_long_as_the_context_is_none():
+    def predicted(**fields):
+        model = ModelSpec.preset("medium", context_length=512, **fields)
+        return predict(StepSpec(model=model, batch=2, precision="bf16", device="cuda"), H100)
+
+    assert predicted(window=512).metrics == predicted().metrics
+    with pytest.raises(ValueError, match="window is 511, which has no cost model yet"):
+        predicted(window=511)
+
+
 @pytest.mark.parametrize("loss", ["cross-entropy", "fused"])
 def test_head_and_loss_beside_compiled_blocks_are_eager(loss):
     def ends(compile):

@@ -10,6 +10,7 @@ PRICED = (
     "attention loss gate num_kv_heads head_dim qk_norm attention_bias feed_forward_bias block "
     "scaled_embedding"
 )
+WINDOW = "window full_attention_every"
 NORMS = ("rmsnorm", "layernorm", "triton")
 CALIBRATED = ("adamw", "fused")  # optimizers
 ATTENTIONS = ("sdpa", "triton", "sdpa-flash", "sdpa-cudnn")  # if the hardware file has them
@@ -38,7 +39,9 @@ def require_formulas(model: object) -> ModelSpec:
     """Returns the network. Raises ValueError if a part of it has no cost model."""
     if not isinstance(model, ModelSpec):
         raise ValueError("a user's own model has no cost model yet; only presets are predicted")
-    model.require_defaults(PRICED, "has no cost model yet")
+    has_windows = any(map(model.window_of, range(model.num_layers)))  # shorter than the context
+    free = PRICED if has_windows else f"{PRICED} {WINDOW}"
+    model.require_defaults(free, "has no cost model yet")
     if model.norm not in NORMS:
         raise ValueError(f"norm is {model.norm!r}; its cost is not calibrated")
     if model.attention not in ATTENTIONS:
