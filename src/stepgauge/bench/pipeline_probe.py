@@ -15,7 +15,7 @@ import torch.distributed as dist
 from stepgauge.bench.busy import keep_busy
 from stepgauge.bench.pipeline_bytes import boundaries, held_in_step, message_bytes
 from stepgauge.bench.stage_calls import stage_calls
-from stepgauge.cost.pipeline.timeline import Durations, transfers_of
+from stepgauge.cost.pipeline.timeline import Durations, equal_launches, transfers_of
 from stepgauge.measure import devices
 from stepgauge.parallel.pipeline import Pipeline
 from stepgauge.parallel.pipeline.step import Batch
@@ -225,5 +225,5 @@ def durations(ranks: list[RankProbe], num_stages: int) -> Durations:
     return Durations(
         actions=actions,
         transfers=transfers_of(num_stages, max(rank.transfer_ms for rank in ranks)),
-        host_ms=max(rank.host_ms for rank in ranks),
+        launches=equal_launches(num_stages, max(rank.host_ms for rank in ranks)),
     )

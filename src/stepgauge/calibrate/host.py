@@ -44,15 +44,16 @@ def names_on(ranks: int) -> list[str]:
 
     Wrappers with their own table (calibrate/wrappers.py) are left out.
     """
+    tensor = (Layout(tensor=ranks), Layout(tensor=ranks, overlap=True))
     layouts = (
-        Layout(tensor=ranks),
-        Layout(tensor=ranks, overlap=True),
+        *tensor,
         Layout(data=ranks, wrapper="torch-ddp"),
         Layout(data=ranks, wrapper="torch-fsdp"),
         Layout(context=ranks, wrapper="zero1"),
         Layout(context=ranks, ulysses=True, wrapper="zero2"),
     )
-    return [f"host eager bf16{launched_under(layout, 'none')}" for layout in layouts]
+    eager = [f"host eager bf16{launched_under(layout, 'none')}" for layout in layouts]
+    return [*eager, *(f"host blocks bf16{launched_under(layout, 'none')}" for layout in tensor)]
 
 
 def is_host(name: str) -> bool:

@@ -38,9 +38,9 @@ def jobs(device: torch.device, ranks: Sequence[int], only: Sequence[str] = ()) -
     """Returns the jobs of a calibration, or those whose name contains a word of `only`.
 
     They time all operations on one rank. For each number of ranks, they time collectives, contention,
-    and on a CPU the operations while the ranks share it. On GPUs, for the largest number of ranks, they
-    time the host under each wrapper and other layouts; collectives by copy engines, and what runs beside
-    these, where the GPUs reach each other's memory.
+    and the operations that share the CPU: on a CPU all of them; on GPUs the host's, alone, under each
+    wrapper and under other layouts. Where the GPUs reach each other's memory, they also time collectives
+    by copy engines, and what runs beside these.
 
     Raises ValueError for a word that no name contains, and for more ranks than GPUs.
     """
@@ -55,9 +55,9 @@ def jobs(device: torch.device, ranks: Sequence[int], only: Sequence[str] = ()) -
     for number in ranks:
         named += _jobs_on_ranks(device, number)
         named += _copied_on_ranks(device, number) if number in copying else []
-    if ranks and device.type == "cuda":
-        for name in (*wrappers.names(), *host.names_on(max(ranks))):
-            named.append((name, run.job(_operation(name, device, max(ranks)))))
+        if device.type == "cuda":
+            for name in (*host.names(), *host.names_on(number), *wrappers.names()):
+                named.append((name, run.job(_operation(name, device, number))))
     names = [name for name, _ in named]
     for word in only:
         _require_in(names, word, device)

@@ -196,17 +196,13 @@ def _time_of(
 
 
 def with_operations(hardware: HardwareFile, records: Sequence[Record]) -> HardwareFile:
-    """Returns the file with tables replaced by those of the records.
-
-    Host times of several ranks are stored with those of a single process.
-    """
+    """Returns the file with tables replaced by those of the records."""
     single = dict(hardware.operations)
     by_ranks = {ranks: dict(tables) for ranks, tables in hardware.by_ranks.items()}
     for record in records:
         ranks = record.spec["ranks"]
         operation = record.spec["operation"]
-        is_shared = ranks > 1 and not operation.startswith("host")
-        tables = by_ranks.setdefault(ranks, {}) if is_shared else single
+        tables = by_ranks.setdefault(ranks, {}) if ranks > 1 else single
         # shapes of certain steps have their own table; older records have no field `sizes`
         name = f"{operation} {EXACT}" if record.spec.get("sizes") else operation
         tables[name] = table_of(record)

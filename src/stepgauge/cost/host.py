@@ -26,7 +26,7 @@ TYPICAL_HOST = "h200-sxm"  # for layouts and wrappers that a machine has no time
 
 @functools.cache
 def typical_host() -> CalibratedMachine:
-    return CalibratedMachine(HardwareFile.read(SHIPPED / f"{TYPICAL_HOST}.json"))
+    return CalibratedMachine(HardwareFile.read(SHIPPED / f"{TYPICAL_HOST}.json").on_ranks(2))
 
 
 def layout_table(

@@ -294,7 +294,7 @@ class LayoutParts:
         ranks = [self._rank_times(timeline, schedule, r, reduce_us) for r in range(plan.num_ranks)]
         last = max(ranks, key=lambda rank: rank.step_ms)
         # Each skipped micro-batch takes the busiest rank, or its host, as long as a simulated one.
-        issued_ms = taken.host_ms * max(len(row) for row in timeline.ranks)
+        issued_ms = max(sum(taken.launch_of(s.action) for s in row) for row in timeline.ranks)
         skipped_ms = num_skipped * max(*timeline.busy_ms, issued_ms) / plan.num_micro_batches
         accumulation = self.spec.accumulation
         # ZeRO 3 reduces gradients in each pass, other wrappers in the last one only.

@@ -12,6 +12,7 @@ from stepgauge.spec.calibration import (
     SHORT_PRODUCT_US,
     Contention,
     OperationTable,
+    is_host_operation,
     kernel_class,
     wrapper_operation,
 )
@@ -166,7 +167,8 @@ class HardwareFile:
     threads        number of threads of a CPU; 0 for a GPU
     links          times of collectives, from bench comm
     operations     times of single operations, from calibrate
-    by_ranks       number of ranks -> operation times per rank while that many ranks share the CPU
+    by_ranks       number of ranks -> operation times per rank while that many ranks share the CPU; on GPUs
+                   those of the host
     contention     slowdowns of kernels and collectives that overlap
     base           another machine, whose operation times are scaled by the ratio of peaks
     other          remaining fields of the file, such as a fabric (spec/fabric.py); written unchanged
@@ -286,17 +288,29 @@ class HardwareFile:
         }
         return {**self.operations, **of_ranks}
 
+    def _host_tables(self, ranks: int) -> Mapping[str, OperationTable]:
+        """Returns the host's times measured on the nearest number of ranks; none for one rank."""
+        hosts = {
+            number: {name: table for name, table in tables.items() if is_host_operation(name)}
+            for number, tables in self.by_ranks.items()
+        }
+        numbers = [number for number, tables in hosts.items() if tables and ranks > 1]
+        nearest = min(numbers, key=lambda number: abs(math.log(number / ranks)), default=1)
+        return hosts.get(nearest, {})
+
     def on_ranks(self, ranks: int) -> Self:
         """Returns the machine with the operation times of one of so many ranks.
 
-        On a CPU, whose cores the ranks share, these are the times measured on all ranks at once.
-        On GPUs, only tables timed for certain steps were measured so (by the slowest GPU); they are
-        added to the times of one GPU.
+        On a CPU, whose cores the ranks share, these are the times measured on all ranks at once. On GPUs
+        they are those of one GPU and, for the host, those measured on the nearest number of ranks.
+        Tables timed for certain steps are added if they were timed on just so many.
         """
         shared = self.by_ranks.get(ranks, {})
         requested = {name: table for name, table in shared.items() if name.endswith(f" {EXACT}")}
-        base = shared if len(shared) > len(requested) else self.operations
-        return dataclasses.replace(self, operations={**base, **requested}, by_ranks={})
+        hosts = self._host_tables(ranks)
+        has_devices = any(name not in requested and not is_host_operation(name) for name in shared)
+        base = shared if has_devices else self.operations
+        return dataclasses.replace(self, operations={**base, **hosts, **requested}, by_ranks={})
 
     def contention_of(
         self, operation: str, collective: str, ranks: int, us: float = SHORT_PRODUCT_US

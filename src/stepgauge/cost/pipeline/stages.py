@@ -31,7 +31,7 @@ def durations(
     """
     terms = [(list(stage.forward()), list(stage.backward())) for stage in stages]
     nbytes = max(stage.stream_bytes for stage in stages)
-    launches = [host[phase].us(stage.launched(phase)) for stage in stages for phase in PHASES]
+    launches = [[host[phase].us(stage.launched(phase)) for phase in PHASES] for stage in stages]
     taken = _durations(terms, launches, prices, nbytes)
     unshard = {(number, UNSHARD): us / 1e3 for number, us in enumerate(unshard_us)}
     return dataclasses.replace(taken, actions={**taken.actions, **unshard})
@@ -39,24 +39,35 @@ def durations(
 
 def _durations(
     stages: Sequence[tuple[Sequence[Term], Sequence[Term]]],
-    launches: Sequence[float],
+    launches: Sequence[Sequence[float]],
     prices: Prices,
     nbytes: float,
 ) -> Durations:
     """Returns the durations of stages with these forward and backward terms.
 
-    launches  microseconds of the host for each phase of each stage
+    launches  of each stage, microseconds of the host for forward and for backward. The gradients of
+              inputs and of weights share those of backward by their numbers of launches
     nbytes    of what a stage sends to the next one
     """
     actions: dict[tuple[int, str], float] = {}
-    for number, (forward, backward) in enumerate(stages):
-        actions[number, FORWARD] = prices.total_us(forward) / 1e3
-        actions[number, WEIGHT] = prices.total_us(t for t in backward if t.for_weights) / 1e3
-        actions[number, INPUT] = prices.total_us(t for t in backward if not t.for_weights) / 1e3
+    hosts: dict[tuple[int, str], float] = {}
+    for number, ((forward, backward), (forward_us, backward_us)) in enumerate(
+        zip(stages, launches, strict=True)
+    ):
+        for_inputs = [term for term in backward if not term.for_weights]
+        for_weights = [term for term in backward if term.for_weights]
+        each_us = backward_us / max(1, sum(term.count for term in backward))
+        for kind, terms, launch_us in (
+            (FORWARD, forward, forward_us),
+            (INPUT, for_inputs, each_us * sum(term.count for term in for_inputs)),
+            (WEIGHT, for_weights, each_us * sum(term.count for term in for_weights)),
+        ):
+            actions[number, kind] = prices.total_us(terms) / 1e3
+            hosts[number, kind] = launch_us / 1e3
     return Durations(
         actions=actions,
         transfers=transfers_of(len(stages), prices.transfer(nbytes).us / 1e3),
-        host_ms=sum(launches) / len(launches) / 1e3,
+        launches=hosts,
     )
 
 
@@ -90,7 +101,7 @@ class Halves:
         stages = [
             (self._terms(self.forward, parts), self._terms(self.backward, parts)) for parts in cuts
         ]
-        launches = [host[phase].us(len(parts) // 2) for parts in cuts for phase in PHASES]
+        launches = [[host[phase].us(len(parts) // 2) for phase in PHASES] for parts in cuts]
         return _durations(stages, launches, prices, nbytes)
 
     def times(self, prices: Prices) -> PartTimes:

@@ -108,11 +108,12 @@ def _stages_of_halves(spec: PipelineSpec, prices: Prices, busy: float) -> Stages
 
 def simulated_metrics(timeline: Timeline, taken: Durations, *, batch: int) -> dict[str, Sample]:
     """Returns the metrics of a simulated step with a batch of `batch` sequences."""
+    launches = [taken.launch_of(span.action) for row in timeline.ranks for span in row]
     figures = {
         "step_ms": timeline.step_ms,
         "busy_ms": sum(timeline.busy_ms) / len(timeline.ranks),
         "transfer_ms": max(taken.transfers.values()),
-        "host_ms": taken.host_ms,
+        "host_ms": sum(launches) / len(launches),
     }
     return {
         **{name: Sample.exact(value, "ms") for name, value in figures.items()},

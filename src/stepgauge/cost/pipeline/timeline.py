@@ -34,12 +34,13 @@ class Durations:
     actions    by (stage, kind). A missing B takes as long as its I and W together; missing actions on
                weights take no time
     transfers  by channel; missing ones take no time
-    host_ms    time of the host to issue one computation; transfers cost it little
+    launches   of the host, to issue a computation, by (stage, kind); a missing B takes as long as its I
+               and W together, other missing ones no time. Transfers cost the host little
     """
 
     actions: Mapping[tuple[int, str], float]
     transfers: Mapping[Channel, float] = dataclasses.field(default_factory=dict)
-    host_ms: float = 0.0
+    launches: Mapping[tuple[int, str], float] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of_stages(
@@ -53,7 +54,8 @@ class Durations:
         host_ms: float = 0.0,
         weights: Sequence[float] = (),
     ) -> Self:
-        """Returns equal stages, or stages scaled by `weights`: 1.1 makes a stage 10 % longer.
+        """Returns equal stages, or stages scaled by `weights`: 1.1 makes a stage 10 % longer. The host
+        issues each computation in `host_ms`.
 
         Raises ValueError unless there is one weight per stage, for a time that is not a number of at
         least 0, and if no computation takes time.
@@ -73,7 +75,11 @@ class Durations:
             for stage, factor in enumerate(factors)
             for kind, ms in kinds.items()
         }
-        return cls(actions=actions, transfers=transfers_of(stages, transfer), host_ms=host_ms)
+        return cls(
+            actions=actions,
+            transfers=transfers_of(stages, transfer),
+            launches=equal_launches(stages, host_ms),
+        )
 
     def of(self, action: Action) -> float:
         """Returns the duration of an action. Raises ValueError for a computation without one."""
@@ -88,6 +94,21 @@ class Durations:
             if kind != BACKWARD:
                 raise ValueError(f"no duration for {kind} of stage {stage}") from None
         return self.of(Action(stage, INPUT)) + self.of(Action(stage, WEIGHT))
+
+    def launch_of(self, action: Action) -> float:
+        """Returns the time in which the host issues an action."""
+        stage, kind, _ = action
+        if not action.is_compute or not self.launches:
+            return 0.0
+        parts = (INPUT, WEIGHT) if kind == BACKWARD else ()
+        of_parts = sum(self.launches.get((stage, part), 0.0) for part in parts)
+        return self.launches.get((stage, kind), of_parts)
+
+
+def equal_launches(num_stages: int, ms: float) -> dict[tuple[int, str], float]:
+    """Returns the launches of a host that issues every computation in `ms`."""
+    kinds = (FORWARD, INPUT, WEIGHT, BACKWARD) if ms else ()
+    return {(stage, kind): ms for stage in range(num_stages) for kind in kinds}
 
 
 def transfers_of(num_stages: int, ms: float) -> dict[Channel, float]:
@@ -168,30 +189,31 @@ class Simulator:
 
     def timeline(self, durations: Durations) -> Timeline:
         """Returns when each action runs."""
-        host_ms = durations.host_ms
-        issue_starts = _issue_starts(self._schedule, host_ms)
+        issues = self._issues(durations)
         spans: dict[Action, Span] = {}
         for action in self._order:
-            issued = issue_starts.get(action, -host_ms)  # transfers cost the host little
+            issue_start, issue_end = issues.get(action, (0.0, 0.0))
             ready = max((spans[other].end for other in self._waits[action]), default=0.0)
-            start = max(ready, issued)
-            spans[action] = Span(action, start, max(start + durations.of(action), issued + host_ms))
+            start = max(ready, issue_start)
+            spans[action] = Span(action, start, max(start + durations.of(action), issue_end))
         ranks = tuple(
             tuple(spans[action] for action in row if action.is_compute)
             for row in self._schedule.ranks
         )
         return Timeline(ranks, tuple(s for s in spans.values() if s.action.kind in SENDS))
 
+    def _issues(self, durations: Durations) -> dict[Action, tuple[float, float]]:
+        """Returns when each rank's host starts and ends to issue each computation."""
+        issues: dict[Action, tuple[float, float]] = {}
+        if durations.launches:
+            for row in self._schedule.compute.ranks:
+                end = 0.0
+                for action in row:
+                    start, end = end, end + durations.launch_of(action)
+                    issues[action] = start, end
+        return issues
+
 
 def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     """Simulates a schedule once."""
     return Simulator(schedule).timeline(durations)
-
-
-def _issue_starts(schedule: Schedule, host_ms: float) -> dict[Action, float]:
-    """Returns when each rank's host starts to issue each computation."""
-    starts: dict[Action, float] = {}
-    if host_ms:
-        for row in schedule.compute.ranks:
-            starts |= {action: number * host_ms for number, action in enumerate(row)}
-    return starts
