@@ -62,8 +62,7 @@ def test_two_networks_are_timed_and_the_larger_one_in_few_and_many_messages(
     assert {row[2] for row in table.rows} == set(WRAPPER_PHASES.values())
 
 
-def test_host_times_of_wrappers_are_stored_with_those_of_a_single_process():
-    """Other operations of several ranks have their own tables, because the ranks share a CPU."""
+def test_host_times_are_kept_by_the_number_of_ranks_that_shared_the_host():
     rows = [[15, 1, n, 10.0] for n in range(4)] + [[63, 1, n, 58.0] for n in range(4)]
     record = Record(
         kind=CalibrationSpec.kind,
@@ -72,7 +71,10 @@ def test_host_times_of_wrappers_are_stored_with_those_of_a_single_process():
         environment={"device": "a GPU", "cpu": "a CPU"},
     )
     file = hardware_file([record], HardwareFile(name="box"))
-    assert file.operations["host wrapper flat"] == table_of(record) and not file.by_ranks
+    assert file.by_ranks == {2: {"host wrapper flat": table_of(record)}}
+    assert "host wrapper flat" not in file.operations
+    for ranks, known in ((1, False), (2, True), (4, True)):  # of another number, the nearest
+        assert ("host wrapper flat" in file.on_ranks(ranks).operations) is known
 
 
 def test_only_calibrated_wrappers_over_several_ranks_are_accepted():
@@ -97,10 +99,11 @@ def test_layouts_with_other_launches_are_calibrated_under_the_names_that_predict
 ):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     found = jobs(torch.device("cuda"), (2,), only=("host eager bf16",))
-    named = {found_job.spec.operation: found_job.spec.ranks for found_job in found}
-    assert named["host eager bf16"] == named["host eager bf16 keeping selective"] == 1
+    named = {(found_job.spec.operation, found_job.spec.ranks) for found_job in found}
+    for single in ("host eager bf16", "host eager bf16 keeping selective"):
+        assert {(single, 1), (single, 2)} <= named
     layouts = ("tp2", "tp2 overlap", "dp2 torch-ddp", "dp2 torch-fsdp", "zero1 cp2",
                "zero2 cp2 ulysses")  # fmt: skip
     for layout in layouts:
         assert launched_under(Layout.parse(layout), "none") == f" {layout}"
-        assert named[f"host eager bf16 {layout}"] == 2
+        assert (f"host eager bf16 {layout}", 2) in named

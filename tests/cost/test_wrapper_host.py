@@ -27,7 +27,7 @@ from stepgauge.spec.step import StepSpec
 
 ROOT = Path(__file__).parents[2]
 H100 = HardwareFile.read(ROOT / "hardware" / "h100-sxm.json")
-H200 = HardwareFile.read(ROOT / "hardware" / "h200-sxm.json")
+H200 = HardwareFile.read(ROOT / "hardware" / "h200-sxm.json").on_ranks(2)
 DGX = HardwareFile.read(SHIPPED / "dgx-h100.json")
 SIZES = {  # parameters and messages of networks of 2 and 10 layers, and of 10 layers in many messages
     **dict.fromkeys(("bucketed", "zero1", "zero2"), ((15, 1), (63, 2), (63, 60))),

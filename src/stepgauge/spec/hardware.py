@@ -310,7 +310,12 @@ class HardwareFile:
         hosts = self._host_tables(ranks)
         has_devices = any(name not in requested and not is_host_operation(name) for name in shared)
         base = shared if has_devices else self.operations
-        return dataclasses.replace(self, operations={**base, **hosts, **requested}, by_ranks={})
+        return dataclasses.replace(
+            self,
+            operations={**base, **hosts, **requested},
+            by_ranks={},
+            base=self.base and self.base.on_ranks(ranks),
+        )
 
     def contention_of(
         self, operation: str, collective: str, ranks: int, us: float = SHORT_PRODUCT_US

@@ -52,13 +52,10 @@ def scattered_product(x_SF: Tensor, weight_DF: Tensor, group: dist.ProcessGroup)
 
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, weight_FD: Tensor, group: str) -> Tensor:
-        return column_forward(x, weight_FD, group)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight_FD, ctx.group = inputs
+    def forward(ctx: Any, x: Tensor, weight_FD: Tensor, group: str) -> Tensor:
+        ctx.group = group
         ctx.save_for_backward(x, weight_FD)
+        return column_forward(x, weight_FD, group)
 
     @staticmethod
     @without_second_derivative("a layer that overlaps")
@@ -70,13 +67,10 @@ class _Column(torch.autograd.Function):
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, weight_DF: Tensor, group: str) -> Tensor:
-        return row_forward(x, weight_DF, group)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight_DF, ctx.group = inputs
+    def forward(ctx: Any, x: Tensor, weight_DF: Tensor, group: str) -> Tensor:
+        ctx.group = group
         ctx.save_for_backward(x, weight_DF)
+        return row_forward(x, weight_DF, group)
 
     @staticmethod
     @without_second_derivative("a layer that overlaps")

@@ -29,6 +29,7 @@ Legend: B batch, T sequence, D model width, F features of a rank, N ranks, Q = T
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -181,86 +182,96 @@ def piece_of(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x.narrow(0, group.rank() * length, length)
 
 
-class _Function(torch.autograd.Function):
-    """Base of the collectives below. The backward of each is the forward of another, which makes
-    second derivatives correct.
-    """
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.group = inputs[1]
+# The backward of each function is the forward of another, which makes second derivatives correct. Their
+# forward sets ctx itself: setup_context would cost the host 12 us per call.
 
 
 def _backward(
-    function: type[_Function], gradient: Tensor, group: dist.ProcessGroup
+    function: type[torch.autograd.Function],
+    collective: Callable[[Tensor, dist.ProcessGroup], Tensor],
+    gradient: Tensor,
+    group: dist.ProcessGroup,
 ) -> tuple[Tensor, None]:
-    """Applies `function` to the gradient, through autograd if gradients are enabled in backward."""
-    if torch.is_grad_enabled():
-        return function.apply(gradient, group), None
-    return function.forward(gradient, group), None
+    """Runs the collective on the gradient; as `function`, which autograd follows, if gradients are enabled in
+    backward.
+    """
+    run = function.apply if torch.is_grad_enabled() else collective
+    return run(gradient, group), None
 
 
-class _Gather(_Function):
+class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
         return all_gather(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _backward(_ReduceScatter, gradient, ctx.group)
+        return _backward(_ReduceScatter, reduce_scatter, gradient, ctx.group)
 
 
-class _ReduceScatter(_Function):
+class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(y: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, y: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
         return reduce_scatter(y, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _backward(_Gather, gradient, ctx.group)
+        return _backward(_Gather, all_gather, gradient, ctx.group)
 
 
-class _Split(_Function):
+class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return piece_of(x, group).clone()
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _copied_piece(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _backward(_Join, gradient, ctx.group)
+        return _backward(_Join, all_gather, gradient, ctx.group)
 
 
-class _Join(_Function):
+class _Join(torch.autograd.Function):
     """Joins the ranks' rows. Unlike that of _Gather, the gradient is the same on every rank."""
 
     @staticmethod
-    def forward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
         return all_gather(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _backward(_Split, gradient, ctx.group)
+        return _backward(_Split, _copied_piece, gradient, ctx.group)
 
 
-class _Sum(_Function):
+class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(y: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, y: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
         return all_reduce(y, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        if not torch.is_grad_enabled():
-            return gradient, None
-        return _backward(_SumOfGradients, gradient, ctx.group)
+        return _backward(_SumOfGradients, _unchanged, gradient, ctx.group)
 
 
-class _SumOfGradients(_Function):
+class _SumOfGradients(torch.autograd.Function):
     """Returns its input; backward sums the gradients of all ranks."""
 
     @staticmethod
-    def forward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _backward(_Sum, gradient, ctx.group)
+        return _backward(_Sum, all_reduce, gradient, ctx.group)
+
+
+def _copied_piece(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return piece_of(x, group).clone()
+
+
+def _unchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x
