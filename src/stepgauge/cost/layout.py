@@ -32,7 +32,8 @@ from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import Prices, StageChain, library_of
 from stepgauge.cost.step import modelled, rates
 from stepgauge.cost.streams.ledger import Rows, pipeline_rows, step_rows
-from stepgauge.cost.streams.outcome import Outcome, exposed_ms, run_program
+from stepgauge.cost.streams.outcome import exposed_ms, run_program
+from stepgauge.cost.streams.passes import run_passes
 from stepgauge.cost.streams.program import LaunchCost, Operations, Program, RankStep
 from stepgauge.cost.timed_blocks import as_timed
 from stepgauge.cost.traced.network import TracedNetwork
@@ -84,8 +85,8 @@ def predict_layout(
     """Returns the modelled record.
 
     traced     the stages of a network without formulas
-    shortened  for planning with hundreds of layouts: accumulated passes, and micro-batches of a long
-               pipeline, are extrapolated from fewer of them
+    shortened  for planning with hundreds of layouts: micro-batches of a long pipeline are
+               extrapolated from fewer of them
     exposed    with the exposed communication of each axis, which takes one more simulation per axis
 
     Raises ValueError for what the cost model or the hardware file does not cover.
@@ -265,10 +266,8 @@ class LayoutParts:
 
     def _single_stage(self) -> Predicted:
         accumulation = self.spec.accumulation
-        passes = min(accumulation, 2) if self.shortened else accumulation
-        simulated = self._simulated(passes)
-        if passes < accumulation:
-            simulated = simulated.with_more(self._simulated(passes - 1), accumulation - passes)
+        step = self.rank_step(0)
+        simulated = run_passes(step, data_axis(self.sending, step), count=accumulation)
         phases = dict(simulated.phases)
         if accumulation > 1:
             both = phases.pop("forward") + phases.pop("backward")
@@ -279,11 +278,6 @@ class LayoutParts:
             rows=step_rows(self.stages[0], self.prices, simulated, passes=accumulation),
             late_us=simulated.late_us,
         )
-
-    def _simulated(self, passes: int) -> Outcome:
-        step = self.rank_step(0)
-        program = step.program(data_axis(self.sending, step), passes=passes)
-        return run_program(program, self.prices.contention)
 
     def _pipelined(self, whole: Schedule) -> Predicted:
         plan, num_skipped = self._shortened(whole)

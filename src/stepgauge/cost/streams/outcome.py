@@ -8,6 +8,7 @@ from stepgauge.cost.rates.estimate import SLOWER_HOST
 from stepgauge.cost.streams.events import (
     COMPUTE,
     HOST,
+    StreamWork,
     WorkSpan,
     alone_us,
     simulate,
@@ -19,8 +20,8 @@ from stepgauge.cost.streams.program import Program
 class Outcome:
     """A simulated step, in milliseconds.
 
-    phases         forward, backward and optimizer; of several passes, forward and backward of the
-                   last, with those before it in forward
+    phases         forward, backward and optimizer; of several passes, those of the last, with the
+                   passes before it in forward
     device_ms      time of all computations without contention
     communication  per axis, the time of its messages without contention
     exposed        per axis, the time in which it communicates and nothing is computed; time in which
@@ -45,39 +46,34 @@ class Outcome:
         delays = (SLOWER_HOST * ms - self.phases[phase] for phase, ms in self.host.items())
         return 1e3 * sum(max(0.0, ms) for ms in delays)
 
-    def with_more(self, before: "Outcome", passes: int) -> "Outcome":
-        """Returns the outcome with `passes` more passes.
+    def after(self, earlier: "Outcome", times: int) -> "Outcome":
+        """Returns the outcome of `times` passes like `earlier`, followed by this one's program.
 
-        `before` is the outcome with one pass fewer than this one. Each further pass adds the same
-        as the last one did.
+        The earlier passes are a part of the forward phase.
         """
 
-        def extrapolated(now: float, then: float) -> float:
-            return now + passes * (now - then)
+        def total(own: float, of_each: float) -> float:
+            return own + times * of_each
 
-        added_ms = passes * (self.step_ms - before.step_ms)
-        added_host_ms = passes * (sum(self.host.values()) - sum(before.host.values()))
+        def totals(own: Mapping[str, float], of_each: Mapping[str, float]) -> dict[str, float]:
+            names = {**own, **of_each}
+            return {name: total(own.get(name, 0.0), of_each.get(name, 0.0)) for name in names}
+
         return Outcome(
-            step_ms=self.step_ms + added_ms,
-            phases={**self.phases, "backward": self.phases["backward"] + added_ms},
-            device_ms=extrapolated(self.device_ms, before.device_ms),
-            communication={
-                axis: extrapolated(ms, before.communication.get(axis, 0.0))
-                for axis, ms in self.communication.items()
-            },
-            exposed={
-                axis: extrapolated(ms, before.exposed.get(axis, 0.0))
-                for axis, ms in self.exposed.items()
-            },
-            slowed_ms=extrapolated(self.slowed_ms, before.slowed_ms),
+            step_ms=total(self.step_ms, earlier.step_ms),
+            phases=totals(self.phases, {"forward": earlier.step_ms}),
+            device_ms=total(self.device_ms, earlier.device_ms),
+            communication=totals(self.communication, earlier.communication),
+            exposed=totals(self.exposed, earlier.exposed),
+            slowed_ms=total(self.slowed_ms, earlier.slowed_ms),
             update_ms=self.update_ms,
-            host={**self.host, "backward": self.host["backward"] + added_host_ms},
+            host=totals(self.host, {"forward": sum(earlier.host.values())}),
         )
 
 
-def run_program(program: Program, contention: ContentionTable) -> Outcome:
-    """Simulates the program."""
-    spans = simulate(program.works, contention)
+def run_program(program: Program, contention: ContentionTable, *, lead_us: float = 0.0) -> Outcome:
+    """Simulates the program, whose host begins `lead_us` before its device."""
+    spans = simulate(_with_lead(program.works, lead_us), contention)
     phases, previous_end = {}, 0.0
     for phase, index in program.ends.items():
         end = spans[index].end / 1e3
@@ -98,6 +94,16 @@ def run_program(program: Program, contention: ContentionTable) -> Outcome:
         update_ms=_update_us(program) / 1e3,
         host=_host_ms(program),
     )
+
+
+def _with_lead(works: Sequence[StreamWork], lead_us: float) -> list[StreamWork]:
+    """Returns the works without those of the host's first `lead_us`, in which it waits for nothing."""
+    rest = []
+    for work in works:
+        done_us = min(work.us, lead_us) if work.stream == HOST else 0.0
+        lead_us -= done_us
+        rest.append(work._replace(us=work.us - done_us))
+    return rest
 
 
 def _host_ms(program: Program) -> dict[str, float]:

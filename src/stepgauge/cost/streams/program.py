@@ -158,23 +158,29 @@ class RankStep:
     prices: Prices
     host: dict[str, LaunchCost]
 
-    def program(self, axis: DataParallelCost, *, passes: int = 1, phases: str = "step") -> Program:
-        """Returns forward and backward, `passes` times, and the optimizer.
+    def program(self, axis: DataParallelCost, *, phases: str = "step") -> Program:
+        """Returns forward and backward, which reduces gradients, and the optimizer.
 
         `phases` as in WorkSpec: "forward" leaves out backward and optimizer, "backward" the optimizer.
         """
         program = Program()
-        for number in range(passes):
-            axis.begin()
-            self._forward(program, axis)
-            reduces = axis.every_pass or number == passes - 1
-            if phases != "forward":
-                self._backward(program, axis if reduces else DataParallelCost())
+        axis.begin()
+        self._forward(program, axis)
+        if phases != "forward":
+            self._backward(program, axis)
         if phases == "step":
             launched = self.operations.launched("optimizer")
             program.host("optimizer", self.host["optimizer"].us(launched))
             axis.optimizer(program, self.operations, self.prices)
             program.end("optimizer")
+        return program
+
+    def earlier_pass(self, axis: DataParallelCost) -> Program:
+        """Returns forward and backward of a pass before the last of an accumulated step."""
+        program = Program()
+        axis.begin()
+        self._forward(program, axis)
+        self._backward(program, axis if axis.every_pass else DataParallelCost())
         return program
 
     def _forward(self, program: Program, axis: DataParallelCost) -> None:
