@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from stepgauge.bench.build import check as check_step
-from stepgauge.bench.build import least_bytes
 from stepgauge.bench.checkpoint_budget import Solution, solve
+from stepgauge.bench.host_memory import require_memory
 from stepgauge.bench.storage_tracking import (
     FORWARD_ONLY,
     StepMemory,
@@ -87,8 +87,7 @@ def measure(spec: MemorySpec, *, folder: Path | None = None) -> Record:
     if device.type == "cuda":
         timeline, figures = _measured_by_allocator(spec, device, folder, plan)
         return _record(pending, timeline, figures)
-    if device.type == "cpu":
-        devices.require_host_memory(least_bytes(spec))
+    require_memory(spec)
     tracker = StorageTracker(device)
     with tracker if spec.compile == "off" else contextlib.nullcontext():
         track_step(spec, device, tracker, plan=plan)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from stepgauge.bench.build import build, check, least_bytes
+from stepgauge.bench.build import build, check
+from stepgauge.bench.host_memory import require_memory
 from stepgauge.measure import devices
 from stepgauge.measure.ceilings import ceilings
 from stepgauge.measure.environment import environment
@@ -33,8 +34,7 @@ def run(spec: ProfileSpec, *, folder: Path) -> Record:
     """
     check(spec)
     device = torch.device(spec.device)
-    if device.type == "cpu":
-        devices.require_host_memory(least_bytes(spec))
+    require_memory(spec)
     pending = Record.of(spec)
     run_folder = folder_of(pending, folder)
     precision = PRECISIONS[spec.precision]

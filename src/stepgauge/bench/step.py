@@ -5,8 +5,9 @@ from collections.abc import Callable
 
 import torch
 
-from stepgauge.bench.build import build, check, least_bytes
+from stepgauge.bench.build import build, check
 from stepgauge.bench.checkpoint_budget import solve
+from stepgauge.bench.host_memory import require_memory
 from stepgauge.bench.rates import rates, user_samples
 from stepgauge.measure import cpu_contention, devices
 from stepgauge.measure.cpu_contention import missed_metric, span_since
@@ -25,8 +26,7 @@ def run(spec: StepSpec) -> Record:
     """
     check(spec)
     device = torch.device(spec.device)
-    if device.type == "cpu":
-        devices.require_host_memory(least_bytes(spec))
+    require_memory(spec)
     report_progress("builds")
     solution = solve(spec)
     step, batch = build(spec, device, recompute=solution.plan)

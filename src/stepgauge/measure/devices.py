@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -126,13 +127,18 @@ def limit_host_memory() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (data + int(0.95 * free), hard))
 
 
-def require_host_memory(least_bytes: int) -> None:
-    """Raises MemoryError if fewer bytes are free. Without the check, the process might page for hours."""
+def require_host_memory(
+    least_bytes: int, *, advise: Callable[[int], str] = lambda free_bytes: ""
+) -> None:
+    """Raises MemoryError if fewer bytes are free. Without the check, the process might page for hours.
+
+    advise  returns, for the free bytes, what the message says on how to need less
+    """
     free = available_host_bytes()
-    if free is not None and least_bytes > free:
-        raise MemoryError(
-            f"needs at least {least_bytes / GIB:.1f} GiB of memory, {free / GIB:.1f} GiB are free"
-        )
+    if free is None or least_bytes <= free:
+        return
+    needs = f"needs at least {least_bytes / GIB:.1f} GiB of memory, {free / GIB:.1f} GiB are free"
+    raise MemoryError("; ".join(filter(None, (needs, advise(free)))))
 
 
 # Messages of libraries whose out-of-memory errors are not torch.OutOfMemoryError.

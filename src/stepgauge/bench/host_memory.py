@@ -1,0 +1,58 @@
+"""Refuses a step that cannot fit into the host's memory, before it is built."""
+
+import dataclasses
+from typing import Any
+
+from stepgauge.bench.build import least_bytes
+from stepgauge.cost.memory.host import least_held
+from stepgauge.measure import devices
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.step import WorkSpec
+from stepgauge.spec.units import GIB
+from stepgauge.train.precision import PRECISIONS
+
+ADVISED = 0.75  # of the free memory: what an advised step may need at least, as its peak is higher
+
+
+def require_memory(spec: WorkSpec) -> None:
+    """Raises MemoryError for a step on a CPU that surely needs more memory than is free.
+
+    The message names options with which it should fit.
+    """
+    if spec.device.startswith("cpu"):
+        devices.require_host_memory(needed_bytes(spec), advise=lambda free: _advice(spec, free))
+
+
+def needed_bytes(spec: WorkSpec) -> int:
+    """Returns a lower bound of the step's memory in bytes. Without formulas for the network, it has no
+    activations.
+    """
+    least = least_bytes(spec)
+    try:
+        held = least_held(spec)
+    except ValueError:
+        return least
+    precision = PRECISIONS[spec.precision]
+    state = precision.state_bytes(spec.optimizer) if spec.phases == "step" else 0
+    bytes_per_parameter = precision.parameters.itemsize + state  # there are no gradients yet
+    return max(least, int(held) + bytes_per_parameter * spec.network.num_parameters)
+
+
+def _advice(spec: WorkSpec, free_bytes: int) -> str:
+    """Returns the options of which each alone should make the step fit, with what it needs then."""
+    if not isinstance(spec.model, ModelSpec):
+        return ""
+    changes: dict[str, dict[str, Any]] = {
+        "--loss fused": {"model": dataclasses.replace(spec.model, loss="fused")},
+        "--checkpointing blocks": {"checkpointing": "blocks"},
+    }
+    halves = [spec.batch >> n for n in range(1, spec.batch.bit_length())]
+    changes |= {f"--batch {batch}": {"batch": batch} for batch in halves}
+    helpful = []
+    for options, change in changes.items():
+        needed = needed_bytes(dataclasses.replace(spec, **change))
+        if needed <= ADVISED * free_bytes:
+            helpful.append(f"{needed / GIB:.1f} GiB with {options}")
+            if "batch" in change:  # the largest that fits
+                break
+    return f"at least {', '.join(helpful)}" if helpful else ""
