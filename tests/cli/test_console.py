@@ -93,40 +93,38 @@ def test_a_remark_of_all_rows_is_printed_once(terminal, capsys):
     assert "remark" not in "\n".join(printed())
 
 
-@pytest.mark.parametrize(
-    ("columns", "least", "most"), [("", 80, 100), ("40", 30, 40), ("400", 140, 400)]
-)
-def test_in_a_file_a_table_is_as_wide_as_a_page_or_columns(
-    monkeypatch, capsys, columns, least, most
-):
-    monkeypatch.setenv("COLUMNS", columns)
-    cells = [["row0", *(f"{10**i:,}" for i in range(12))]]
-    wide = [f"a figure {i}" for i in range(12)]
-    console.print_table(Table(["name", *wide], cells, frozenset(wide)))
-    lines = capsys.readouterr().out.splitlines()
-    assert least < max(map(len, lines[:3])) <= most
-    assert "".join(lines[3:]).endswith("a figure 10, a figure 11" if most < 400 else "")
+WIDE_NAMES = ["a-name-of-twenty-six-letters", "torch-ddp-views", "reduce-overhead", "GiB of it"]
 
 
-def test_in_a_file_remarks_and_names_wrap_at_the_page_width(capsys):
-    rows = [
-        ["n" * 30 + " " + "m" * 30, "1.5", "device memory ran out " * 10],
-        ["a name", "2.5", "disturbed"],
+def wide_table():
+    """Returns a table of 260 columns of text, of which the names take 70."""
+    head = ["name", "wrapper", "compile mode", "unit", *FIGURES, "remark"]
+    cells = [
+        [*WIDE_NAMES, *["1,234.5"] * len(FIGURES), "device memory ran out " * 5],
+        ["b", *WIDE_NAMES[1:], *["1,234.5"] * len(FIGURES), ""],
     ]
-    console.print_table(Table(["name", "step ms", "remark"], rows, frozenset(["step ms"])))
-    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert max(map(len, lines)) <= console.PAGE_WIDTH
-    assert "1.5" in lines[2] and " ".join(lines).count("ran out") == 10
+    return Table(head, cells, numeric=frozenset(FIGURES), names=4)
 
 
-def test_no_word_is_broken_in_a_file(capsys):
-    names = ["a-name-of-twenty-six-letters", "torch-ddp-views", "reduce-overhead", "parameter GiB"]
-    columns = ["name", "wrapper", "compile mode", "figure", "A", "B", "verdict"]
-    rows = [[*names, 12345.6, 12345.6, "within spread"]]
-    console.print_table(Table(columns, rows, numeric=frozenset("AB")))
-    printed = capsys.readouterr().out
-    assert all(word in printed.split() for word in [*names[:3], "12,346", "within", "spread"])
-    assert max(map(len, printed.splitlines())) <= console.PAGE_WIDTH + 10
+@pytest.mark.parametrize("columns", ["", "0", "wide", "400"])
+def test_in_a_file_a_table_has_all_columns_and_each_row_is_a_line(monkeypatch, capsys, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    console.print_table(wide_table())
+    lines = capsys.readouterr().out.splitlines()
+    *headings, first, second = lines
+    assert headings[-1].endswith("remark") and "more" not in "".join(lines)
+    assert [*WIDE_NAMES[:3]] == first.split()[:3] and first.endswith(" ran out")
+    assert first.count("1,234.5") == second.count("1,234.5") == len(FIGURES)
+    assert second.endswith("1,234.5"), "spaces up to the width of the table help nobody"
+
+
+@pytest.mark.parametrize("columns", [30, 44, 60, 80, 100, 120])
+def test_in_a_file_no_table_is_wider_than_columns(monkeypatch, capsys, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    console.print_table(wide_table())
+    drawn, _, below = capsys.readouterr().out.partition(": device memory")
+    assert max(map(len, drawn.splitlines()[:-1])) <= columns  # the last begins the remark
+    assert drawn.count("1,234.5") >= 2 and "--format csv or json has more: " in below
 
 
 def test_a_remark_wraps_and_figures_do_not(terminal):

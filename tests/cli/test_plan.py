@@ -60,7 +60,7 @@ def test_tables_fit_80_columns_and_captions_state_common_values(monkeypatch, ste
     for table in tables:
         part = columns_that_fit(table.for_display(), 80)
         assert list(part.columns[:2]) == ["#", "layout"]
-        widths = column_widths(part, 80, may_fold=False)
+        widths = column_widths(part, 80)
         assert sum(widths) + GAP * (len(widths) - 1) <= 80
 
 

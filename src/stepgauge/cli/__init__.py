@@ -72,7 +72,8 @@ app = App(
 
     --config FILE.toml supplies options of any command: the table [bench.step] holds those of bench
     step. Options on the command line override the file. Tables show the columns that fit the
-    terminal; --format csv or json prints all of them.
+    terminal, or all where they go to a file, unless COLUMNS gives its width. --format csv or json
+    prints all of them, unrounded.
     """,
     version=stepgauge.__version__,
     help_format="markdown",

@@ -39,7 +39,6 @@ MEMORY_METRICS = ("peak_bytes", "saved_for_backward_bytes")
 # A profile has a time for each phase and kind of kernel; its tables show them.
 SUMMARY_OF_KIND = {"profile": ("step_ms", "profiled_step_ms", "idle_ms")}
 UNLIMITED_WIDTH = 10_000
-PAGE_WIDTH = 100  # if the output is no terminal and COLUMNS is not set
 Format = Literal["table", "csv", "markdown", "latex", "json"]
 
 
@@ -105,9 +104,8 @@ def print_points(head: str, points: Iterable[str]) -> None:
 def print_table(table: Table, format: Format = "table", *, complete: str = "csv or json") -> None:
     """Prints a table on standard output in a format.
 
-    As a "table" it has the columns that fit the terminal, or a page if there is none. Below it stand
-    its notes, remarks for which there is no column, and the names of the columns left out, which
-    the formats `complete` print.
+    As a "table" it has the columns that fit `table_width`. Below it stand its notes, remarks for
+    which there is no column, and the names of the columns left out, which the formats `complete` print.
     """
     if format != "table":
         print(table.to(format), end="")
@@ -119,12 +117,12 @@ def print_table(table: Table, format: Format = "table", *, complete: str = "csv 
     if not table.rows:
         return
     every = table.for_display()
-    width = console.width if console.is_terminal else _page_width()
+    width = table_width(console)
     shown = columns_that_fit(every, width)
     if shown is None:
         _print_cell_lines(every)
     elif shown.columns:
-        _print_columns(shown, column_widths(shown, width, may_fold=console.is_terminal))
+        _print_columns(shown, column_widths(shown, width))
     rest = [name for name in every.columns if shown and name not in shown.columns]
     below = [*(remark_lines(every) if REMARK in rest else ()), *every.notes]
     for sentence in below:
@@ -134,10 +132,14 @@ def print_table(table: Table, format: Format = "table", *, complete: str = "csv 
         console.print(left_out, style="dim", markup=False, soft_wrap=one_line)
 
 
-def _page_width() -> int:
-    """Returns the width of output that does not go to a terminal."""
+def table_width(console: Console) -> int:
+    """Returns the width of a terminal, or COLUMNS if the output goes to a file or a program. Without
+    COLUMNS that has no width: tables have all columns, and a row is one line.
+    """
+    if console.is_terminal:
+        return console.width
     columns = os.environ.get("COLUMNS", "")
-    return int(columns) if columns.isdigit() and int(columns) else PAGE_WIDTH
+    return int(columns) if columns.isdigit() and int(columns) else UNLIMITED_WIDTH
 
 
 def _print_columns(table: Table, widths: Sequence[int]) -> None:
@@ -156,7 +158,10 @@ def _print_columns(table: Table, widths: Sequence[int]) -> None:
         drawn.add_row(*map(Text, row))
     console = Output(highlight=False, width=UNLIMITED_WIDTH)
     console.width = console.measure(drawn).maximum
-    console.print(drawn)
+    with console.capture() as printed:
+        console.print(drawn)
+    for line in printed.get().splitlines():
+        print(line.rstrip())  # rich fills all rows up to the same width
 
 
 def _print_cell_lines(table: Table) -> None:

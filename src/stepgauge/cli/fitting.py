@@ -85,9 +85,9 @@ def heading_lines(table: Table, column: str) -> list[str]:
     return column.split(" ", 2 if "p10" in column else 1)
 
 
-def column_widths(table: Table, width: int, *, may_fold: bool) -> list[int]:
+def column_widths(table: Table, width: int) -> list[int]:
     """Returns a width for each column so that all fit. The widest text column shrinks first, and
-    none below its longest word, unless `may_fold` and there is no other way.
+    none below its longest word, unless there is no other way.
     """
     widths, least = [], []
     for column, *cells in zip(table.columns, *table.rows, strict=True):
@@ -97,12 +97,11 @@ def column_widths(table: Table, width: int, *, may_fold: bool) -> list[int]:
         least.append(max(map(cell_len, pieces), default=0))
     room = width - GAP * (len(widths) - 1)
     _shrink(widths, least, room)
-    if may_fold:
-        least = [
-            each if table.is_numeric(name) else 1
-            for name, each in zip(table.columns, widths, strict=True)
-        ]
-        _shrink(widths, least, room)
+    least = [
+        each if table.is_numeric(name) else 1
+        for name, each in zip(table.columns, widths, strict=True)
+    ]
+    _shrink(widths, least, room)
     return widths
 
 
