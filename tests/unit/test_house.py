@@ -23,6 +23,7 @@ PRIVATE_TORCH = {
     "parallel/data_parallel/bucket_gradients.py": "references of a storage",
     "parallel/autograd/running_backward.py": "which parameters the running backward reaches",
     "parallel/communication/copied_all_to_all.py": "work that wait_tensor waits for",
+    "parallel/communication/graph_collectives.py": "collectives without Python formulas of autograd",
     "parallel/fsdp/unsharded_unit.py": "a version for weights that are not there",
     "parallel/shares.py": "a tensor's class without its __torch_function__",
 }

@@ -7,6 +7,7 @@ backward, while other stages still compute, and each rank's optimizer follows.
 
 import dataclasses
 import functools
+import statistics
 from collections.abc import Mapping, Sequence
 
 from stepgauge.cost.data_axis.buckets import Bucketed, Sending
@@ -19,7 +20,7 @@ from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.cost.pipeline.cuts import blocks_of
 from stepgauge.cost.pipeline.stages import Halves, durations
 from stepgauge.cost.pipeline.step import span_rows
-from stepgauge.cost.pipeline.timeline import Timeline, simulate
+from stepgauge.cost.pipeline.timeline import Durations, Timeline, simulate
 from stepgauge.cost.rank import (
     launch_costs_of,
     operations_of,
@@ -61,6 +62,7 @@ class Predicted:
     rows        of the table of terms, for the rank that ends last
     timeline    of a pipeline
     busiest_ms  time in which the busiest rank of a pipeline computes
+    busy        the mean share of forward and backward in which a rank of a pipeline computes
     bubble      the longest time that a rank waits for other stages, as a fraction of the step
     late_us     delay by a slower host
     """
@@ -70,6 +72,7 @@ class Predicted:
     rows: Rows
     timeline: Timeline | None = None
     busiest_ms: float = 0.0
+    busy: float = 1.0
     bubble: float = 0.0
     late_us: float = 0.0
 
@@ -252,9 +255,9 @@ class LayoutParts:
 
     def with_waits(self) -> "LayoutParts":
         """Returns the same step with prices of GPUs that wait for other stages, as they do in it."""
-        if (timeline := self.predicted().timeline if self.schedule else None) is None:
+        if self.schedule is None:
             return self
-        network, busy = StageChain(self.stages), 1 / timeline.over_ideal
+        network, busy = StageChain(self.stages), self._pipelined(self.schedule).busy
         return dataclasses.replace(self, prices=self.prices.at_product_share_of(network, busy=busy))
 
     def memory(self) -> Memory | None:
@@ -287,9 +290,9 @@ class LayoutParts:
         timeline = simulate(schedule, taken)
         ranks = [self._rank_times(timeline, schedule, r, reduce_us) for r in range(plan.num_ranks)]
         last = max(ranks, key=lambda rank: rank.step_ms)
-        # Each skipped micro-batch takes the busiest rank, or its host, as long as a simulated one.
         issued_ms = max(sum(taken.launch_of(s.action) for s in row) for row in timeline.ranks)
-        skipped_ms = num_skipped * max(*timeline.busy_ms, issued_ms) / plan.num_micro_batches
+        skipped_ms = num_skipped * self._repeated_ms(plan, taken) if num_skipped else 0.0
+        repeats = whole.num_micro_batches / plan.num_micro_batches
         accumulation = self.spec.accumulation
         # ZeRO 3 reduces gradients in each pass, other wrappers in the last one only.
         pass_ms = timeline.step_ms + (last.exposed_ms if any(unshard_us) else 0.0)
@@ -311,7 +314,8 @@ class LayoutParts:
                 step_ms=step_ms,
             ),
             timeline=timeline,
-            busiest_ms=accumulation * (max(timeline.busy_ms) + skipped_ms),
+            busiest_ms=accumulation * repeats * max(timeline.busy_ms),
+            busy=repeats * statistics.fmean(timeline.busy_ms) / (timeline.step_ms + skipped_ms),
             bubble=accumulation * max(timeline.bubbles) * timeline.step_ms / step_ms,
             late_us=1e3 * accumulation * _late_ms(issued_ms, skipped_ms, timeline.step_ms),
         )
@@ -346,6 +350,15 @@ class LayoutParts:
             return plan, 0
         shorter = dataclasses.replace(layout, microbatches=layout.microbatches - skipped)
         return schedule_of(shorter), skipped
+
+    def _repeated_ms(self, plan: Schedule, taken: Durations) -> float:
+        """Returns by how much one more micro-batch lengthens the step of a shortened schedule."""
+        layout = self.spec.parsed_layout
+        fewer = schedule_of(
+            dataclasses.replace(layout, microbatches=plan.num_micro_batches - layout.pipeline)
+        )
+        step_ms = [simulate(lower(each), taken).step_ms for each in (fewer, plan)]
+        return (step_ms[1] - step_ms[0]) / layout.pipeline
 
     def _data_us(self, stage: int) -> tuple[float, float]:
         """Returns the time to gather a stage's weights, if they are sharded, and to reduce gradients."""

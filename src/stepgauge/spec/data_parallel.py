@@ -132,7 +132,7 @@ class DataParallelSpec(OfNetwork, OnBackend):
         obstacles = (
             (not wrapper.recorded, f"wrapper is {self.wrapper!r}, which cannot be captured"),
             (self.device.startswith("cpu"), f"device is {self.device!r}, which has no CUDA graphs"),
-            (self.group_backend == "gloo", "backend is 'gloo', which communicates on the host"),
+            (self.backend == "gloo", "backend is 'gloo', which communicates on the host"),
             (
                 self.compile == "reduce-overhead",
                 f"compile is {self.compile!r}, which captures CUDA graphs itself",
