@@ -3,12 +3,14 @@
 import pytest
 
 from stepgauge.spec.data_parallel import DataParallelSpec
+from stepgauge.spec.kinds import completed
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.options import expand
+from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
-from stepgauge.spec.steps import as_layout_step, kind_for, under, work_of
+from stepgauge.spec.steps import as_layout_record, as_layout_step, kind_for, under, work_of
 
 NANO = ModelSpec.preset("nano")
 OVER_DATA = DataParallelSpec(model=NANO, ranks=2, wrapper="zero1", batch=3, precision="bf16")
@@ -33,6 +35,21 @@ def test_a_stage_of_a_pipeline_computes_a_micro_batch():
 def test_every_step_converts_to_a_layout_step():
     assert as_layout_step(OVER_DATA) == as_layout_step(IN_LAYOUT) == IN_LAYOUT
     assert as_layout_step(ONE) == LayoutSpec(model=NANO, batch=3, precision="bf16")
+
+
+@pytest.mark.parametrize("spec", [OVER_DATA, IN_LAYOUT, ONE])
+def test_the_record_of_every_step_converts_as_its_spec_does(spec):
+    record = as_layout_record(Record.of(spec, note="kept"))
+    assert record.note == "kept"
+    as_step = Record.of(as_layout_step(spec))
+    assert (record.kind, completed(record.kind, record.spec)) == (as_step.kind, as_step.spec)
+
+
+def test_a_record_keeps_what_no_layout_step_has():
+    forward = as_layout_record(Record.of(StepSpec(model=NANO, phases="forward")))
+    assert forward.spec["phases"] == "forward" and "data" not in forward.spec
+    silent = Record.of(DataParallelSpec(model=NANO, ranks=2, wrapper="none"))
+    assert as_layout_record(silent) == silent  # its ranks do not train one network
 
 
 @pytest.mark.parametrize("text", ["none", "dp2 zero1", "dp2 tp2", "pp2 1f1b m3"])

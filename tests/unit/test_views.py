@@ -9,13 +9,20 @@ import pytest
 
 from stepgauge.cli.console import summary
 from stepgauge.report.compare import closest_differ_in, compare, difference_table
-from stepgauge.report.names import describe, identifying_fields, labels, shared_values
+from stepgauge.report.names import (
+    describe,
+    identifying_fields,
+    labels,
+    layout_labels,
+    shared_values,
+)
 from stepgauge.report.numbers import Doubtful, heading, number, size_unit
 from stepgauge.report.table import FORMATS, Range, Table
 from stepgauge.report.views import plotted, record_table, undisturbed
 from stepgauge.spec.fallbacks import fallbacks, what_ran, with_fallbacks
 from stepgauge.spec.predictions import paired
 from stepgauge.spec.record import Record, Sample
+from stepgauge.validate.rows import specs_of
 
 
 @pytest.mark.parametrize(
@@ -208,6 +215,27 @@ def test_rows_are_named_by_the_fields_that_vary(record):
     assert labels([rows[0]]) == [describe(rows[0])] == labels([rows[0], rows[0]])[:1]
     mixed = [record("nano"), dataclasses.replace(record("nano"), kind="train")]
     assert [name.split()[0] for name in labels(mixed)] == ["step", "train"]
+
+
+def test_rows_of_all_step_commands_are_named_by_their_layouts(record):
+    """The layout "dp2 zero1" was shown as "data-parallel wrapper=zero1"."""
+
+    def rows(*layouts, **options):
+        values = {"size": ("nano",), "batch": (4,), **options}
+        return [Record.of(spec) for spec in specs_of(values, layouts)]
+
+    layouts = ("none", "dp2 zero1", "dp2 zero2 tp2", "pp2 1f1b m4")
+    assert layout_labels(rows(*layouts)) == [f"layout={layout}" for layout in layouts]
+    assert layout_labels(rows("zero1 dp2", "dp2")) == ["layout=dp2 zero1", "layout=dp2 bucketed"]
+    assert layout_labels(rows("none", "dp2", batch=(4, 8)))[::2] == [
+        "layout=none batch=4",
+        "layout=dp2 bucketed batch=4",
+    ]
+    (alone,) = layout_labels(rows("dp2 zero1"))
+    assert alone == "layout size=nano layout=dp2 zero1 batch=4 context=512 precision=fp32"
+    forward = rows("none", "dp2", phases=("forward",))
+    assert layout_labels(forward) == ["layout=none phases=forward", "layout=dp2 bucketed"]
+    assert layout_labels([record("nano"), record("tiny")]) == ["size=nano", "size=tiny"]
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,15 @@ def test_the_fastest_of_a_group_is_looked_for_among_the_predictions():
     (group,) = groups(errors(records))
     assert group.rank == 2 and group.loses == pytest.approx(0.1)
     assert "ranked the fastest row first in 0 of 1 groups" in sentence(records)
-    assert group_table(records).rows[0][:3] == ["wrapper=bucketed", 3, 2]
+    assert group_table(records).rows[0][:3] == ["layout=dp2 bucketed", 3, 2]
+
+
+def test_every_row_is_named_by_the_layout_that_the_user_typed():
+    tp2 = LayoutSpec(model=NANO, size="nano", batch=4, layout="tp2")
+    specs = (STEP, two_ranks("zero1"), tp2)
+    records = [row(spec, p, step=5.0) for spec in specs for p in ("modelled", "measured")]
+    names = [cells[0] for cells in error_table(records).rows]
+    assert names == ["layout=none", "layout=dp2 zero1", "layout=tp2"]
 
 
 def test_steps_of_other_phases_or_of_more_batches_are_no_group():

@@ -24,6 +24,7 @@ from stepgauge.cli.console import (
 )
 from stepgauge.cli.earlier_rows import earlier_rows
 from stepgauge.cli.options import Values
+from stepgauge.report.names import describe, labels
 from stepgauge.runtime.host import has_only_cpu
 from stepgauge.runtime.torchrun import torchrun_numbers
 from stepgauge.spec.fallbacks import what_ran
@@ -238,20 +239,21 @@ def run_jobs(
     *,
     fresh: bool,
     turns: int = 1,
+    names_of: Callable[[Sequence["Record"]], list[str]] = labels,
     after_row: Callable[["Job", "Record"], None] = lambda job, record: None,
 ) -> list["Record"]:
     """Measures each job once, or in several turns, and returns the records of all, including those of
     earlier runs. Shows a progress bar and a line for each row.
 
+    names_of   returns the names that the rows have on the screen
     after_row  called with each job and its record before the next row begins
     """
     from stepgauge.bench.sweep import sweep, sweep_in_turns
-    from stepgauge.report.names import labels
 
     store = store_for(out)
     jobs = list({job.pending.identity: job for job in jobs}.values())
-    row_labels = labels([job.pending for job in jobs])
-    names = {job.pending.identity: name for job, name in zip(jobs, row_labels, strict=True)}
+    row_names = names_of([job.pending for job in jobs])
+    names = {job.pending.identity: name for job, name in zip(jobs, row_names, strict=True)}
     records: list[Record] = []
     reused = 0
     interruption = _report_interruption(records, len(jobs), store.folder)
@@ -363,8 +365,6 @@ def require_success(records: Sequence["Record"]) -> None:
     """Raises RunFailedError if a row failed, or if no row has a result. A row that ran out of memory
     counts as a result next to rows that fit.
     """
-    from stepgauge.report.names import describe
-
     failed = [record for record in records if record.status == "failed"]
     if failed and len(records) == 1:
         raise RunFailedError(f"{describe(failed[0])} failed: {failed[0].note}")

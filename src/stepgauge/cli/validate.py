@@ -25,11 +25,13 @@ from stepgauge.cli.rows import (
     store_for,
 )
 from stepgauge.cost.traced.traceable import has_formulas
+from stepgauge.report.names import layout_labels
 from stepgauge.spec.blocks import blocks_of
 from stepgauge.spec.calibration import CalibrationSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
+from stepgauge.spec.steps import as_layout_record
 from stepgauge.validate.rows import ValidationRow, default_rows, read_list, specs_of
 
 if TYPE_CHECKING:
@@ -159,13 +161,13 @@ def compare(
     else:
         expected = [row.expect for row in rows]
         predictions = predict_rows(specs, out, hardware, fresh=fresh, expected=expected)
-        measured = run_jobs(jobs, out, fresh=fresh)
+        measured = run_jobs(jobs, out, fresh=fresh, names_of=layout_labels)
     records = [*predictions, *measured]
     if predictions:
         note_other_device(predictions, measured)
     print_tables([error_table(records, unpredicted=True), group_table(records)], format)
     write_page(out)
-    require_success(measured)
+    require_success([as_layout_record(record) for record in measured])
 
 
 def _row_by_row(
@@ -204,7 +206,7 @@ def _row_by_row(
             info(f"not predicted: {reason}")
 
     order = [each for pair in zip(probes, jobs, strict=True) for each in pair if each]
-    records = run_jobs(order, out, fresh=fresh, after_row=predict)
+    records = run_jobs(order, out, fresh=fresh, names_of=layout_labels, after_row=predict)
     return predictions, [record for record in records if record.kind != CalibrationSpec.kind]
 
 

@@ -9,6 +9,7 @@ from stepgauge.spec.fields import naming_fields
 from stepgauge.spec.kinds import declarations
 from stepgauge.spec.options import SHAPE, written
 from stepgauge.spec.record import Record
+from stepgauge.spec.steps import as_layout_record
 from stepgauge.spec.user_model import UserModel
 
 # Spec fields that are columns even if all rows have the same value.
@@ -130,7 +131,8 @@ def label_fields(record: Record) -> tuple[list[str], list[str]]:
     first = declarations(record.kind, record.spec)[:1]
     shown = [name for declared in first for name in getattr(declared, "shape", ())]
     default: list[str] = []
-    for field in declared_fields(record):
+    declared = declared_fields(record)
+    for field in declared:
         names = naming_fields(field)
         if field.name in implied or not spec.keys() >= {field.name, *names}:
             continue
@@ -142,6 +144,9 @@ def label_fields(record: Record) -> tuple[list[str], list[str]]:
             default += names
         else:
             shown += names
+    if declared:  # what the spec does not declare is there because it is not what the spec does
+        known = {field.name for field in declared}
+        shown += [name for name in spec if name not in known]
     return list(dict.fromkeys(shown)), default
 
 
@@ -167,6 +172,14 @@ def labels(records: Sequence[Record]) -> list[str]:
         prefix = [record.kind] if len(kinds) > 1 else []
         result.append(" ".join([*prefix, *parts]) if parts else describe(record))
     return result
+
+
+def layout_labels(records: Sequence[Record]) -> list[str]:
+    """Returns labels that name every training step by its layout, whichever command it is of, so that
+    steps of one process, data parallel steps and others can be told apart by what a user typed:
+    "layout=dp2 zero1". The batch is that of all ranks.
+    """
+    return labels([as_layout_record(record) for record in records])
 
 
 def _label_parts(records: Sequence[Record]) -> list[list[str]]:

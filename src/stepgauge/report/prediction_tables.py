@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from stepgauge.report.figure import Curve, lines, short
-from stepgauge.report.names import labels
+from stepgauge.report.names import layout_labels
 from stepgauge.report.page import Block, Plot, Section
 from stepgauge.report.prediction_errors import (
     DISTURBED_FILE,
@@ -26,8 +26,8 @@ METHOD = (
     "is scaled to fit. The error of a term is its predicted minus its measured time, divided by the "
     "measured step, so the terms of a row add up to the error of its step. The term communication "
     "is the time that communication adds to the step. The term host is the phases that are predicted "
-    "to be bound by the host. A group consists of rows with the same work on the same number of "
-    "ranks."
+    "to be bound by the host. Rows are named by their layouts, and a batch is that of all ranks. A "
+    "group consists of rows with the same work on the same number of ranks."
 )
 
 
@@ -45,7 +45,7 @@ def error_table(records: Sequence[Record], *, unpredicted: bool = False) -> Tabl
     for record in others:
         text = SEPARATOR.join(filter(None, ["not predicted", remark(record)]))
         figures.append([None, record.median(STEP), *[None] * (len(terms) + 2), text])
-    names = labels([*(each.row.record for each in every), *others])
+    names = layout_labels([*(each.row.record for each in every), *others])
     columns = ["row", "predicted ms", "measured ms", "error", *terms, "peak error", REMARK]
     rows = [[name, *row] for name, row in zip(names, figures, strict=True)]
     kept = [n for n in range(len(columns)) if n < 4 + len(terms) or any(row[n] for row in rows)]
@@ -84,7 +84,8 @@ def group_table(records: Sequence[Record]) -> Table:
     would cost.
     """
     every = errors(records)
-    names = dict(zip(map(id, every), labels([each.row.record for each in every]), strict=True))
+    labels = layout_labels([each.row.record for each in every])
+    names = dict(zip(map(id, every), labels, strict=True))
     rows = [
         [names[id(group.rows[0])], len(group.rows), group.rank, group.loses]
         for group in groups(every)

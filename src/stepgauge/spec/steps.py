@@ -4,11 +4,12 @@ import dataclasses
 from collections.abc import Collection
 
 from stepgauge.spec.data_parallel import DataParallelSpec
-from stepgauge.spec.fields import as_kind
+from stepgauge.spec.fields import as_kind, naming_fields
 from stepgauge.spec.layout import Layout, require_data_axis
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.options import Values
 from stepgauge.spec.pipeline import PipelineSpec
+from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec, WorkSpec
 
 AnyStep = StepSpec | DataParallelSpec | LayoutSpec
@@ -26,6 +27,30 @@ def as_layout_step(spec: AnyStep) -> LayoutSpec:
         return spec
     layout = spec.parsed_layout
     return as_kind(LayoutSpec, spec, layout=str(layout), batch=spec.batch * layout.data)
+
+
+def as_layout_record(record: Record) -> Record:
+    """Returns the record of a step as one of `bench layout`: its layout replaces wrapper and ranks, and
+    its batch is that of all ranks.
+
+    Options that such steps do not have, such as `phases`, stay if they name a row and are not the
+    default. Other records, and ranks that do not communicate, are returned as they are.
+    """
+    spec = record.spec
+    kind: type[AnyStep] = StepSpec if record.kind == StepSpec.kind else DataParallelSpec
+    if record.kind != kind.kind or spec.get("wrapper") == "none":
+        return record
+    layout = Layout(data=spec.get("ranks", 1), wrapper=spec.get("wrapper", "none"))
+    shared = {field.name for field in dataclasses.fields(LayoutSpec)}
+    left_out = {"wrapper", "ranks"} | {
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.name not in shared
+        and not (naming_fields(field) and spec[field.name] != field.default)
+    }
+    rest = {name: value for name, value in spec.items() if name not in left_out}
+    changed = {"layout": str(layout), "batch": spec["batch"] * layout.data}
+    return dataclasses.replace(record, kind=LayoutSpec.kind, spec={**rest, **changed})
 
 
 def kind_for(layout: Layout, options: Collection[str] = ()) -> type[AnyStep]:
