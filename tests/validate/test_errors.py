@@ -58,6 +58,16 @@ def test_the_terms_of_a_row_add_up_to_its_error():
     assert found.terms["host"] == pytest.approx(0.03) and "forward" not in found.terms
 
 
+def test_the_table_says_that_its_columns_add_up_to_the_error():
+    measured = row(STEP, forward=30.0, backward=60.0, optimizer=10.0, step=100.0)
+    modelled = row(STEP, "modelled", forward=33.0, backward=57.0, optimizer=10.0, step=100.0)
+    table = error_table([modelled, measured])
+    assert table.notes == ["The error is the sum of its parts: forward, backward."]
+    figures = dict(zip(table.columns, table.rows[0], strict=True))
+    assert figures["error"] == pytest.approx(figures["forward"] + figures["backward"])
+    assert not error_table(wrappers((12, 10, 11), (12, 10, 22))).notes  # only the step is known
+
+
 def test_communication_is_what_it_adds_to_the_step():
     phases = {"forward": 20.0, "backward": 50.0, "synchronize": 10.0, "optimizer": 10.0}
     measured = row(two_ranks("bucketed"), **phases, step=90.0, exposed=30.0)

@@ -56,6 +56,7 @@ def error_table(records: Sequence[Record], *, unpredicted: bool = False) -> Tabl
         formats=dict.fromkeys(("error", *terms), "+.1%") | {"peak error": "+.2%"},
         caption=sentence(records),
         absent="-",
+        notes=[f"The error is the sum of its parts: {', '.join(terms)}."] if terms[1:] else (),
     )
     return table.select(kept)
 
@@ -130,7 +131,8 @@ def blocks(records: Sequence[Record]) -> list[Block]:
     if not errors(records):
         return []
     ranked = group_table(records)
-    table = dataclasses.replace(error_table(records), caption="")  # it is the section's answer
+    # The caption is the section's answer, and METHOD has more than the note.
+    table = dataclasses.replace(error_table(records), caption="", notes=())
     return [plot(records), table, *([ranked] if ranked.rows else [])]
 
 
