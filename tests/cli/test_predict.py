@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.cpu_machine import made_up
+from tests.cpu_machine import made_up, wired
 from tests.sentences import one_sentence
 
 from stepgauge.spec.hardware import HardwareFile
@@ -226,6 +226,20 @@ def test_a_step_is_predicted_before_it_is_measured(stepgauge, tmp_path):
     assert "predicted after" not in table["rows"][0].get("remark", "") and groups["rows"] == []
     assert "Predicted and measured" in (out / "report.html").read_text()
     assert groups["caption"] == ""  # because its table is empty
+
+
+def test_validate_names_each_row_by_its_layout(stepgauge, tmp_path):
+    path = tmp_path / "cpu.json"
+    wired(2).write(path)
+    status, text, err = stepgauge(
+        "validate", *NANO, "--batch", 2, "--layout", "none", "zero1 dp2", "--steps", 1, "--warmup", 1,
+        "--seconds", 0, "--hardware", path, "--out", tmp_path / "run",
+    )  # fmt: skip
+    assert status == 0, err
+    for layout in ("none", "dp2 zero1"):
+        assert f"\nlayout={layout} " in text  # a row of the table
+        assert f"\nlayout={layout}: warming up" in err and f"\nlayout={layout}: forward ms" in err
+    assert "The error is the sum of its parts: forward, backward, optimizer" in text
 
 
 def test_accumulation_over_a_data_axis_gives_the_row_of_bench_layout(stepgauge):
