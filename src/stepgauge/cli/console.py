@@ -16,7 +16,6 @@ from rich.progress import (
     Progress,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.table import Column
 from rich.table import Table as RichTable
@@ -24,6 +23,7 @@ from rich.text import Text
 
 from stepgauge.cli.fitting import column_widths, columns_that_fit, heading_lines, remark_lines
 from stepgauge.cli.option_names import with_option_names
+from stepgauge.cli.pace import TimeLeft
 from stepgauge.report.numbers import heading, number
 from stepgauge.report.table import REMARK, Table, objects
 
@@ -229,7 +229,7 @@ def progress(total: int | None, noun: str) -> Iterator[tuple[Progress, Any]]:
         MofNCompleteColumn(table_column=whole),
         TextColumn(noun, table_column=whole),
         TextColumn("left", table_column=whole),
-        TimeRemainingColumn(table_column=whole),
+        TimeLeft(table_column=whole),
         TextColumn("elapsed", table_column=whole),
         TimeElapsedColumn(table_column=whole),
         console=error_console,

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,16 +14,15 @@ from cyclopts import Parameter, Token
 
 from stepgauge.cli.console import (
     Format,
-    counted,
-    error_console,
     info,
     print_records,
     progress,
-    summary,
     warn,
 )
 from stepgauge.cli.earlier_rows import earlier_rows
 from stepgauge.cli.options import Values
+from stepgauge.cli.pace import Pace
+from stepgauge.cli.row_progress import RowProgress
 from stepgauge.report.names import describe, labels
 from stepgauge.runtime.host import has_only_cpu
 from stepgauge.runtime.torchrun import torchrun_numbers
@@ -35,9 +34,7 @@ from stepgauge.spec.store import FAILURES, RunStore
 from stepgauge.spec.user_model import UserModel
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
-    from stepgauge.bench.sweep import Job, JobResult
+    from stepgauge.bench.sweep import Job
     from stepgauge.spec.record import Record
 
 DEVICE_OF_FILE = "that of the hardware file"  # the default of --device of predictions
@@ -257,9 +254,10 @@ def run_jobs(
     records: list[Record] = []
     reused = 0
     interruption = _report_interruption(records, len(jobs), store.folder)
-    with interruption, store.held(), progress(len(jobs), "rows") as (bar, task):
-        bar.update(task, description="starting")
-        rows = _RowProgress(names, bar, task)
+    pace = Pace(turns * len(jobs), "rows" if turns == 1 else "measurements")
+    with interruption, store.held(), progress(pace.total, pace.noun) as (bar, task):
+        bar.update(task, description="starting", pace=pace)
+        rows = RowProgress(names, pace, bar, task)
         for problem in store.read().problems:
             warn(problem)
         run = sweep if turns == 1 else functools.partial(sweep_in_turns, turns=turns)
@@ -273,40 +271,6 @@ def run_jobs(
             after_row(outcome.job, outcome.record)
     print_notes(records, store.folder, reused)
     return records
-
-
-class _RowProgress:
-    """Shows the progress of rows: a line when each is done and, in a terminal, a bar that names the
-    current row. Without a bar each row also prints a line when it starts.
-    """
-
-    def __init__(self, names: Mapping[tuple[str, ...], str], bar: "Progress", task: Any):
-        self.names, self.bar, self.task = names, bar, task
-        self.is_single = len(names) == 1
-        self.has_bar = not self.is_single and error_console.is_terminal
-        self.name = ""
-        if not self.is_single and not self.has_bar:
-            info(f"{len(names)} rows; each prints a line when it is done")
-
-    def start(self, job: "Job", again: str) -> None:
-        """A row is about to be measured, for the first time, or `again` for the given reason."""
-        self.name = self.names[job.pending.identity]
-        self.bar.update(self.task, description=self.name)
-        activity = _activity(job)
-        if activity and not self.has_bar:
-            reason = f"measured again ({again}): " if again else ""
-            info(f"{self.name}: {reason}{activity}")
-
-    def update(self, text: str) -> None:
-        """Shows what the current row is doing."""
-        self.bar.update(self.task, description=f"{self.name}: {text}")
-
-    def finish(self, outcome: "JobResult") -> None:
-        """Prints the row's result, unless it was measured before."""
-        self.bar.advance(self.task)
-        # If the only row failed, require_success prints why.
-        if not outcome.is_reused and not (self.is_single and outcome.record.status == "failed"):
-            info(summary(outcome.record, self.names[outcome.job.pending.identity]))
 
 
 @contextlib.contextmanager
@@ -324,20 +288,6 @@ def _report_interruption(records: Sequence["Record"], total: int, folder: Path) 
         saved = f"{len(records)} of {total} rows are in {folder}; rerun the command to continue"
         none = "no row has been measured yet"
         raise type(interrupt)(saved if records else none) from None
-
-
-def _activity(job: "Job") -> str:
-    """Returns what happens before the row has a result; "" if it is not timed in steps."""
-    spec = job.spec
-    has_steps = hasattr(spec, "warmup") and hasattr(spec, "steps")
-    if not has_steps or job.provenance == "modelled":
-        return ""
-    compiling = "" if getattr(spec, "compile", "off") == "off" else "compiling, "
-    seconds = f" and {spec.seconds:g} s" if getattr(spec, "seconds", 0.0) else ""
-    return (
-        f"{compiling}warming up for {counted(spec.warmup, 'step')}, then timing at least "
-        f"{counted(spec.steps, 'step')}{seconds}"
-    )
 
 
 def print_notes(records: Sequence["Record"], folder: Path, reused: int) -> None:

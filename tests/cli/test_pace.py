@@ -1,0 +1,120 @@
+"""How many rows are done, and how long the others take."""
+
+import contextlib
+import dataclasses
+import io
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from stepgauge.bench.sweep import DISTURBED, Job, JobResult
+from stepgauge.cli import console, row_progress
+from stepgauge.cli.pace import Pace
+from stepgauge.cli.row_progress import RowProgress
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.step import StepSpec
+
+JOBS = [
+    Job(lambda spec: None, StepSpec(model=ModelSpec.preset("nano"), size="nano", batch=batch))
+    for batch in (1, 2, 4)
+]
+
+
+class Clock:
+    def __init__(self):
+        self.seconds = 0.0
+
+    def __call__(self):
+        return self.seconds
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def test_the_others_take_as_long_as_the_mean_of_those_that_are_done(clock):
+    pace = Pace(5, "rows", clock)
+    pace.skip()  # an earlier run measured it
+    pace.begin()
+    clock.seconds += 40.0
+    assert pace.seconds_left() is None and pace.sentence() == ""
+    pace.begin()  # ends the one before
+    assert (pace.done, pace.seconds_left()) == (2, 120.0)
+    clock.seconds += 15.0
+    assert pace.seconds_left() == 105.0
+    clock.seconds += 45.0  # longer than the mean: the two after it still take as long
+    assert pace.seconds_left() == 80.0
+    pace.end()
+    clock.seconds += 1000.0  # no row runs
+    assert pace.seconds_left() == 2 * (40.0 + 60.0) / 2
+    assert pace.sentence() == "3 of 5 rows done; about 100 s left for the rest"
+
+
+@dataclasses.dataclass
+class Shown:
+    """Rows in a terminal of 100 columns or in a file, and what they wrote."""
+
+    file: io.StringIO
+    rows: RowProgress
+    bar: object
+
+    def text(self):
+        self.bar.refresh()
+        return Text.from_ansi(self.file.getvalue()).plain
+
+
+@pytest.fixture
+def show(monkeypatch, clock):
+    @contextlib.contextmanager
+    def make(*, terminal, pace):
+        shown = io.StringIO()
+        output = Console(file=shown, force_terminal=terminal, width=100, highlight=False)
+        monkeypatch.setattr(console, "error_console", output)
+        monkeypatch.setattr(row_progress, "error_console", output)
+        monkeypatch.setattr(row_progress, "PACE_EVERY_S", 0.0)
+        names = {job.pending.identity: f"row {number}" for number, job in enumerate(JOBS)}
+        with console.progress(pace.total, pace.noun) as (bar, task):
+            bar.update(task, pace=pace)
+            yield Shown(shown, RowProgress(names, pace, bar, task), bar)
+
+    return make
+
+
+def test_a_bar_has_the_time_left_from_the_first_row_on(show, clock):
+    with show(terminal=True, pace=Pace(3, "rows", clock)) as shown:
+        shown.rows.start(JOBS[0], "")
+        assert "0/3 rows left -:--:--" in shown.text()
+        clock.seconds = 60.0
+        shown.rows.finish(JobResult(JOBS[0], JOBS[0].pending, is_reused=False))
+        assert "1/3 rows left 0:02:00" in shown.text()
+
+
+def test_rows_that_were_measured_before_tell_nothing_of_the_time(show, clock):
+    with show(terminal=True, pace=Pace(3, "rows", clock)) as shown:
+        for job in JOBS[:2]:
+            shown.rows.finish(JobResult(job, job.pending, is_reused=True))
+        shown.rows.start(JOBS[2], "")
+        assert "2/3 rows left -:--:--" in shown.text()
+
+
+def test_in_a_file_a_line_has_the_measurements_of_all_turns(show, clock):
+    with show(terminal=False, pace=Pace(6, "measurements", clock)) as shown:
+        for turn, jobs in enumerate((JOBS, JOBS[::-1])):
+            for job in jobs:
+                shown.rows.start(job, f"turn {turn + 1} of 2" if turn else "")
+                shown.rows.start(job, DISTURBED)  # no further measurement
+                clock.seconds += 200.0
+    lines = [line for line in shown.text().splitlines() if " left" in line]
+    assert len(lines) == 5
+    assert lines[0] == "1 of 6 measurements done; about 17 minutes left for the rest"
+    assert lines[-1] == "5 of 6 measurements done; about 3 minutes left for the rest"
+
+
+def test_lines_on_the_time_left_are_few(show, clock, monkeypatch):
+    with show(terminal=False, pace=Pace(3, "rows", clock)) as shown:
+        monkeypatch.setattr(row_progress, "PACE_EVERY_S", 3600.0)
+        for job in JOBS:
+            shown.rows.start(job, "")
+    assert " left" not in shown.text() and "3 rows; each prints a line" in shown.text()
