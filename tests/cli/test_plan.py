@@ -123,7 +123,6 @@ def test_a_missing_hardware_file_is_named_with_those_there_are(stepgauge):
 def test_a_bar_shows_the_progress_in_a_terminal(stepgauge, monkeypatch):
     terminal = Console(file=io.StringIO(), force_terminal=True, width=120)
     monkeypatch.setattr("stepgauge.cli.console.error_console", terminal)
-    monkeypatch.setattr("stepgauge.cli.plan.error_console", terminal)
     assert stepgauge("plan", *TINY, "--gpus", 2, "--global-batch", 2, "--top", 2)[0] == 0
     assert re.search(r"finding .*1/2.* layouts", terminal.file.getvalue())
 

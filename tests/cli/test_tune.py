@@ -47,10 +47,10 @@ def test_the_baseline_and_the_winner_are_measured_again_in_turns(tmp_path, monke
     monkeypatch.setattr("stepgauge.cli.tune.run_jobs", run_jobs)
     measured = _Measurements(tmp_path, None, fresh=True)
     specs = [StepSpec(model=ModelSpec.preset("nano"), size="nano", batch=batch) for batch in (1, 2)]
-    found = measured.in_turns(specs)
+    found = measured.in_turns(specs, "again")
     assert asked == {"fresh": False, "turns": 3}
     assert [record.spec["batch"] for record in found] == [1, 2]
-    assert measured(specs) == found, "the new records replace the old ones"
+    assert measured(specs, "again") == found, "the new records replace the old ones"
 
 
 NET = """

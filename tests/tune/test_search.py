@@ -12,7 +12,7 @@ from stepgauge.spec.turns import BEGAN, STEP_MS
 from stepgauge.tune import search
 from stepgauge.tune.choices import ON_GPUS, Space, space
 from stepgauge.tune.output import gain_table, sentence
-from stepgauge.tune.search import tune
+from stepgauge.tune.search import predicted_candidates
 
 # Speedup of a step by each value.
 FASTER = {"bf16": 4.0, "on": 1.5, "triton": 0.9, "blocks": 0.75, 16: 1.2, 8: 1.1}
@@ -34,20 +34,26 @@ def made(spec, provenance="measured"):
     )
 
 
+def tuned_by(candidates, measure, predict, **settings):
+    predicted = predicted_candidates(candidates, predict)
+    return search.tune(candidates, predicted, measure, predict, **settings)
+
+
 class Machine:
     """Measures steps with the speeds of FASTER, and records which ones."""
 
     def __init__(self):
-        self.measured = []
+        self.measured, self.told = [], []
 
-    def measure(self, specs):
+    def measure(self, specs, what):
+        self.told.append(what)
         self.measured += [spec for spec in specs if spec not in self.measured]
         return [made(spec) for spec in specs]
 
 
 def test_without_predictions_one_choice_after_another_is_measured():
     machine, candidates = Machine(), Space(StepSpec, NANO)
-    tuned = tune(candidates, machine.measure, lambda spec: None, in_turns=machine.measure)
+    tuned = tuned_by(candidates, machine.measure, lambda spec: None, in_turns=machine.measure)
     won = tuned.winner.spec
     assert [won[n] for n in ("precision", "compile", "batch", "checkpointing")] == [
         "bf16",
@@ -66,7 +72,7 @@ def test_without_predictions_one_choice_after_another_is_measured():
 
 def test_the_best_predictions_are_measured_and_a_wrong_one_does_not_win():
     machine, candidates = Machine(), Space(StepSpec, {**NANO, "precision": ("fp32",)})
-    tuned = tune(
+    tuned = tuned_by(
         candidates, machine.measure, lambda spec: made(spec, "modelled"),
         in_turns=machine.measure, best=3,
     )  # fmt: skip
@@ -81,7 +87,7 @@ def test_a_winner_that_is_slower_in_turns_than_the_default_does_not_win():
     machine, candidates = Machine(), Space(StepSpec, NANO)
     compared = []
 
-    def in_turns(specs):  # here bf16 is slower: the machine was busy when fp32 was measured
+    def in_turns(specs, what):  # here bf16 is slower: the machine was busy when fp32 was measured
         compared.extend(specs)
         speeds = {"fp32": 1000.0, "bf16": 900.0}
         return [
@@ -93,7 +99,7 @@ def test_a_winner_that_is_slower_in_turns_than_the_default_does_not_win():
             for spec in specs
         ]  # fmt: skip
 
-    tuned = tune(candidates, machine.measure, lambda spec: None, in_turns=in_turns)
+    tuned = tuned_by(candidates, machine.measure, lambda spec: None, in_turns=in_turns)
     assert [(spec.precision, spec.compile) for spec in compared] == [
         ("fp32", "off"),
         ("bf16", "on"),
@@ -105,7 +111,7 @@ def test_a_winner_that_is_slower_in_turns_than_the_default_does_not_win():
 def test_the_gain_of_a_single_choice_is_measured_in_turns():
     candidates = Space(StepSpec, {**NANO, "precision": ("fp32",), "batch": (4,)})
 
-    def in_turns(specs):
+    def in_turns(specs, what):
         speeds = {"off": 1000.0, "on": 1250.0}
         samples = [Sample.exact(speeds[spec.compile], "tokens/s") for spec in specs]
         return [
@@ -113,13 +119,13 @@ def test_the_gain_of_a_single_choice_is_measured_in_turns():
             for spec, sample in zip(specs, samples, strict=True)
         ]
 
-    tuned = tune(candidates, Machine().measure, lambda spec: None, in_turns=in_turns)
+    tuned = tuned_by(candidates, Machine().measure, lambda spec: None, in_turns=in_turns)
     assert tuned.speedup == 1.25 and [gain.ratio for gain in tuned.gains] == [1.25]
 
 
 def test_values_without_a_prediction_are_measured_on_the_fastest():
     machine, candidates = Machine(), Space(StepSpec, NANO)
-    tuned = tune(
+    tuned = tuned_by(
         candidates, machine.measure,
         lambda spec: made(spec, "modelled") if spec.compile == "off" else None,
         in_turns=machine.measure, best=1,
@@ -127,7 +133,24 @@ def test_values_without_a_prediction_are_measured_on_the_fastest():
     assert tuned.predicted == 12 and tuned.winner.spec["compile"] == "on"
     assert tuned.speedup == pytest.approx(4.0 * 1.5 * 1.2)
     assert tuned.measured_only == [("compile", "on")]
+    assert machine.told == [
+        "the baseline and the steps predicted to be fastest",
+        "the fastest step with compile on, which cannot be predicted",
+        "the baseline and the fastest step",
+        "the fastest step without each of its choices",  # together, so that one bar has them all
+        "the baseline and the fastest step again, alternating",
+    ]
     assert "without a prediction: compile on, measured on the fastest" in sentence(tuned)
+
+
+@pytest.mark.parametrize(("most", "total"), [(24, 24), (20, 3)])
+def test_the_progress_of_predictions_counts_to_the_last(monkeypatch, most, total):
+    monkeypatch.setattr(search, "MOST_PREDICTED", most)
+    heard = []
+    predicted = predicted_candidates(
+        Space(StepSpec, NANO), made, lambda doing, done, of: heard.append((done, of))
+    )
+    assert heard == [(done, total) for done in range(total)] and len(predicted) == total
 
 
 def test_of_many_candidates_the_best_for_each_value_of_the_longest_choice_are_predicted(
@@ -141,7 +164,7 @@ def test_of_many_candidates_the_best_for_each_value_of_the_longest_choice_are_pr
         requested.append(spec)
         return made(spec, "modelled")
 
-    tuned = tune(candidates, machine.measure, predict, in_turns=machine.measure, best=2)
+    tuned = tuned_by(candidates, machine.measure, predict, in_turns=machine.measure, best=2)
     assert tuned.winner.spec["batch"] == 16 and tuned.winner.spec["precision"] == "bf16"
     assert tuned.predicted == 3  # one per batch
     assert len({(s.batch, s.precision, s.compile, s.checkpointing) for s in requested}) < 24
@@ -152,11 +175,11 @@ def test_no_candidate_that_runs_is_an_error():
     default = made(candidates.require(candidates.defaults))
     broken = dataclasses.replace(default, status="failed", note="no")
 
-    def fails(specs):
+    def fails(specs, what):
         return [broken] * len(specs)
 
     with pytest.raises(ValueError, match="no candidate ran: no"):
-        tune(candidates, fails, lambda spec: None, in_turns=fails)
+        tuned_by(candidates, fails, lambda spec: None, in_turns=fails)
 
 
 def test_given_values_override_the_candidates_of_the_device():
@@ -180,7 +203,7 @@ def test_given_values_override_the_candidates_of_the_device():
 def test_with_nothing_to_choose_the_sentence_says_so():
     machine = Machine()
     only = {name: values[:1] for name, values in NANO.items()}
-    tuned = tune(
+    tuned = tuned_by(
         Space(StepSpec, only), machine.measure, lambda spec: None, in_turns=machine.measure
     )
     assert sentence(tuned).endswith("There was nothing to choose: every option has one value.")
@@ -199,14 +222,14 @@ def test_with_nothing_to_choose_the_sentence_says_so():
 def test_a_gain_over_disturbed_rows_is_not_confirmed(default_ms, winner_ms, who):
     candidates = Space(StepSpec, {**NANO, "precision": ("fp32",), "batch": (4,)})
 
-    def in_turns(specs):
+    def in_turns(specs, what):
         samples = [Sample.of(ms, "ms") for ms in (default_ms, winner_ms)]
         return [
             dataclasses.replace(made(spec), metrics={"step_ms": sample})
             for spec, sample in zip(specs, samples, strict=True)
         ]
 
-    tuned = tune(candidates, Machine().measure, lambda spec: None, in_turns=in_turns)
+    tuned = tuned_by(candidates, Machine().measure, lambda spec: None, in_turns=in_turns)
     text, ((*_, ratio),) = sentence(tuned), gain_table(tuned).rows
     assert isinstance(ratio, Doubtful) == bool(who)
     assert ("times the default step's (step size" in text) == (not who)

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -239,6 +239,21 @@ def progress(total: int | None, noun: str) -> Iterator[tuple[Progress, Any]]:
     )
     with bar:
         yield bar, bar.add_task("", total=total, visible=total is not None)
+
+
+@contextlib.contextmanager
+def progress_heard(noun: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Shows what is done with how many things, such as layouts, as it is told: a bar, or where there is
+    no terminal a line when each activity begins.
+    """
+    with progress(None, f"{noun}s") as (bar, task):
+
+        def hear(doing: str, done: int, total: int) -> None:
+            bar.update(task, description=doing, completed=done, total=total, visible=True)
+            if not done and not error_console.is_terminal:
+                info(f"{doing} {counted(total, noun)}")
+
+        yield hear
 
 
 def counted(count: int, noun: str) -> str:

@@ -1,6 +1,5 @@
 """`stepgauge plan`: ranks all layouts of a training run on a machine."""
 
-import contextlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -10,12 +9,10 @@ from cyclopts import Parameter
 
 from stepgauge.cli.console import (
     Format,
-    counted,
-    error_console,
     info,
     print_points,
     print_table,
-    progress,
+    progress_heard,
 )
 from stepgauge.cli.option_names import with_option_names
 from stepgauge.cli.options import Values, expand, spec_options
@@ -24,7 +21,6 @@ from stepgauge.cli.validate import compare
 from stepgauge.cost.planning.doubling import largest_micro_batch, longest_context, longest_of_all
 from stepgauge.cost.planning.hiding import overlaps, scales
 from stepgauge.cost.planning.planner import (
-    Hear,
     Plan,
     candidate_of,
     device_bytes,
@@ -98,7 +94,7 @@ def command(
     specs = expand(PlanSpec, with_device_of(file, values))
     machine = CalibratedMachine(file.on_ranks(specs[0].gpus))
     count = max(top, verify)
-    with _progress() as hear:
+    with progress_heard("layout") as hear:
         plan = planned_by_compile(specs, file, top=count, tracing=_note_trace, hear=hear)
     spec = next(spec for spec in specs if spec.compile == plan.rows[0].spec["compile"])
     if not (verify and format == "json"):  # JSON output is one document, that of `compare`
@@ -107,21 +103,6 @@ def command(
         rows = [ValidationRow(each) for each in runnable(spec, plan.rows, verify)]
         print()
         compare(rows, hardware, out=out, fresh=fresh, format=format)
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Hear]:
-    """Shows how many layouts were screened and simulated: a bar, or where there is no terminal a line
-    when each begins.
-    """
-    with progress(None, "layouts") as (bar, task):
-
-        def hear(doing: str, done: int, total: int) -> None:
-            bar.update(task, description=doing, completed=done, total=total, visible=True)
-            if not done and not error_console.is_terminal:
-                info(f"{doing} {counted(total, 'layout')}")
-
-        yield hear
 
 
 def _note_trace(spec: LayoutSpec) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from stepgauge.cli.console import info, print_table
+from stepgauge.cli.console import info, print_table, progress_heard
 from stepgauge.cli.options import Values, spec_options
 from stepgauge.cli.predictions import (
     Hardware,
@@ -90,8 +90,14 @@ def tune(
     file = HardwareFile.read(path) if path else None
     measure = _Measurements(out, path, fresh)
     predict = functools.partial(_predict, file)
+    predicted = []
+    if file:
+        with progress_heard("candidate") as hear:
+            predicted = search.predicted_candidates(candidates, predict, hear)
     with saved_rows(out):
-        tuned = search.tune(candidates, measure, predict, in_turns=measure.in_turns, best=best)
+        tuned = search.tune(
+            candidates, predicted, measure, predict, in_turns=measure.in_turns, best=best
+        )
     _print_result(tuned, candidates, measure, out)
 
 
@@ -134,23 +140,24 @@ class _Measurements:
         self._out, self._hardware, self._fresh = out, hardware, fresh
         self.records: dict[str, Record] = {}
 
-    def __call__(self, specs: Sequence[Any]) -> list[Record]:
+    def __call__(self, specs: Sequence[Any], what: str) -> list[Record]:
         from stepgauge.bench.jobs import checked_jobs
 
         jobs = checked_jobs(specs, self._out)
         new = [job for job in jobs if job.pending.key not in self.records]
         if new:
+            info(f"measuring {what}")
             predict_rows([job.spec for job in new], self._out, self._hardware, fresh=self._fresh)
             found = run_jobs(new, self._out, fresh=self._fresh)
             self.records.update((record.key, record) for record in found)
         return [self.records[job.pending.key] for job in jobs]
 
-    def in_turns(self, specs: Sequence[Any]) -> list[Record]:
+    def in_turns(self, specs: Sequence[Any], what: str) -> list[Record]:
         """Measures the specs again, alternating; the new records replace the old ones."""
         from stepgauge.bench.jobs import checked_jobs
 
         jobs = checked_jobs(specs, self._out)
-        info("measuring the baseline and the fastest step again, alternating")
+        info(f"measuring {what}")
         found = run_jobs(jobs, self._out, fresh=False, turns=turns.DEFAULT_TURNS)
         self.records.update((record.key, record) for record in found)
         return [self.records[job.pending.key] for job in jobs]

@@ -16,11 +16,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from stepgauge.cost.planning.planner import Hear
 from stepgauge.spec.disturbance import is_disturbed
 from stepgauge.spec.record import Record
 from stepgauge.tune.choices import Chosen, Space
 
-Measure = Callable[[Sequence[Any]], list[Record]]
+Measure = Callable[[Sequence[Any], str], list[Record]]  # steps, and a phrase on what they are
 Predict = Callable[[Any], Record | None]
 MOST_PREDICTED = 1500  # candidates; a prediction of a small step takes milliseconds
 ROUNDS = 2  # through all choices, when they are searched one at a time
@@ -73,31 +74,35 @@ def rate(record: Record) -> float:
 
 
 def tune(
-    space: Space, measure: Measure, predict: Predict, *, in_turns: Measure, best: int = 4
+    space: Space,
+    predicted: Sequence[tuple[Record, Chosen]],
+    measure: Measure,
+    predict: Predict,
+    *,
+    in_turns: Measure,
+    best: int = 4,
 ) -> Tuned:
-    """Finds the fastest step of the space.
+    """Finds the fastest step of the space; `predicted` are its predicted_candidates.
 
     Measures the default step and the `best` predicted ones, or one choice at a time. Then measures the
     fastest and the default step `in_turns`; the default may turn out to be faster. Raises ValueError
     if no candidate ran.
     """
-    predicted = _predicted(space, predict)
     unpredicted: list[tuple[str, Any]] = []
     if predicted:
-        ranked = sorted(predicted, key=lambda pair: -rate(pair[0]))
-        tried = [space.defaults, *(chosen for _, chosen in ranked[:best])]
-        winner = _fastest(space, tried, measure)
-        unpredicted = _unpredicted(space, winner, predict)
-        for name, value in unpredicted:
-            winner = _fastest(space, [winner, {**winner, name: value}], measure)
+        ranked = [chosen for _, chosen in sorted(predicted, key=lambda pair: -rate(pair[0]))]
+        winner, unpredicted = _among_predicted(space, ranked[:best], measure, predict)
     else:
         winner = _one_at_a_time(space, measure)
-    default, fastest = (measure([space.spec(chosen)])[0] for chosen in (space.defaults, winner))
+    compared = [space.spec(chosen) for chosen in (space.defaults, winner)]
+    default, fastest = measure(compared, "the baseline and the fastest step")
     if not rate(fastest):
         raise ValueError(f"no candidate ran: {fastest.note}")
     gains = _gains(space, winner, measure)
     if gains and rate(default):
-        default, fastest = in_turns([space.spec(chosen) for chosen in (space.defaults, winner)])
+        default, fastest = in_turns(
+            compared, "the baseline and the fastest step again, alternating"
+        )
         if rate(default) >= rate(fastest):
             fastest, gains = default, []
         elif len(gains) == 1:  # without it, the winner is the default step
@@ -107,8 +112,10 @@ def tune(
     return Tuned(default, fastest, gains, len(predicted), space.size, unpredicted)
 
 
-def _predicted(space: Space, predict: Predict) -> list[tuple[Record, Chosen]]:
-    """Returns the predictions of all candidates that have one.
+def predicted_candidates(
+    space: Space, predict: Predict, hear: Hear = lambda doing, done, total: None
+) -> list[tuple[Record, Chosen]]:
+    """Returns the predictions of all candidates that have one. `hear` is called with the progress.
 
     Of more than MOST_PREDICTED, only the best for each value of the longest choice.
     """
@@ -125,17 +132,35 @@ def _predicted(space: Space, predict: Predict) -> list[tuple[Record, Chosen]]:
         return rate(record) if record else 0.0
 
     if space.size <= MOST_PREDICTED:
-        tried = space.all()
+        rest: list[tuple[str, Sequence[Any]]] = []
+        starts = space.all()
     else:
         longest = max(space.choices, key=lambda name: len(space.choices[name]))
         rest = [pair for pair in space.choices.items() if pair[0] != longest]
-        tried = []
-        for start in space.choices[longest]:
-            best: Chosen = {**space.defaults, longest: start}
-            for name, values in ROUNDS * rest:
-                best = max(({**best, name: value} for value in values), key=rate_of)
-            tried.append(best)
-    return [(record, chosen) for chosen in tried if (record := record_of(chosen))]
+        starts = [{**space.defaults, longest: value} for value in space.choices[longest]]
+    found = []
+    for done, best in enumerate(starts):
+        hear("predicting", done, len(starts))
+        for name, values in ROUNDS * rest:
+            best = max(({**best, name: value} for value in values), key=rate_of)
+        if record := record_of(best):
+            found.append((record, best))
+    return found
+
+
+def _among_predicted(
+    space: Space, ranked: Sequence[Chosen], measure: Measure, predict: Predict
+) -> tuple[Chosen, list[tuple[str, Any]]]:
+    """Returns the fastest of the default step and the ranked ones, with those values that cannot be
+    predicted and make it faster, and all values that cannot be predicted.
+    """
+    what = "the baseline and the steps predicted to be fastest"
+    winner = _fastest(space, [space.defaults, *ranked], measure, what)
+    unpredicted = _unpredicted(space, winner, predict)
+    for name, value in unpredicted:
+        what = f"the fastest step with {name} {value}, which cannot be predicted"
+        winner = _fastest(space, [winner, {**winner, name: value}], measure, what)
+    return winner, unpredicted
 
 
 def _unpredicted(space: Space, winner: Chosen, predict: Predict) -> list[tuple[str, Any]]:
@@ -149,9 +174,9 @@ def _unpredicted(space: Space, winner: Chosen, predict: Predict) -> list[tuple[s
     return unpredicted
 
 
-def _fastest(space: Space, tried: Sequence[Chosen], measure: Measure) -> Chosen:
+def _fastest(space: Space, tried: Sequence[Chosen], measure: Measure, what: str) -> Chosen:
     possible = [chosen for chosen in tried if space.spec(chosen) is not None]
-    records = measure([space.spec(chosen) for chosen in possible])
+    records = measure([space.spec(chosen) for chosen in possible], what)
     fastest = max(range(len(possible)), key=lambda index: rate(records[index]))
     return possible[fastest]
 
@@ -159,21 +184,24 @@ def _fastest(space: Space, tried: Sequence[Chosen], measure: Measure) -> Chosen:
 def _one_at_a_time(space: Space, measure: Measure) -> Chosen:
     chosen: Chosen = space.defaults
     for name, values in space.choices.items():
-        chosen = _fastest(space, [{**chosen, name: value} for value in values], measure)
+        tried = [{**chosen, name: value} for value in values]
+        chosen = _fastest(space, tried, measure, f"the values of {name}")
     return chosen
 
 
 def _gains(space: Space, winner: Chosen, measure: Measure) -> list[Gain]:
     """Compares the winner with itself without each choice that differs from the default."""
+    changed = [name for name, value in winner.items() if value != space.defaults[name]]
+    specs = {name: space.spec({**winner, name: space.defaults[name]}) for name in changed}
+    possible = [name for name in changed if specs[name] is not None]
+    every = [space.spec(winner), *(specs[name] for name in possible)]
+    with_choice, *others = measure(every, "the fastest step without each of its choices")
+    without = dict(zip(possible, others, strict=True))
     gains = []
-    for name, value in winner.items():
-        default = space.defaults[name]
-        if value == default:
-            continue
-        specs = [space.spec(winner), space.spec({**winner, name: default})]
-        with_choice, *without = measure([spec for spec in specs if spec is not None])
-        slower = rate(without[0]) if without else 0.0
+    for name in changed:
+        slower = rate(without[name]) if name in without else 0.0
         ratio = rate(with_choice) / slower if slower else None
-        disturbed = any(map(is_disturbed, (with_choice, *without)))
-        gains.append(Gain(name, value, default, ratio, disturbed))
+        compared = [with_choice, *([without[name]] if name in without else [])]
+        disturbed = any(map(is_disturbed, compared))
+        gains.append(Gain(name, winner[name], space.defaults[name], ratio, disturbed))
     return sorted(gains, key=lambda gain: -(gain.ratio or math.inf))
