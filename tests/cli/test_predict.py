@@ -2,15 +2,21 @@
 
 import csv
 import dataclasses
+import io
 import json
 import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.text import Text
 from tests.cpu_machine import made_up, wired
 from tests.sentences import one_sentence
 
+from stepgauge.cli.predictions import predict_rows
 from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.step import StepSpec
 from stepgauge.spec.store import RunStore
 
 H100 = Path(__file__).parents[2] / "hardware" / "h100-sxm.json"
@@ -240,6 +246,17 @@ def test_validate_names_each_row_by_its_layout(stepgauge, tmp_path):
         assert f"\nlayout={layout} " in text  # a row of the table
         assert f"\nlayout={layout}: warming up" in err and f"\nlayout={layout}: forward ms" in err
     assert "The error is the sum of its parts: forward, backward, optimizer" in text
+
+
+def test_a_bar_shows_which_rows_are_predicted(monkeypatch, tmp_path):
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=100)
+    monkeypatch.setattr("stepgauge.cli.console.error_console", terminal)
+    path = tmp_path / "cpu.json"
+    made_up().write(path)
+    specs = [StepSpec(model=ModelSpec.preset("nano"), batch=batch) for batch in (1, 2)]
+    assert len(predict_rows(specs, tmp_path / "run", path, fresh=False)) == 2
+    shown = Text.from_ansi(terminal.file.getvalue()).plain
+    assert re.search(r"predicting .* 2/2 rows", shown)
 
 
 def test_accumulation_over_a_data_axis_gives_the_row_of_bench_layout(stepgauge):

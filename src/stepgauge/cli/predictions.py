@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from stepgauge.cli.console import Format, info, print_records
+from stepgauge.cli.console import Format, info, print_records, progress
 from stepgauge.cli.rows import hardware_argument, store_for
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.hardware_files import calibrated_files, file_of, known_files
@@ -44,9 +44,10 @@ def predict_rows(
         return []
     file, store = HardwareFile.read(hardware), store_for(out)
     store.prepare()
-    with store.held():
+    with store.held(), progress(len(specs), "rows") as (bar, task):
+        bar.update(task, description="predicting")
         found, refused, outdated = predict_before(
-            specs, file, store, fresh=fresh, expected=expected
+            bar.track(specs, task_id=task), file, store, fresh=fresh, expected=expected
         )
     if found or is_requested:
         info(f"{len(found)} of {len(specs)} rows predicted from {hardware}")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from stepgauge.spec.hardware import HardwareFile
@@ -26,7 +26,7 @@ class Predictions(NamedTuple):
 
 
 def predict_before(
-    specs: Sequence[Any],
+    specs: Iterable[Any],
     hardware: HardwareFile,
     store: RunStore,
     *,
