@@ -19,6 +19,7 @@ from stepgauge.report.names import (
 from stepgauge.report.numbers import Doubtful, heading, number, size_unit
 from stepgauge.report.table import FORMATS, Range, Table
 from stepgauge.report.views import plotted, record_table, undisturbed
+from stepgauge.spec.calibration import CalibrationSpec
 from stepgauge.spec.fallbacks import fallbacks, what_ran, with_fallbacks
 from stepgauge.spec.predictions import paired
 from stepgauge.spec.record import Record, Sample
@@ -230,6 +231,11 @@ def test_rows_of_all_step_commands_are_named_by_their_layouts(record):
     assert layout_labels(rows("none", "dp2", batch=(4, 8)))[::2] == [
         "layout=none batch=4",
         "layout=dp2 bucketed batch=4",
+    ]
+    probe = Record.of(CalibrationSpec(operation="host eager"))  # before the rows of --now
+    assert layout_labels([probe, *rows("none", "dp2")])[1:] == [
+        "layout=none",
+        "layout=dp2 bucketed",
     ]
     (alone,) = layout_labels(rows("dp2 zero1"))
     assert alone == "layout size=nano layout=dp2 zero1 batch=4 context=512 precision=fp32"

@@ -158,7 +158,7 @@ def describe(record: Record) -> str:
 
 def labels(records: Sequence[Record]) -> list[str]:
     """Returns a label for each record: `key=value` of the fields that differ within its kind. If there
-    are several kinds, the kind comes first.
+    are several kinds, the kind comes first, unless the label begins with it: "layout=dp2 zero1".
 
     Leaves out values that are defaults if the rest still tells the rows apart. If nothing differs,
     the label is that of `describe`.
@@ -168,9 +168,10 @@ def labels(records: Sequence[Record]) -> list[str]:
     parts_of = {kind: iter(_label_parts(group)) for kind, group in of_kind.items()}
     result = []
     for record in records:
-        parts = next(parts_of[record.kind])
-        prefix = [record.kind] if len(kinds) > 1 else []
-        result.append(" ".join([*prefix, *parts]) if parts else describe(record))
+        label = " ".join(next(parts_of[record.kind]))
+        if label and len(kinds) > 1 and not label.startswith(f"{record.kind}="):
+            label = f"{record.kind} {label}"
+        result.append(label or describe(record))
     return result
 
 
