@@ -158,8 +158,7 @@ def end_parts(operations: StepOperations) -> Parts:
     if _is_fused(operations):  # forward computes the gradient, in chunks of logits
         return {**parts, "gradient of the head": v * d * arithmetic.residual_bytes}
     parts["log-softmax"] = m * v * arithmetic.activation_bytes  # compiled, the logits themselves
-    is_eager_and_whole = not operations.compiles_ends and operations.share.tensor == 1
-    if arithmetic.activation_bytes == 2 and is_eager_and_whole:
+    if operations.casts_logits and operations.share.tensor == 1:
         parts["logits in fp32"] = m * v * 4
     if arithmetic.casts:
         parts["bf16 copy of the head"] = v * d * arithmetic.activation_bytes

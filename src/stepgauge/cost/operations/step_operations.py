@@ -19,7 +19,7 @@ from stepgauge.cost.operations.rank_sizes import NetworkPart, ShareSizes
 from stepgauge.cost.operations.ring_attention import RING, Ring
 from stepgauge.cost.operations.supported import CALIBRATED, RECOMPUTED, require_priced
 from stepgauge.cost.operations.tensor_overlap import OverlappedLayer
-from stepgauge.cost.operations.terms import TRAFFIC, Arithmetic, Term
+from stepgauge.cost.operations.terms import AUTOCAST, TRAFFIC, Arithmetic, Term
 from stepgauge.cost.streams.program import LaunchCost, LaunchGroup
 from stepgauge.spec.fused_loss import torch_computes
 from stepgauge.spec.model_fields import NORMS
@@ -188,9 +188,9 @@ class StepOperations(ShareSizes):
         elif self.end_arithmetic.is_compiled:
             yield Term("loss", TRAFFIC, (m * v * 2 * self.end_arithmetic.activation_bytes,))
         else:
-            if self.end_arithmetic.activation_bytes == 2:
+            if self.casts_logits:
                 yield Term("loss.cast", "cast bf16 fp32", (m * v,))
-            yield Term("loss", "cross-entropy forward", (m, v))
+            yield Term("loss", "cross-entropy forward", (m, self._timed_words(v)))
 
     # Backward
 
@@ -280,9 +280,19 @@ class StepOperations(ShareSizes):
         elif self.end_arithmetic.is_compiled:
             yield Term("loss", TRAFFIC, (m * v * 2 * self.end_arithmetic.activation_bytes,))
         else:
-            yield Term("loss", "cross-entropy backward", (m, v))
-            if self.end_arithmetic.activation_bytes == 2:
+            yield Term("loss", "cross-entropy backward", (m, self._timed_words(v)))
+            if self.casts_logits:
                 yield Term("loss.cast", "cast fp32 bf16", (m * v,))
+
+    @property
+    def casts_logits(self) -> bool:
+        """True if torch's loss computes in fp32 from bf16 logits, as autocast wants."""
+        return self.spec.precision in AUTOCAST and not self.end_arithmetic.is_compiled
+
+    def _timed_words(self, v: int) -> float:
+        """Returns how many words of fp32 logits, which were timed, have as many bytes as those of the loss."""
+        nbytes = 4 if self.casts_logits else self.end_arithmetic.activation_bytes
+        return v * nbytes / 4
 
     def _added(self, numel: int) -> Iterator[Term]:
         """Yields the accumulation of gradients; none in ZeRO 3, which accumulates small shards."""

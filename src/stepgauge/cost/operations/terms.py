@@ -21,6 +21,7 @@ PRECISION: dict[str, tuple[str, int, int]] = {
     "bf16-pure": ("bf16", 2, 2),
     "bf16-master": ("bf16", 2, 2),
 }
+AUTOCAST = ("bf16", "fp16", "bf16-master")  # precisions in which the loss reads logits in fp32
 # A strided copy takes as long per value as a plain pass over this many bytes, whatever the dtype:
 # 297 to 352 G values/s in six kernels of three steps on an H200, where plain passes run at 3.9 TB/s
 # (docs/log/2026-11-23-predictions.md).
