@@ -56,6 +56,26 @@ def test_a_file_keeps_times_by_ranks_and_contention(tmp_path):
         Contention.from_row(["matmul", "all_reduce", 1.2])
 
 
+def test_hosts_are_those_of_the_nearest_number_of_ranks():
+    """What was not timed there comes from the next nearest: ranks launch the same work."""
+    one, two, four, flat = (
+        OperationTable(("layers",), ((2.0, us),)) for us in (1.0, 2.0, 4.0, 5.0)
+    )
+    file = HardwareFile(
+        name="box",
+        operations={"host eager bf16": one, "traffic": one},
+        by_ranks={
+            2: {"host eager bf16": two, "host eager bf16 tp2": two, "host wrapper flat": flat},
+            4: {"host eager bf16": four, "host eager bf16 tp4": four},
+        },
+    )
+    assert file.on_ranks(1).operations == file.operations
+    assert file.on_ranks(2).operations == {**file.by_ranks[2], "traffic": one}
+    assert file.on_ranks(8).operations == {
+        **file.by_ranks[4], "host wrapper flat": flat, "traffic": one
+    }  # fmt: skip
+
+
 def test_products_have_the_contention_of_their_time_where_the_file_has_it():
     rows = [
         Contention(kernels, "all_reduce", slowdown, 1.5, 2)

@@ -1,5 +1,6 @@
 """`stepgauge validate`: predicts steps, runs them, and prints the errors of the predictions."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -198,7 +199,7 @@ def _row_by_row(
         if record.status == "ok":
             probed.append(record)
         is_timed = record.status == "ok"
-        file_now = with_operations(file, [median_probe(probed)] if is_timed else [])
+        file_now = with_operations(file, [_of_row(median_probe(probed), row)] if is_timed else [])
         expected = "; ".join(filter(None, (HOST_NOTE if is_timed else "", row.expect)))
         made = predict_before([row.spec], file_now, store, fresh=fresh, expected=[expected])
         predictions.extend(made.records)
@@ -208,6 +209,11 @@ def _row_by_row(
     order = [each for pair in zip(probes, jobs, strict=True) for each in pair if each]
     records = run_jobs(order, out, fresh=fresh, names_of=layout_labels, after_row=predict)
     return predictions, [record for record in records if record.kind != CalibrationSpec.kind]
+
+
+def _of_row(probe: "Record", row: ValidationRow) -> "Record":
+    """Returns the probe as one of all ranks of the row; those of one stage of a pipeline may have run it."""
+    return dataclasses.replace(probe, spec={**probe.spec, "ranks": row.spec.ranks})
 
 
 def _requested_rows(

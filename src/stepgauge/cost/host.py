@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ from stepgauge.cost.streams.program import LaunchCost
 from stepgauge.cost.timed_blocks import timed_blocks
 from stepgauge.spec.calibration import KEEPING, OperationTable, launched_under
 from stepgauge.spec.hardware import SHIPPED, HardwareFile
+from stepgauge.spec.host_tables import RANKS, without_ranks
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.step import TRAINING_PHASES, WorkSpec
 
@@ -20,7 +20,6 @@ from stepgauge.spec.step import TRAINING_PHASES, WorkSpec
 # and again in recomputation. That makes the host take this many times as long (an eager block of a
 # narrow network on a CPU: 1073 instead of 184 us, docs/log/2026-11-23-predicted-again.md).
 SELECTIVE_HOST_FACTOR = 5.8
-RANKS = re.compile(r"(?<= [dct]p)\d+")  # the number of ranks of an axis, in a table's name
 TYPICAL_HOST = "h200-sxm"  # for layouts and wrappers that a machine has no times of
 
 
@@ -88,19 +87,13 @@ def _table(spec: WorkSpec, machine: CalibratedMachine, suffix: str = "") -> Oper
 
 
 def _for_any_ranks(machine: CalibratedMachine, name: str) -> OperationTable | None:
-    """Returns the table of this name, or the one with the nearest numbers of ranks.
-
-    Ranks launch the same work, however many there are.
-    """
-
-    def is_same_apart_from_ranks(other: str) -> bool:
-        return RANKS.sub("", other) == RANKS.sub("", name)
+    """Returns the table of this name, or the one with the nearest numbers of ranks."""
 
     def distance(other: str) -> float:
         pairs = zip(RANKS.findall(other), RANKS.findall(name), strict=True)
         return sum(abs(math.log(int(a) / int(b))) for a, b in pairs)
 
-    same = filter(is_same_apart_from_ranks, machine.operations)
+    same = (other for other in machine.operations if without_ranks(other) == without_ranks(name))
     return machine.table(min(same, key=distance, default=name))
 
 

@@ -141,11 +141,6 @@ CALIBRATED_WRAPPERS = ("naive", "flat", "overlapped", "bucketed", "zero1", "zero
 WRAPPER_PHASES = {"forward": 0, "backward": 1, "optimizer": 3}
 
 
-def is_host_operation(operation: str) -> bool:
-    """Returns True for times of the host, which launches work for a GPU."""
-    return operation.startswith("host ")
-
-
 def wrapper_operation(wrapper: str) -> str:
     """Returns the name of the table with the wrapper's host time."""
     return f"host wrapper {wrapper}"

@@ -12,12 +12,12 @@ from stepgauge.spec.calibration import (
     SHORT_PRODUCT_US,
     Contention,
     OperationTable,
-    is_host_operation,
     kernel_class,
     wrapper_operation,
 )
 from stepgauge.spec.fields import check, check_type
 from stepgauge.spec.first_names import first_names
+from stepgauge.spec.host_tables import host_tables, is_host_operation
 from stepgauge.spec.json_objects import read_object, require_keys
 from stepgauge.spec.links import Link
 from stepgauge.spec.units import GIB
@@ -288,16 +288,6 @@ class HardwareFile:
         }
         return {**self.operations, **of_ranks}
 
-    def _host_tables(self, ranks: int) -> Mapping[str, OperationTable]:
-        """Returns the host's times measured on the nearest number of ranks; none for one rank."""
-        hosts = {
-            number: {name: table for name, table in tables.items() if is_host_operation(name)}
-            for number, tables in self.by_ranks.items()
-        }
-        numbers = [number for number, tables in hosts.items() if tables and ranks > 1]
-        nearest = min(numbers, key=lambda number: abs(math.log(number / ranks)), default=1)
-        return hosts.get(nearest, {})
-
     def on_ranks(self, ranks: int) -> Self:
         """Returns the machine with the operation times of one of so many ranks.
 
@@ -307,7 +297,7 @@ class HardwareFile:
         """
         shared = self.by_ranks.get(ranks, {})
         requested = {name: table for name, table in shared.items() if name.endswith(f" {EXACT}")}
-        hosts = self._host_tables(ranks)
+        hosts = host_tables(self.by_ranks, ranks)
         has_devices = any(name not in requested and not is_host_operation(name) for name in shared)
         base = shared if has_devices else self.operations
         return dataclasses.replace(
