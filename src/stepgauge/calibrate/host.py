@@ -40,10 +40,12 @@ def names() -> list[str]:
 
 
 def names_on(ranks: int) -> list[str]:
-    """Returns the host operations of layouts whose ranks launch other work than a single process.
+    """Returns the host operations that are timed on several ranks at once: those of a single process, except
+    a network compiled as a whole, and those of layouts whose ranks launch other work.
 
     Wrappers with their own table (calibrate/wrappers.py) are left out.
     """
+    single = [name for name in names() if name != "host compiled bf16"]
     tensor = (Layout(tensor=ranks), Layout(tensor=ranks, overlap=True))
     layouts = (
         *tensor,
@@ -53,7 +55,11 @@ def names_on(ranks: int) -> list[str]:
         Layout(context=ranks, ulysses=True, wrapper="zero2"),
     )
     eager = [f"host eager bf16{launched_under(layout, 'none')}" for layout in layouts]
-    return [*eager, *(f"host blocks bf16{launched_under(layout, 'none')}" for layout in tensor)]
+    return [
+        *single,
+        *eager,
+        *(f"host blocks bf16{launched_under(layout, 'none')}" for layout in tensor),
+    ]
 
 
 def is_host(name: str) -> bool:

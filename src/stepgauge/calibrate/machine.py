@@ -56,7 +56,7 @@ def jobs(device: torch.device, ranks: Sequence[int], only: Sequence[str] = ()) -
         named += _jobs_on_ranks(device, number)
         named += _copied_on_ranks(device, number) if number in copying else []
         if device.type == "cuda":
-            for name in (*host.names(), *host.names_on(number), *wrappers.names()):
+            for name in (*host.names_on(number), *wrappers.names()):
                 named.append((name, run.job(_operation(name, device, number))))
     names = [name for name, _ in named]
     for word in only:
