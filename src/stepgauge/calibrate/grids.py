@@ -106,7 +106,8 @@ GPU = Grid(
     tokens={
         "bf16": (256, 512, 1024, 2048, 4096, 8192),
         "tf32": _FEW_TOKENS,
-        "fp32": (512, 1024, 2048, 4096),
+        # Powers of two fill 132 multiprocessors with tiles of 128 rows, others do not.
+        "fp32": (512, 1024, 1536, 2048, 2560, 3072, 4096, 6144),
     },
     coarse_widths=_FEW_WIDTHS,
     coarse_tokens=_FEW_TOKENS,
