@@ -26,6 +26,7 @@ from stepgauge.report.prediction_errors import errors, groups
 from stepgauge.spec.calibration import OperationTable
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.host_tables import is_host_operation
 from stepgauge.spec.kinds import SPECS
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
@@ -74,11 +75,14 @@ def without_host(file: HardwareFile) -> HardwareFile:
     def free(table: OperationTable) -> OperationTable:
         return dataclasses.replace(table, rows=tuple((*row[:-1], 0.0) for row in table.rows))
 
-    operations = {
-        name: free(table) if name.startswith("host") else table
-        for name, table in file.operations.items()
-    }
-    return dataclasses.replace(file, operations=operations)
+    def all_free(tables: Mapping[str, OperationTable]) -> dict[str, OperationTable]:
+        return {
+            name: free(table) if is_host_operation(name) else table
+            for name, table in tables.items()
+        }
+
+    by_ranks = {ranks: all_free(tables) for ranks, tables in file.by_ranks.items()}
+    return dataclasses.replace(file, operations=all_free(file.operations), by_ranks=by_ranks)
 
 
 class Predictor:
