@@ -46,6 +46,8 @@ def test_each_part_has_its_terms_and_kernels_and_all_parts_add_up_to_the_step():
     assert parts["forward", "attention", "traffic"].predicted_ms > 0
     assert parts["backward", "attention", "attention"].predicted_ms > 0
     assert parts["forward", "", "waits"].measured_ms == 0.25
+    update = parts["optimizer", "", "update"]  # one row, not two of different kinds
+    assert update.measured_ms == 1.5 and update.predicted_ms > 0
     predicted, measured = (sum(getattr(p, name) for p in parts.values())
                            for name in ("predicted_ms", "measured_ms"))  # fmt: skip
     assert predicted == pytest.approx(prediction.median("step_ms"))
@@ -56,6 +58,9 @@ def test_each_part_has_its_terms_and_kernels_and_all_parts_add_up_to_the_step():
         differences == sorted(differences, reverse=True)
         and "compared with the kernels" in table.caption
     )
+    waits = [p for p in parts.values() if p.kind == "waits"]
+    kernels = predicted - sum(p.predicted_ms for p in waits)
+    assert f"Without waits, which the profiler lengthens: {kernels:.1f}, 8.3, " in table.caption
 
 
 def test_a_compiled_step_is_compared_by_phase_and_class_because_it_has_no_ranges():
