@@ -3,6 +3,7 @@
 Each rank runs a step with the wrapper and without it, in few messages and in many.
 """
 
+import collections
 import statistics
 from typing import Any
 
@@ -22,10 +23,12 @@ from stepgauge.spec.calibration import (
 )
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import WRAPPERS
+from stepgauge.train.step import TrainingStep
 
 AXES = ("parameters", "messages", "phase")
 ONE_MESSAGE_MB, MANY_MESSAGES_MB = 1e3, 1e-3
-STEPS_PER_MILLISECOND = 5  # of the spec's milliseconds; usually 20 steps
+STEPS_PER_MILLISECOND = 20  # of the spec's milliseconds, in all turns together; usually 60 steps
+ROUNDS = 5
 
 
 def names() -> list[str]:
@@ -38,12 +41,7 @@ def measure(spec: CalibrationSpec, device: torch.device) -> OperationTable:
     rows: list[tuple[float, ...]] = []
     for layers in LAYERS:
         for bucket_mb in _bucket_sizes(wrapper, layers):
-            bare, *_ = _phases_us("none", layers, bucket_mb, spec, device)
-            phases, parameters, messages = _phases_us(wrapper, layers, bucket_mb, spec, device)
-            rows += [
-                (parameters, messages, number, phases[phase] - bare[phase])
-                for phase, number in WRAPPER_PHASES.items()
-            ]
+            rows += _added_us(wrapper, layers, bucket_mb, spec, device)
     return OperationTable(AXES, tuple(rows))
 
 
@@ -52,10 +50,40 @@ def _bucket_sizes(wrapper: str, layers: int) -> list[float]:
     return [ONE_MESSAGE_MB, MANY_MESSAGES_MB] if is_split else [ONE_MESSAGE_MB]
 
 
-def _phases_us(
+def _added_us(
     wrapper: str, layers: int, bucket_mb: float, spec: CalibrationSpec, device: torch.device
-) -> tuple[dict[str, float], int, int]:
-    """Returns the medians of the phases, and the step's numbers of parameters and messages."""
+) -> list[tuple[float, ...]]:
+    """Returns the table's rows of one network. Steps with the wrapper and without it take turns, because a
+    host's speed changes from second to second.
+    """
+    built = {name: _build(name, layers, bucket_mb, spec, device) for name in ("none", wrapper)}
+    steps = max(2, round(STEPS_PER_MILLISECOND * spec.milliseconds / ROUNDS))
+    times: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
+    for number in range(ROUNDS):
+        for name, (step, batch) in built.items():
+            with step.precision.matmul_mode():
+                dist.barrier()
+                warmup = 1 if number else min(5, steps)
+                found = time_phases(step.phases(batch), device, warmup=warmup, steps=steps)
+            for phase in WRAPPER_PHASES:
+                times[name, phase] += found[phase]
+    us = {key: statistics.median(values) * 1e3 for key, values in times.items()}
+    wrapped: Any = built[wrapper][0].parallel.module
+    parameters = sum(1 for _ in wrapped.parameters())
+    # ZeRO 3 has one unit per block, and one for embedding and head
+    messages = len(getattr(wrapped, "buckets", range(layers + 1)))
+    del built, wrapped
+    free_unused_memory(device)
+    return [
+        (parameters, messages, number, us[wrapper, phase] - us["none", phase])
+        for phase, number in WRAPPER_PHASES.items()
+    ]
+
+
+def _build(
+    wrapper: str, layers: int, bucket_mb: float, spec: CalibrationSpec, device: torch.device
+) -> tuple[TrainingStep, Any]:
+    """Returns this rank's step and its batch."""
     data_parallel_spec = DataParallelSpec(
         model=narrow_network(layers),
         wrapper=wrapper,
@@ -65,16 +93,4 @@ def _phases_us(
         precision="bf16",
         device=device.type,
     )
-    step, batch = data_parallel.build_on_rank(data_parallel_spec, device, dist.get_rank())
-    steps = max(2, round(STEPS_PER_MILLISECOND * spec.milliseconds))
-    with step.precision.matmul_mode():
-        dist.barrier()
-        times = time_phases(step.phases(batch), device, warmup=min(5, steps), steps=steps)
-    wrapped: Any = step.parallel.module
-    parameters = sum(1 for _ in wrapped.parameters())
-    # ZeRO 3 has one unit per block, and one for embedding and head
-    messages = len(getattr(wrapped, "buckets", range(layers + 1)))
-    del step, wrapped
-    free_unused_memory(device)
-    medians = {phase: statistics.median(times[phase]) * 1e3 for phase in WRAPPER_PHASES}
-    return medians, parameters, messages
+    return data_parallel.build_on_rank(data_parallel_spec, device, dist.get_rank())
