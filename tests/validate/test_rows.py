@@ -9,7 +9,7 @@ from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.step import StepSpec
 from stepgauge.validate.predicted import predicted
-from stepgauge.validate.rows import default_rows, read_list
+from stepgauge.validate.rows import default_rows, read_list, specs_of
 
 REPOSITORY = Path(__file__).parents[2]
 LIST = """
@@ -75,6 +75,15 @@ def test_an_invalid_list_is_refused_with_the_reason(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         read_list(path, {})
+
+
+def test_layouts_without_a_batch_do_the_same_step():
+    specs = specs_of({"size": ("nano",)}, ["none", "dp2 bucketed", "tp2", "pp2 1f1b m4"])
+    assert [spec.batch * spec.parsed_layout.data for spec in specs[:2]] == [StepSpec.batch] * 2
+    assert [spec.batch for spec in specs[2:]] == [StepSpec.batch] * 2
+    network = f"{REPOSITORY}/examples/lstm.py:lstm"
+    (eight,) = specs_of({"model": (network,)}, ["dp8 bucketed"])  # it brings a batch per rank
+    assert (eight.ranks, eight.batch) == (8, 1)
 
 
 def test_default_rows_cover_one_process_and_all_gpus():

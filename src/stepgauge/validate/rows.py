@@ -108,21 +108,22 @@ def _read(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
 def specs_of(values: Mapping[str, tuple[Any, ...]], layouts: Sequence[str]) -> list[Any]:
     """Returns the steps of all values under each layout.
 
-    They are specs of bench step, bench data-parallel or bench layout. Raises ValueError for a batch
-    that the data ranks cannot share, and for an option that a layout's command does not have.
+    They are specs of bench step, bench data-parallel or bench layout. Without a batch all have that of
+    bench step, so that they do the same step. Raises ValueError for a batch that the data ranks cannot
+    share, and for an option that a layout's command does not have.
     """
     specs = []
     for layout in map(Layout.parse, layouts):
         kind = kind_for(layout, values)
         options = options_of(kind, ModelSpec)
         of_kind: Values = {"device": ("auto",)}
+        if "model" not in values:  # a user's model brings its batch
+            of_kind["batch"] = (StepSpec.batch,)
         for name, given in values.items():
             if name in options:
                 of_kind[name] = given
             elif name not in ("seconds", "phases"):
                 raise ValueError(f"{name} is no option of a step over {layout.ranks} ranks")
-        if kind is DataParallelSpec:
-            of_kind = {"batch": (StepSpec.batch,), **of_kind}
         specs += [spec.canonical() for spec in expand(kind, under(layout, kind, of_kind))]
     return list(dict.fromkeys(specs))
 
