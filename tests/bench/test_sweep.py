@@ -133,11 +133,13 @@ def test_a_failed_row_has_a_note_and_the_sweep_continues(tmp_path, does, status,
 def test_a_repeated_sweep_reuses_stored_rows(tmp_path):
     store = RunStore(tmp_path)
     first = outcomes(store, "a", "host oom", "raise")
-    second = outcomes(store, "a", "host oom", "raise", "b")
+    counts = []
+    second = outcomes(store, "b", "a", "host oom", "raise", reusing=counts.append)
     assert [row.is_reused for row in first] == [False] * 3
     # a failed row is measured again
-    assert [row.is_reused for row in second] == [True, True, False, False]
-    assert second[0].record == first[0].record
+    assert [row.is_reused for row in second] == [False, True, True, False]
+    assert counts == [2]  # known before the first row is measured
+    assert second[1].record == first[0].record
     again = outcomes(store, "a", fresh=True)
     assert not again[0].is_reused
     assert len(store.read().records) == 6

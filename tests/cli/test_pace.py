@@ -36,7 +36,7 @@ def clock():
 
 def test_the_others_take_as_long_as_the_mean_of_those_that_are_done(clock):
     pace = Pace(5, "rows", clock)
-    pace.skip()  # an earlier run measured it
+    pace.skip(1)  # an earlier run measured it
     pace.begin()
     clock.seconds += 40.0
     assert pace.seconds_left() is None and pace.sentence() == ""
@@ -93,10 +93,21 @@ def test_a_bar_has_the_time_left_from_the_first_row_on(show, clock):
 
 def test_rows_that_were_measured_before_tell_nothing_of_the_time(show, clock):
     with show(terminal=True, pace=Pace(3, "rows", clock)) as shown:
-        for job in JOBS[:2]:
-            shown.rows.finish(JobResult(job, job.pending, is_reused=True))
-        shown.rows.start(JOBS[2], "")
+        shown.rows.reuse(2)
+        shown.rows.start(JOBS[0], "")
         assert "2/3 rows left -:--:--" in shown.text()
+
+
+def test_rows_that_were_measured_before_take_no_time_although_their_turn_is_later(show, clock):
+    with show(terminal=True, pace=Pace(3, "rows", clock)) as shown:
+        shown.rows.reuse(1)
+        shown.rows.start(JOBS[0], "")
+        clock.seconds = 60.0
+        shown.rows.finish(JobResult(JOBS[0], JOBS[0].pending, is_reused=False))
+        assert "2/3 rows left 0:01:00" in shown.text()
+        shown.rows.finish(JobResult(JOBS[1], JOBS[1].pending, is_reused=True))
+        shown.rows.start(JOBS[2], "")
+        assert "2/3 rows left 0:01:00" in shown.text()
 
 
 def test_in_a_file_a_line_has_the_measurements_of_all_turns(show, clock):

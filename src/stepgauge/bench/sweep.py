@@ -74,6 +74,7 @@ def sweep(
     fresh: bool = False,
     starting: Starting = lambda job, again: None,
     hear: Listener = lambda text: None,
+    reusing: Callable[[int], None] = lambda count: None,
     is_command: bool = False,
 ) -> Iterator[JobResult]:
     """Measures the jobs and yields each one's record, in order, once it is on disk.
@@ -82,6 +83,7 @@ def sweep(
                 device and torch version that did not fail.
     starting    called before each measurement with the job and why it is measured again ("" at first)
     hear        called with progress messages of the running job
+    reusing     called once, before the first measurement, with the number of rows that are reused
     is_command  True if nothing in this process has changed its number of threads
 
     An error of one job becomes its record (status "oom" or "failed"), and the sweep continues.
@@ -91,8 +93,9 @@ def sweep(
     stored = {} if fresh else _reusable(store)
     with Workers(hear) as workers:
         rows = _Rows(store.folder, workers, starting, is_command)
-        for job in jobs:
-            identity = rows.pending(job).identity
+        identities = [rows.pending(job).identity for job in jobs]
+        reusing(sum(identity in stored for identity in identities))
+        for job, identity in zip(jobs, identities, strict=True):
             if identity in stored:
                 yield JobResult(job, stored[identity], is_reused=True)
                 continue
@@ -109,6 +112,7 @@ def sweep_in_turns(
     fresh: bool = False,
     starting: Starting = lambda job, again: None,
     hear: Listener = lambda text: None,
+    reusing: Callable[[int], None] = lambda count: None,
     is_command: bool = False,
 ) -> Iterator[JobResult]:
     """Measures every job `turns` times, in rounds through all jobs, and yields one record per job.
@@ -123,22 +127,22 @@ def sweep_in_turns(
         rows = _Rows(store.folder, workers, starting, is_command)
         reused = [stored[i] for job in jobs if (i := rows.pending(job).identity) in stored]
         if len(reused) == len(jobs) and turns_together(reused) >= turns:
+            reusing(len(jobs))
             for job, record in zip(jobs, reused, strict=True):
                 yield JobResult(job, record, is_reused=True)
             return
         began = now()
         records_by_job: list[list[Record]] = [[] for _ in jobs]
-        for turn in range(turns):
-            turns_left = turns - 1 - turn
+        for turn in range(1, turns + 1):
             pairs = list(zip(jobs, records_by_job, strict=True))
-            if turns_left % 2:  # the last round runs forward and yields the rows in order
+            if (turns - turn) % 2:  # the last round runs forward and yields the rows in order
                 pairs.reverse()
             for job, records in pairs:
                 if not records or records[-1].status == "ok":
-                    again = f"turn {turn + 1} of {turns}" if turn else ""
+                    again = f"turn {turn} of {turns}" if turn > 1 else ""
                     records.append(rows.measure(job, again))
                     store.append(of_turns(records, began))
-                if not turns_left:
+                if turn == turns:
                     yield JobResult(job, of_turns(records, began), is_reused=False)
 
 

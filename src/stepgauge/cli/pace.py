@@ -35,9 +35,9 @@ class Pace:
             self.done += 1
             self._began = None
 
-    def skip(self) -> None:
-        """A row needs no measurement."""
-        self.done += 1
+    def skip(self, count: int) -> None:
+        """So many rows need no measurement."""
+        self.done += count
 
     def seconds_left(self) -> float | None:
         """Returns the time that the others take, or None before the first is done."""

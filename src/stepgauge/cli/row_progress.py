@@ -29,6 +29,11 @@ class RowProgress:
         if not self.is_single and not self.has_bar:
             info(f"{len(names)} rows; each prints a line when it is done")
 
+    def reuse(self, count: int) -> None:
+        """So many rows were measured before. They count as done from the beginning, wherever they stand."""
+        self.pace.skip(count)
+        self.bar.update(self.task, completed=self.pace.done)
+
     def start(self, job: "Job", again: str) -> None:
         """A row is about to be measured, for the first time, or `again` for the given reason."""
         from stepgauge.bench.sweep import DISTURBED
@@ -49,8 +54,6 @@ class RowProgress:
 
     def finish(self, outcome: "JobResult") -> None:
         """Prints the row's result, unless it was measured before."""
-        if outcome.is_reused:
-            self.pace.skip()
         self.pace.end()
         self.bar.update(self.task, completed=self.pace.done)
         # If the only row failed, require_success prints why.

@@ -262,8 +262,9 @@ def run_jobs(
             warn(problem)
         run = sweep if turns == 1 else functools.partial(sweep_in_turns, turns=turns)
         outcomes = run(
-            jobs, store, fresh=fresh, starting=rows.start, hear=rows.update, is_command=True
-        )
+            jobs, store, fresh=fresh,
+            starting=rows.start, hear=rows.update, reusing=rows.reuse, is_command=True,
+        )  # fmt: skip
         for outcome in outcomes:
             records.append(outcome.record)
             reused += outcome.is_reused
