@@ -75,9 +75,23 @@ def test_in_a_narrow_terminal_remarks_are_printed_below_the_table(terminal):
     console.print_table(remarked("out of memory", "", "disturbed", "disturbed"))
     lines = printed()
     assert max(map(len, lines)) <= 80 and lines[2].split() == list(table().rows[0])
-    assert lines[6:] == ["row0: out of memory", "row2, row3: disturbed"]
+    assert lines[6:] == ["row0: out of memory", "row2; row3: disturbed"]
     console.print_table(remarked("out of memory", "disturbed"))
     assert printed()[-1] == "row1: disturbed"
+
+
+def test_a_remark_below_the_table_names_its_row_by_the_columns_that_tell_rows_apart(terminal):
+    columns = ["size", "context length", "batch", "step ms", "remark"]
+    rows = [
+        ["nano", 128, 4, 1.5, "disturbed: p90 is over 1.5 × p10"],
+        ["nano", 64, 2, 2.5, "memory ran out at 2.50 GiB more"],
+    ]
+    printed = terminal(62)
+    console.print_table(Table(columns, rows, numeric=frozenset({"step ms"}), names=3))
+    assert printed()[-2:] == [
+        "context length 128, batch 4: disturbed: p90 is over 1.5 × p10",
+        "context length 64, batch 2: memory ran out at 2.50 GiB more",
+    ]
 
 
 def test_a_remark_of_all_rows_is_printed_once(terminal, capsys):

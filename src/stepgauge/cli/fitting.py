@@ -119,8 +119,11 @@ def remark_lines(table: Table) -> list[str]:
     remark column does not fit.
     """
     place = list(table.columns).index(REMARK)
+    names = [n for n in table.name_columns() if _num_different(table, [n]) > 1]
+    names = names or list(table.name_columns())
     rows_by_remark: dict[str, list[str]] = {}
     for row in table.rows:
-        name = " ".join(row[n] for n in table.name_columns() if row[n])
+        heads = [f"{table.columns[n]} " if len(names) > 1 else "" for n in names]
+        name = ", ".join(head + row[n] for head, n in zip(heads, names, strict=True) if row[n])
         rows_by_remark.setdefault(row[place], []).append(name)
-    return [f"{', '.join(names)}: {remark}" for remark, names in rows_by_remark.items() if remark]
+    return [f"{'; '.join(rows)}: {remark}" for remark, rows in rows_by_remark.items() if remark]
