@@ -85,17 +85,17 @@ def show(monkeypatch, clock):
 def test_a_bar_has_the_time_left_from_the_first_row_on(show, clock):
     with show(terminal=True, pace=Pace(3, "rows", clock)) as shown:
         shown.rows.start(JOBS[0], "")
-        assert "0/3 rows left -:--:--" in shown.text()
+        assert "0/3 rows, -:--:-- left" in shown.text()
         clock.seconds = 60.0
         shown.rows.finish(JobResult(JOBS[0], JOBS[0].pending, is_reused=False))
-        assert "1/3 rows left 0:02:00" in shown.text()
+        assert "1/3 rows, 0:02:00 left" in shown.text()
 
 
 def test_rows_that_were_measured_before_tell_nothing_of_the_time(show, clock):
     with show(terminal=True, pace=Pace(3, "rows", clock)) as shown:
         shown.rows.reuse(2)
         shown.rows.start(JOBS[0], "")
-        assert "2/3 rows left -:--:--" in shown.text()
+        assert "2/3 rows, -:--:-- left" in shown.text()
 
 
 def test_rows_that_were_measured_before_take_no_time_although_their_turn_is_later(show, clock):
@@ -104,10 +104,10 @@ def test_rows_that_were_measured_before_take_no_time_although_their_turn_is_late
         shown.rows.start(JOBS[0], "")
         clock.seconds = 60.0
         shown.rows.finish(JobResult(JOBS[0], JOBS[0].pending, is_reused=False))
-        assert "2/3 rows left 0:01:00" in shown.text()
+        assert "2/3 rows, 0:01:00 left" in shown.text()
         shown.rows.finish(JobResult(JOBS[1], JOBS[1].pending, is_reused=True))
         shown.rows.start(JOBS[2], "")
-        assert "2/3 rows left 0:01:00" in shown.text()
+        assert "2/3 rows, 0:01:00 left" in shown.text()
 
 
 def test_in_a_file_a_line_has_the_measurements_of_all_turns(show, clock):
