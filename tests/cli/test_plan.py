@@ -169,6 +169,7 @@ def test_a_layout_of_several_nodes_is_started_by_torchrun(stepgauge):
         status, out, err = stepgauge(*asked, "--gpus", str(gpus), "--global-batch", "12")
         assert status == 0, err
         assert message in out
+        assert not out.rstrip().endswith(")")  # the last line is the command and nothing else
         assert "in fp32, which is the default: --precision bf16 has 15 times the peak FLOP/s" in out
 
 

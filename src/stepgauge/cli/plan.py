@@ -134,8 +134,8 @@ def _print_plan(
     for heading, sentences in _explanations(spec, plan, machine, rows):
         print_points(heading, sentences)
     # On one line, so that it can be copied.
-    command = _with_torchrun(command_of(plan.rows[0], values), spec, machine)
-    print("\nRun the first layout", f"  {command}", sep="\n")
+    heading, command = _run_first(command_of(plan.rows[0], values), spec, machine)
+    print(f"\n{heading}", f"  {command}", sep="\n")
 
 
 def _explanations(
@@ -155,16 +155,16 @@ def _explanations(
     yield "Assumptions", [*joined_notes(shown), *_assumptions(spec, machine)]
 
 
-def _with_torchrun(command: str, spec: PlanSpec, machine: CalibratedMachine) -> str:
-    """Returns the command, which on several nodes is started by torchrun on each of them."""
+def _run_first(command: str, spec: PlanSpec, machine: CalibratedMachine) -> tuple[str, str]:
+    """Returns a heading and the command, which on several nodes is started by torchrun on each of them."""
     fewest = ceil_div(spec.gpus, machine.network.gpus_per_node)
     if fewest == 1:
-        return command
+        return "Run the first layout", command
     nodes = next(n for n in range(fewest, spec.gpus + 1) if spec.gpus % n == 0)
     return (
+        "Run the first layout (on each node: N counts nodes from 0, HOST is the first node's address)",
         f"torchrun --nnodes {nodes} --nproc-per-node {spec.gpus // nodes} --node-rank N "
-        f"--master-addr HOST -m {command} (on each node: N counts nodes from 0, HOST is the first "
-        "node's address)"
+        f"--master-addr HOST -m {command}",
     )
 
 
