@@ -36,7 +36,7 @@ def _ratio(gain: Gain) -> float | None:
 
 
 def sentence(tuned: Tuned) -> str:
-    """Returns the winner's speed, its speedup over the default step, and how it was found.
+    """Returns the winner's speed, its speedup over the baseline, and how it was found.
 
     The speedup is called unconfirmed if one of the two rows was disturbed.
     """
@@ -57,21 +57,23 @@ def sentence(tuned: Tuned) -> str:
             f"None of {tuned.candidates} candidates could be predicted, so that one choice after the "
             "other was measured"
         )
+    if tuned.winner.key == tuned.default.key:
+        return f"{speed} ({name}). Nothing that was measured is faster than the baseline. {how}."
     if doubt := _doubt(tuned):
         return f"{speed} ({name}). {doubt}. {how}."
     return f"{speed}{_times(tuned)} ({name}). {how}."
 
 
 def _times(tuned: Tuned) -> str:
-    """Returns ", 2.85 times the default step's, in 3 turns"; "" if the default step did not run."""
+    """Returns ", 2.85 times the baseline's, in 3 turns"; "" if the baseline did not run."""
     turns = turns_together([tuned.default, tuned.winner])
     in_turns = f", in {turns} turns" if turns > 1 else ""
-    return f", {tuned.speedup:.2f} times the default step's{in_turns}" if tuned.speedup else ""
+    return f", {tuned.speedup:.2f} times the baseline's{in_turns}" if tuned.speedup else ""
 
 
 def _doubt(tuned: Tuned) -> str:
     """Returns why no gain is confirmed; "" if neither of the two rows was disturbed."""
-    rows = {"the default step": tuned.default, "this step": tuned.winner}
+    rows = {"the baseline": tuned.default, "this step": tuned.winner}
     disturbed = [name for name, row in rows.items() if is_disturbed(row)]
     if not disturbed:
         return ""

@@ -7,7 +7,7 @@ that no prediction covers are then measured on the fastest candidate.
 If no step can be predicted, one choice after the other is measured, with the best values of the choices
 before it.
 
-At the end, the fastest and the default step are measured again in turns. All other measurements follow
+At the end, the fastest and the baseline are measured again in turns. All other measurements follow
 one another, and the machine's speed may have changed in between.
 """
 
@@ -45,7 +45,7 @@ class Gain:
 
 @dataclasses.dataclass(frozen=True)
 class Tuned:
-    """The default step, the fastest that was measured, and the gain of each of its choices.
+    """The baseline, the fastest that was measured, and the gain of each of its choices.
 
     predicted      number of predicted candidates; 0 if one choice after the other was measured
     candidates     number of combinations
@@ -84,8 +84,8 @@ def tune(
 ) -> Tuned:
     """Finds the fastest step of the space; `predicted` are its predicted_candidates.
 
-    Measures the default step and the `best` predicted ones, or one choice at a time. Then measures the
-    fastest and the default step `in_turns`; the default may turn out to be faster. Raises ValueError
+    Measures the baseline and the `best` predicted ones, or one choice at a time. Then measures the
+    fastest and the baseline `in_turns`; the baseline may turn out to be faster. Raises ValueError
     if no candidate ran.
     """
     unpredicted: list[tuple[str, Any]] = []
@@ -105,7 +105,7 @@ def tune(
         )
         if rate(default) >= rate(fastest):
             fastest, gains = default, []
-        elif len(gains) == 1:  # without it, the winner is the default step
+        elif len(gains) == 1:  # without it, the winner is the baseline
             disturbed = is_disturbed(default) or is_disturbed(fastest)
             ratio = rate(fastest) / rate(default)
             gains = [dataclasses.replace(gains[0], ratio=ratio, disturbed=disturbed)]
@@ -151,7 +151,7 @@ def predicted_candidates(
 def _among_predicted(
     space: Space, ranked: Sequence[Chosen], measure: Measure, predict: Predict
 ) -> tuple[Chosen, list[tuple[str, Any]]]:
-    """Returns the fastest of the default step and the ranked ones, with those values that cannot be
+    """Returns the fastest of the baseline and the ranked ones, with those values that cannot be
     predicted and make it faster, and all values that cannot be predicted.
     """
     what = "the baseline and the steps predicted to be fastest"
