@@ -182,6 +182,31 @@ def test_a_shortened_simulation_gives_the_same_step(layout):
     assert shortened == pytest.approx(whole, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    "layout", ["pp2 gpipe m40", "pp2 1f1b m40", "pp4 interleaved m40", "pp4 zbv m40"]
+)
+def test_a_shortened_pipeline_has_the_metrics_of_the_whole_one(layout):
+    """A host a little slower than the devices catches up with them after dozens of micro-batches, and gpipe
+    holds the activations of all of them.
+    """
+    model = ModelSpec(
+        d_model=1024, d_ff=4096, num_layers=16, num_heads=16, context_length=1024, vocab_size=32_000
+    )
+    for compile, batch in (("off", 160), ("blocks", 80), ("blocks", 160)):
+        spec = LayoutSpec(
+            model=model,
+            layout=layout,
+            batch=batch,
+            precision="bf16",
+            device="cuda",
+            compile=compile,
+        )
+        whole, shortened = (predict_layout(spec, wired(), shortened=how) for how in (False, True))
+        for metric in ("step_ms", "peak_bytes"):
+            assert shortened.median(metric) == pytest.approx(whole.median(metric), rel=0.015)
+        assert shortened.median("bubble") == pytest.approx(whole.median("bubble"), abs=0.07)
+
+
 @pytest.mark.parametrize("shortened", [False, True])
 @pytest.mark.parametrize(
     "layout", ["none", "dp4 bucketed", "dp4 zero1", "dp4 zero3", "dp2 zero3 tp2", "pp2 1f1b m8 tp2"]

@@ -7,7 +7,6 @@ backward, while other stages still compute, and each rank's optimizer follows.
 
 import dataclasses
 import functools
-import statistics
 from collections.abc import Mapping, Sequence
 
 from stepgauge.cost.data_axis.buckets import Bucketed, Sending
@@ -18,6 +17,7 @@ from stepgauge.cost.memory.parts import Memory
 from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.cost.pipeline.cuts import blocks_of
+from stepgauge.cost.pipeline.repeated import Pass
 from stepgauge.cost.pipeline.stages import Halves, durations
 from stepgauge.cost.pipeline.step import span_rows
 from stepgauge.cost.pipeline.timeline import Durations, Timeline, simulate
@@ -290,9 +290,11 @@ class LayoutParts:
         timeline = simulate(schedule, taken)
         ranks = [self._rank_times(timeline, schedule, r, reduce_us) for r in range(plan.num_ranks)]
         last = max(ranks, key=lambda rank: rank.step_ms)
-        issued_ms = max(sum(taken.launch_of(s.action) for s in row) for row in timeline.ranks)
-        skipped_ms = num_skipped * self._repeated_ms(plan, taken) if num_skipped else 0.0
-        repeats = whole.num_micro_batches / plan.num_micro_batches
+        whole_pass = simulated = Pass.of(timeline, taken)
+        if num_skipped:
+            fewer, times = self._fewer(plan, taken, num_skipped)
+            whole_pass = simulated.continued(fewer, times=times)
+        skipped_ms = whole_pass.step_ms - simulated.step_ms
         accumulation = self.spec.accumulation
         # ZeRO 3 reduces gradients in each pass, other wrappers in the last one only.
         pass_ms = timeline.step_ms + (last.exposed_ms if any(unshard_us) else 0.0)
@@ -314,10 +316,10 @@ class LayoutParts:
                 step_ms=step_ms,
             ),
             timeline=timeline,
-            busiest_ms=accumulation * repeats * max(timeline.busy_ms),
-            busy=repeats * statistics.fmean(timeline.busy_ms) / (timeline.step_ms + skipped_ms),
-            bubble=accumulation * max(timeline.bubbles) * timeline.step_ms / step_ms,
-            late_us=1e3 * accumulation * _late_ms(issued_ms, skipped_ms, timeline.step_ms),
+            busiest_ms=accumulation * max(whole_pass.busy_ms),
+            busy=whole_pass.busy,
+            bubble=accumulation * whole_pass.waiting_ms / step_ms,
+            late_us=1e3 * accumulation * _late_ms(whole_pass),
         )
 
     def _rank_times(
@@ -341,24 +343,24 @@ class LayoutParts:
     def _shortened(self, plan: Schedule) -> tuple[Schedule, int]:
         """Returns the schedule to simulate, and how many micro-batches it skips.
 
-        If `shortened`, it ends once it repeats itself.
+        If `shortened`, it ends once it repeats itself. gpipe never does: all forwards come first.
         """
         layout = self.spec.parsed_layout
         enough = MICRO_BATCHES_UNTIL_REPEAT * layout.pipeline
         skipped = (layout.microbatches - enough) // layout.pipeline * layout.pipeline
-        if not self.shortened or skipped <= 0:
+        if not self.shortened or skipped <= 0 or layout.schedule == "gpipe":
             return plan, 0
         shorter = dataclasses.replace(layout, microbatches=layout.microbatches - skipped)
         return schedule_of(shorter), skipped
 
-    def _repeated_ms(self, plan: Schedule, taken: Durations) -> float:
-        """Returns by how much one more micro-batch lengthens the step of a shortened schedule."""
+    def _fewer(self, plan: Schedule, taken: Durations, skipped: int) -> tuple[Pass, float]:
+        """Returns the pass of an even shorter schedule, and how many times as many micro-batches are
+        skipped as it has less than the plan.
+        """
         layout = self.spec.parsed_layout
-        fewer = schedule_of(
-            dataclasses.replace(layout, microbatches=plan.num_micro_batches - layout.pipeline)
-        )
-        step_ms = [simulate(lower(each), taken).step_ms for each in (fewer, plan)]
-        return (step_ms[1] - step_ms[0]) / layout.pipeline
+        fewer = plan.num_micro_batches - layout.pipeline
+        shorter = schedule_of(dataclasses.replace(layout, microbatches=fewer))
+        return Pass.of(simulate(lower(shorter), taken), taken), skipped / layout.pipeline
 
     def _data_us(self, stage: int) -> tuple[float, float]:
         """Returns the time to gather a stage's weights, if they are sharded, and to reduce gradients."""
@@ -375,10 +377,9 @@ class LayoutParts:
         return run_program(program, self.prices.contention).step_ms
 
 
-def _late_ms(issued_ms: float, skipped_ms: float, step_ms: float) -> float:
-    """Returns by how much a slower host would delay simulated and skipped micro-batches together."""
-    whole_ms = step_ms + skipped_ms
-    return max(0.0, SLOWER_HOST * issued_ms * whole_ms / step_ms - whole_ms)
+def _late_ms(whole: Pass) -> float:
+    """Returns by how much a slower host would delay a pass."""
+    return max(0.0, SLOWER_HOST * max(whole.issued_ms) - whole.step_ms)
 
 
 def share_of(spec: LayoutSpec) -> NetworkPart:
