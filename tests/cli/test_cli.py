@@ -452,6 +452,15 @@ sys.exit("torch" in sys.modules)
     assert done.stdout.count("Usage") == 6
 
 
+@pytest.mark.parametrize("columns", ["0", "²", "wide"])
+def test_a_width_that_is_none_hides_no_message(columns):
+    done = subprocess.run(
+        [sys.executable, "-m", "stepgauge", "bench", "step", "--size", "nope"],
+        capture_output=True, text=True, env={**os.environ, "COLUMNS": columns},
+    )  # fmt: skip
+    assert done.returncode == 2 and "'nope'; choose one of" in done.stderr
+
+
 def test_the_page_of_a_run_needs_no_torch(tmp_path):
     shipped = importlib.resources.files("stepgauge.study") / "shipped" / "data-parallel.jsonl"
     (tmp_path / "records.jsonl").write_text(shipped.read_text())

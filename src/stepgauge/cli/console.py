@@ -42,6 +42,18 @@ UNLIMITED_WIDTH = 10_000
 Format = Literal["table", "csv", "markdown", "latex", "json"]
 
 
+def _ignore_unusable_width() -> None:
+    """Removes COLUMNS from the environment if it is no width: with 0, rich would print nothing, not even
+    error messages, and with "²", which str.isdigit accepts, it would raise ValueError.
+    """
+    columns = os.environ.get("COLUMNS", "")
+    if not (columns.isdecimal() and int(columns)):
+        os.environ.pop("COLUMNS", None)
+
+
+_ignore_unusable_width()  # before the first console
+
+
 class Output(Console):
     """Standard output. Raises BrokenPipeError if the reader has closed the pipe, where rich itself
     would exit with status 1.
@@ -139,7 +151,7 @@ def table_width(console: Console) -> int:
     if console.is_terminal:
         return console.width
     columns = os.environ.get("COLUMNS", "")
-    return int(columns) if columns.isdigit() and int(columns) else UNLIMITED_WIDTH
+    return int(columns) if columns.isdecimal() and int(columns) else UNLIMITED_WIDTH
 
 
 def _print_columns(table: Table, widths: Sequence[int]) -> None:
