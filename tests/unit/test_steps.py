@@ -1,5 +1,7 @@
 """Specs of the same step for different commands agree with each other."""
 
+import dataclasses
+
 import pytest
 
 from stepgauge.spec.data_parallel import DataParallelSpec
@@ -50,6 +52,15 @@ def test_a_record_keeps_what_no_layout_step_has():
     assert forward.spec["phases"] == "forward" and "data" not in forward.spec
     silent = Record.of(DataParallelSpec(model=NANO, ranks=2, wrapper="none"))
     assert as_layout_record(silent) == silent  # its ranks do not train one network
+
+
+def test_a_record_of_an_older_version_may_lack_fields():
+    for spec in (StepSpec(model=NANO), DataParallelSpec(model=NANO, ranks=2, wrapper="zero1")):
+        record = Record.of(spec)
+        for name in {"phases", "data", "bucket_mb"} & set(record.spec):
+            older = {key: value for key, value in record.spec.items() if key != name}
+            found = as_layout_record(dataclasses.replace(record, spec=older))
+            assert found.spec["layout"] == as_layout_record(record).spec["layout"]
 
 
 @pytest.mark.parametrize("text", ["none", "dp2 zero1", "dp2 tp2", "pp2 1f1b m3"])

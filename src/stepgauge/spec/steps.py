@@ -46,7 +46,7 @@ def as_layout_record(record: Record) -> Record:
         field.name
         for field in dataclasses.fields(kind)
         if field.name not in shared
-        and not (naming_fields(field) and spec[field.name] != field.default)
+        and not (naming_fields(field) and spec.get(field.name, field.default) != field.default)
     }
     rest = {name: value for name, value in spec.items() if name not in left_out}
     changed = {"layout": str(layout), "batch": spec["batch"] * layout.data}
