@@ -6,10 +6,13 @@ import re
 import resource
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from stepgauge.spec.units import GIB
+
+CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def resolve(name: str) -> torch.device:
@@ -102,16 +105,26 @@ def available_host_bytes() -> int | None:
             limits += [
                 int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")
             ]
-        with (
-            open("/sys/fs/cgroup/memory.max", encoding="utf-8") as most,
-            open("/sys/fs/cgroup/memory.current", encoding="utf-8") as current,
-        ):
-            limits += [
-                int(text) - int(current.read()) for text in [most.read().strip()] if text != "max"
-            ]
+        limits += _left_by_group(CONTROL_GROUP)
     except OSError:
         pass
     return min(limits, default=None)
+
+
+def _left_by_group(folder: Path) -> list[int]:
+    """Returns the bytes that the control group leaves, if it has a limit. Files that it has read count as
+    used, but the kernel drops them before memory runs out.
+
+    Raises OSError if there is no control group.
+    """
+    limit = (folder / "memory.max").read_text(encoding="utf-8").strip()
+    if limit == "max":
+        return []
+    used = int((folder / "memory.current").read_text(encoding="utf-8"))
+    lines = (folder / "memory.stat").read_text(encoding="utf-8").splitlines()
+    statistics = {name: int(value) for name, value in map(str.split, lines)}
+    cached = sum(statistics.get(name, 0) for name in ("active_file", "inactive_file"))
+    return [int(limit) - max(0, used - cached)]
 
 
 def limit_host_memory() -> None:
