@@ -72,7 +72,6 @@ def show(monkeypatch, clock):
         shown = io.StringIO()
         output = Console(file=shown, force_terminal=terminal, width=100, highlight=False)
         monkeypatch.setattr(console, "error_console", output)
-        monkeypatch.setattr(row_progress, "error_console", output)
         monkeypatch.setattr(row_progress, "PACE_EVERY_S", 0.0)
         names = {job.pending.identity: f"row {number}" for number, job in enumerate(JOBS)}
         with console.progress(pace.total, pace.noun) as (bar, task):
@@ -121,6 +120,16 @@ def test_in_a_file_a_line_has_the_measurements_of_all_turns(show, clock):
     assert len(lines) == 5
     assert lines[0] == "1 of 6 measurements done; about 17 minutes left for the rest"
     assert lines[-1] == "5 of 6 measurements done; about 3 minutes left for the rest"
+
+
+def test_a_terminal_that_cannot_redraw_has_lines_instead_of_a_bar(show, clock, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    with show(terminal=True, pace=Pace(3, "rows", clock)) as shown:
+        for job in JOBS:
+            shown.rows.start(job, "")
+            clock.seconds += 30.0
+    assert "3 rows; each prints a line" in shown.text()
+    assert "2 of 3 rows done; about 30 s left for the rest" in shown.text()
 
 
 def test_lines_on_the_time_left_are_few(show, clock, monkeypatch):

@@ -227,6 +227,11 @@ def print_errors_only() -> None:
     sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
 
 
+def has_bars() -> bool:
+    """Returns True if standard error is a terminal that can redraw a bar, which TERM=dumb cannot."""
+    return error_console.is_terminal and not error_console.is_dumb_terminal
+
+
 @contextlib.contextmanager
 def progress(total: int | None, noun: str) -> Iterator[tuple[Progress, Any]]:
     """Shows a progress bar on standard error: what is running, the count and the time left.
@@ -246,7 +251,7 @@ def progress(total: int | None, noun: str) -> Iterator[tuple[Progress, Any]]:
         TextColumn("elapsed", table_column=whole),
         console=error_console,
         transient=True,
-        disable=not error_console.is_terminal,  # in a file it would leave an empty line
+        disable=not has_bars(),  # in a file it would leave an empty line
         expand=True,  # so that a long description is shortened and not the figures
     )
     with bar:
@@ -262,7 +267,7 @@ def progress_heard(noun: str) -> Iterator[Callable[[str, int, int], None]]:
 
         def hear(doing: str, done: int, total: int) -> None:
             bar.update(task, description=doing, completed=done, total=total, visible=True)
-            if not done and not error_console.is_terminal:
+            if not done and not has_bars():
                 info(f"{doing} {counted(total, noun)}")
 
         yield hear

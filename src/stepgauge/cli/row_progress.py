@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import Progress
 
-from stepgauge.cli.console import counted, error_console, info, summary
+from stepgauge.cli.console import counted, has_bars, info, summary
 from stepgauge.cli.pace import Pace
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class RowProgress:
     def __init__(self, names: Mapping[tuple[str, ...], str], pace: Pace, bar: Progress, task: Any):
         self.names, self.pace, self.bar, self.task = names, pace, bar, task
         self.is_single = len(names) == 1
-        self.has_bar = not self.is_single and error_console.is_terminal
+        self.has_bar = not self.is_single and has_bars()
         self.name, self.shown_at = "", time.monotonic()
         if not self.is_single and not self.has_bar:
             info(f"{len(names)} rows; each prints a line when it is done")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from stepgauge.cli.console import error_console, info, progress
+from stepgauge.cli.console import has_bars, info, progress
 from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.cli.rows import Out, RunFailedError, resolve_devices_and_models
 from stepgauge.report.numbers import number
@@ -147,7 +147,7 @@ def _train(spec: TrainSpec, out: Path) -> str:
         def report(point: LossPoint) -> None:
             nonlocal last_printed
             bar.update(task, completed=point.step, description=f"loss {point.loss:.3f}")
-            is_quiet = time.monotonic() - last_printed > QUIET_S and not error_console.is_terminal
+            is_quiet = time.monotonic() - last_printed > QUIET_S and not has_bars()
             held_out = ""
             if point.held_out is not None:
                 held_out = f", held out {scale * point.held_out:.4f}"
