@@ -154,16 +154,15 @@ def sentence(records: Sequence[Record]) -> str:
     every = errors(records)
     if not every:
         return "No row was both predicted and measured."
-    signed = statistics.fmean(each.step for each in every)
-    text = (
-        f"Error of the predicted step over {len(every)} rows: {_size(every)}; signed mean "
-        f"{signed:+.1%}."
-    )
     quiet = [each for each in every if not is_disturbed(each.row.record)]
-    if len(quiet) < len(every):
-        disturbed = len(every) - len(quiet)
-        text += f" {disturbed} of the rows {'was' if disturbed == 1 else 'were'} disturbed"
-        text += f"; without them {_size(quiet)}." if quiet else "."
+    counted = quiet or every
+    text = "" if quiet else "Other work disturbed all rows, so their errors say little. "
+    text += (
+        f"Error of the predicted step over {len(counted)} rows: {_size(counted)}; signed mean "
+        f"{statistics.fmean(each.step for each in counted):+.1%}."
+    )
+    if disturbed := len(every) - len(counted):
+        text += f" {disturbed} more {'was' if disturbed == 1 else 'were'} disturbed; with them {_size(every)}."
     peaks = [abs(each.peak) for each in every if each.peak is not None]
     if peaks:
         text += f" Error of the predicted peak memory: mean {statistics.fmean(peaks):.2%}, "
