@@ -35,7 +35,7 @@ class LayoutSpec(OfNetwork, OnBackend):
         label=True,
     )
     batch: int = option(
-        8,
+        WorkSpec.batch,
         "Sequences per forward and backward, over all ranks",
         least=1,
         most=1_000_000,
