@@ -98,11 +98,9 @@ class Durations:
     def launch_of(self, action: Action) -> float:
         """Returns the time in which the host issues an action."""
         stage, kind, _ = action
-        if not action.is_compute or not self.launches:
-            return 0.0
-        parts = (INPUT, WEIGHT) if kind == BACKWARD else ()
-        of_parts = sum(self.launches.get((stage, part), 0.0) for part in parts)
-        return self.launches.get((stage, kind), of_parts)
+        if kind == BACKWARD and (stage, kind) not in self.launches:
+            return self.launch_of(Action(stage, INPUT)) + self.launch_of(Action(stage, WEIGHT))
+        return self.launches.get((stage, kind), 0.0)
 
 
 def equal_launches(num_stages: int, ms: float) -> dict[tuple[int, str], float]:
