@@ -183,7 +183,14 @@ def test_a_shortened_simulation_gives_the_same_step(layout):
 
 
 @pytest.mark.parametrize(
-    "layout", ["pp2 gpipe m40", "pp2 1f1b m40", "pp4 interleaved m40", "pp4 zbv m40"]
+    "layout",
+    [
+        "pp2 gpipe m40",
+        "pp2 1f1b m40",
+        "pp2 1f1b m40 dp2 zero3",
+        "pp4 interleaved m40",
+        "pp4 zbv m40",
+    ],
 )
 def test_a_shortened_pipeline_has_the_metrics_of_the_whole_one(layout):
     """A host a little slower than the devices catches up with them after dozens of micro-batches, and gpipe

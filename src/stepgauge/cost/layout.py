@@ -28,7 +28,6 @@ from stepgauge.cost.rank import (
     peak_of_stages,
     with_block_times,
 )
-from stepgauge.cost.rates.estimate import SLOWER_HOST
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import Prices, StageChain, library_of
 from stepgauge.cost.step import modelled, rates
@@ -41,6 +40,7 @@ from stepgauge.cost.traced.network import TracedNetwork
 from stepgauge.spec.layout_rules import schedule_of
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.plan.pipeline import Schedule, lower
+from stepgauge.spec.plan.pipeline.action import UNSHARD, Action
 from stepgauge.spec.plan.stages import describe_balance
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.steps import work_of
@@ -257,14 +257,14 @@ class LayoutParts:
         """Returns the same step with prices of GPUs that wait for other stages, as they do in it."""
         if self.schedule is None:
             return self
-        network, busy = StageChain(self.stages), self._pipelined(self.schedule).busy
+        network, busy = StageChain(self.stages), self.predicted().busy
         return dataclasses.replace(self, prices=self.prices.at_product_share_of(network, busy=busy))
 
     def memory(self) -> Memory | None:
         layout, accumulates = self.spec.parsed_layout, self.spec.accumulation > 1
         if self.schedule is None:
             return peak_of(self.stages[0], layout, accumulates=accumulates)
-        plan, _ = self._shortened(self.schedule)
+        plan = self._shortened(self.schedule)
         return peak_of_stages(self.stages, layout, plan, accumulates=accumulates)
 
     def _single_stage(self) -> Predicted:
@@ -283,18 +283,14 @@ class LayoutParts:
         )
 
     def _pipelined(self, whole: Schedule) -> Predicted:
-        plan, num_skipped = self._shortened(whole)
+        plan = self._shortened(whole)
         unshard_us, reduce_us = zip(*map(self._data_us, range(plan.num_stages)), strict=True)
-        schedule = lower(plan, sharded=plan.rank_of if any(unshard_us) else ())
         taken = durations(self.stages, self.prices, self.host, unshard_us)
-        timeline = simulate(schedule, taken)
-        ranks = [self._rank_times(timeline, schedule, r, reduce_us) for r in range(plan.num_ranks)]
+        timeline = _simulated(plan, taken)
+        ranks = [self._rank_times(timeline, plan, r, reduce_us) for r in range(plan.num_ranks)]
         last = max(ranks, key=lambda rank: rank.step_ms)
-        whole_pass = simulated = Pass.of(timeline, taken)
-        if num_skipped:
-            fewer, times = self._fewer(plan, taken, num_skipped)
-            whole_pass = simulated.continued(fewer, times=times)
-        skipped_ms = whole_pass.step_ms - simulated.step_ms
+        whole_pass = self._whole_pass(timeline, taken, whole.num_micro_batches)
+        skipped_ms = whole_pass.step_ms - timeline.step_ms
         accumulation = self.spec.accumulation
         # ZeRO 3 reduces gradients in each pass, other wrappers in the last one only.
         pass_ms = timeline.step_ms + (last.exposed_ms if any(unshard_us) else 0.0)
@@ -319,7 +315,7 @@ class LayoutParts:
             busiest_ms=accumulation * max(whole_pass.busy_ms),
             busy=whole_pass.busy,
             bubble=accumulation * whole_pass.waiting_ms / step_ms,
-            late_us=1e3 * accumulation * _late_ms(whole_pass),
+            late_us=1e3 * accumulation * whole_pass.late_ms,
         )
 
     def _rank_times(
@@ -340,27 +336,30 @@ class LayoutParts:
             optimizer_ms=sum(self._optimizer_ms(stage) for stage in stages),
         )
 
-    def _shortened(self, plan: Schedule) -> tuple[Schedule, int]:
-        """Returns the schedule to simulate, and how many micro-batches it skips.
+    def _shortened(self, plan: Schedule) -> Schedule:
+        """Returns the schedule to simulate. If `shortened`, it ends once it repeats itself.
 
-        If `shortened`, it ends once it repeats itself. gpipe never does: all forwards come first.
+        gpipe never does: all forwards come first.
         """
         layout = self.spec.parsed_layout
         enough = MICRO_BATCHES_UNTIL_REPEAT * layout.pipeline
         skipped = (layout.microbatches - enough) // layout.pipeline * layout.pipeline
         if not self.shortened or skipped <= 0 or layout.schedule == "gpipe":
-            return plan, 0
-        shorter = dataclasses.replace(layout, microbatches=layout.microbatches - skipped)
-        return schedule_of(shorter), skipped
+            return plan
+        return self._schedule(layout.microbatches - skipped)
 
-    def _fewer(self, plan: Schedule, taken: Durations, skipped: int) -> tuple[Pass, float]:
-        """Returns the pass of an even shorter schedule, and how many times as many micro-batches are
-        skipped as it has less than the plan.
-        """
+    def _schedule(self, num_micro_batches: int) -> Schedule:
         layout = self.spec.parsed_layout
-        fewer = plan.num_micro_batches - layout.pipeline
-        shorter = schedule_of(dataclasses.replace(layout, microbatches=fewer))
-        return Pass.of(simulate(lower(shorter), taken), taken), skipped / layout.pipeline
+        return schedule_of(dataclasses.replace(layout, microbatches=num_micro_batches))
+
+    def _whole_pass(self, timeline: Timeline, taken: Durations, num_micro_batches: int) -> Pass:
+        """Returns the simulated pass with the micro-batches that its schedule left out."""
+        simulated = Pass.of(timeline, taken)
+        if simulated.num_micro_batches == num_micro_batches:
+            return simulated
+        fewer = self._schedule(simulated.num_micro_batches - self.spec.parsed_layout.pipeline)
+        before = Pass.of(_simulated(fewer, taken), taken)
+        return simulated.continued(before, num_micro_batches=num_micro_batches)
 
     def _data_us(self, stage: int) -> tuple[float, float]:
         """Returns the time to gather a stage's weights, if they are sharded, and to reduce gradients."""
@@ -377,9 +376,9 @@ class LayoutParts:
         return run_program(program, self.prices.contention).step_ms
 
 
-def _late_ms(whole: Pass) -> float:
-    """Returns by how much a slower host would delay a pass."""
-    return max(0.0, SLOWER_HOST * max(whole.issued_ms) - whole.step_ms)
+def _simulated(plan: Schedule, taken: Durations) -> Timeline:
+    sharded = [stage for stage in plan.rank_of if taken.of(Action(stage, UNSHARD))]
+    return simulate(lower(plan, sharded=sharded), taken)
 
 
 def share_of(spec: LayoutSpec) -> NetworkPart:

@@ -9,6 +9,7 @@ import dataclasses
 from typing import Self
 
 from stepgauge.cost.pipeline.timeline import Durations, Timeline
+from stepgauge.cost.rates.estimate import SLOWER_HOST
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,7 @@ class Pass:
     issued_ms  for each rank, the time in which its host issues everything
     """
 
+    num_micro_batches: int
     step_ms: float
     busy_ms: list[float]
     issued_ms: list[float]
@@ -27,13 +29,17 @@ class Pass:
     @classmethod
     def of(cls, timeline: Timeline, taken: Durations) -> Self:
         """Returns a simulated pass."""
-        issued_ms = [sum(taken.launch_of(span.action) for span in row) for row in timeline.ranks]
-        return cls(step_ms=timeline.step_ms, busy_ms=timeline.busy_ms, issued_ms=issued_ms)
+        return cls(
+            num_micro_batches=1 + max(span.action.micro_batch for span in timeline.ranks[0]),
+            step_ms=timeline.step_ms,
+            busy_ms=timeline.busy_ms,
+            issued_ms=[sum(taken.launch_of(span.action) for span in row) for row in timeline.ranks],
+        )
 
-    def continued(self, fewer: Self, *, times: float) -> Self:
-        """Returns the pass that is longer by `times` as many micro-batches as this one has more than
-        `fewer`.
-        """
+    def continued(self, fewer: Self, *, num_micro_batches: int) -> Self:
+        """Returns the pass with more micro-batches. Each adds as much as one of those that `fewer` lacks."""
+        added = num_micro_batches - self.num_micro_batches
+        times = added / (self.num_micro_batches - fewer.num_micro_batches)
 
         def totals(own: list[float], of_fewer: list[float]) -> list[float]:
             pairs = zip(own, of_fewer, strict=True)
@@ -42,8 +48,8 @@ class Pass:
         issued_ms = totals(self.issued_ms, fewer.issued_ms)
         slowest_host_ms = max(issued_ms) - max(self.issued_ms)
         added_ms = max(times * (self.step_ms - fewer.step_ms), slowest_host_ms)
-        return dataclasses.replace(
-            self,
+        return type(self)(
+            num_micro_batches=num_micro_batches,
             step_ms=self.step_ms + added_ms,
             busy_ms=totals(self.busy_ms, fewer.busy_ms),
             issued_ms=issued_ms,
@@ -58,3 +64,8 @@ class Pass:
     def waiting_ms(self) -> float:
         """The longest time in which a rank waits for other stages."""
         return self.step_ms - min(self.busy_ms)
+
+    @property
+    def late_ms(self) -> float:
+        """The delay by a slower host."""
+        return max(0.0, SLOWER_HOST * max(self.issued_ms) - self.step_ms)
