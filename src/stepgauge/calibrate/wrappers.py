@@ -5,6 +5,7 @@ Each rank runs a step with the wrapper and without it, in few messages and in ma
 
 import collections
 import statistics
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -53,21 +54,9 @@ def _bucket_sizes(wrapper: str, layers: int) -> list[float]:
 def _added_us(
     wrapper: str, layers: int, bucket_mb: float, spec: CalibrationSpec, device: torch.device
 ) -> list[tuple[float, ...]]:
-    """Returns the table's rows of one network. Steps with the wrapper and without it take turns, because a
-    host's speed changes from second to second.
-    """
+    """Returns the table's rows of one network, from steps with the wrapper and without it."""
     built = {name: _build(name, layers, bucket_mb, spec, device) for name in ("none", wrapper)}
-    steps = max(2, round(STEPS_PER_MILLISECOND * spec.milliseconds / ROUNDS))
-    times: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
-    for number in range(ROUNDS):
-        for name, (step, batch) in built.items():
-            with step.precision.matmul_mode():
-                dist.barrier()
-                warmup = 1 if number else min(5, steps)
-                found = time_phases(step.phases(batch), device, warmup=warmup, steps=steps)
-            for phase in WRAPPER_PHASES:
-                times[name, phase] += found[phase]
-    us = {key: statistics.median(values) * 1e3 for key, values in times.items()}
+    us = _medians_us(built, spec, device)
     wrapped: Any = built[wrapper][0].parallel.module
     parameters = sum(1 for _ in wrapped.parameters())
     # ZeRO 3 has one unit per block, and one for embedding and head
@@ -78,6 +67,25 @@ def _added_us(
         (parameters, messages, number, us[wrapper, phase] - us["none", phase])
         for phase, number in WRAPPER_PHASES.items()
     ]
+
+
+def _medians_us(
+    built: Mapping[str, tuple[TrainingStep, Any]], spec: CalibrationSpec, device: torch.device
+) -> dict[tuple[str, str], float]:
+    """Returns the time of each step's phases, by the step's name and the phase. The steps take turns,
+    because a host's speed changes from second to second.
+    """
+    steps = max(2, round(STEPS_PER_MILLISECOND * spec.milliseconds / ROUNDS))
+    times: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
+    for number in range(ROUNDS):
+        for name, (step, batch) in built.items():
+            with step.precision.matmul_mode():
+                dist.barrier()
+                warmup = 1 if number else min(5, steps)
+                found = time_phases(step.phases(batch), device, warmup=warmup, steps=steps)
+            for phase in WRAPPER_PHASES:
+                times[name, phase] += found[phase]
+    return {key: statistics.median(values) * 1e3 for key, values in times.items()}
 
 
 def _build(
