@@ -98,6 +98,7 @@ def test_layouts_with_other_launches_are_calibrated_under_the_names_that_predict
     monkeypatch,
 ):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("stepgauge.calibrate.machine.run_isolated", lambda function, ranks: [])
     found = jobs(torch.device("cuda"), (2,), only=("host eager bf16",))
     named = {(found_job.spec.operation, found_job.spec.ranks) for found_job in found}
     for single in ("host eager bf16", "host eager bf16 keeping selective"):
@@ -107,3 +108,7 @@ def test_layouts_with_other_launches_are_calibrated_under_the_names_that_predict
     for layout in layouts:
         assert launched_under(Layout.parse(layout), "none") == f" {layout}"
         assert (f"host eager bf16 {layout}", 2) in named
+    shared = jobs(torch.device("cuda"), (2,), only=("host eager bf16 ranks", "wrapper zero1"))
+    assert {found_job.spec.ranks for found_job in shared} == {2} and len(shared) == 2
+    with pytest.raises(ValueError, match="'wrapper zero1', which needs several ranks"):
+        jobs(torch.device("cuda"), (), only=("wrapper zero1",))

@@ -38,9 +38,9 @@ def jobs(device: torch.device, ranks: Sequence[int], only: Sequence[str] = ()) -
     """Returns the jobs of a calibration, or those whose name contains a word of `only`.
 
     They time all operations on one rank. For each number of ranks, they time collectives, contention,
-    and the operations that share the CPU: on a CPU all of them; on GPUs the host's, alone, under each
-    wrapper and under other layouts. Where the GPUs reach each other's memory, they also time collectives
-    by copy engines, and what runs beside these.
+    and what the ranks do on the CPU that they share: on a CPU the operations in fp32, on GPUs the host's
+    launches. Where the GPUs reach each other's memory, they also time collectives by copy engines, and
+    what runs beside these.
 
     Raises ValueError for a word that no name contains, and for more ranks than GPUs.
     """
@@ -55,9 +55,6 @@ def jobs(device: torch.device, ranks: Sequence[int], only: Sequence[str] = ()) -
     for number in ranks:
         named += _jobs_on_ranks(device, number)
         named += _copied_on_ranks(device, number) if number in copying else []
-        if device.type == "cuda":
-            for name in (*host.names_on(number), *wrappers.names()):
-                named.append((name, run.job(_operation(name, device, number))))
     names = [name for name, _ in named]
     for word in only:
         _require_in(names, word, device)
@@ -84,11 +81,12 @@ def _require_in(names: Sequence[str], word: str, device: torch.device) -> None:
 
 def _jobs_on_ranks(device: torch.device, ranks: int) -> list[tuple[str, Job]]:
     """Returns the jobs for one number of ranks, with their names."""
-    named = []
     if device.type == "cpu":
         # ranks that share a CPU train in fp32, which takes half a minute per number of ranks
-        for name in (name for name in run.names(device) if "bf16" not in name):
-            named.append((f"{name} ranks", run.job(_operation(name, device, ranks))))
+        shared = [name for name in run.names(device) if "bf16" not in name]
+    else:
+        shared = [*host.names_on(ranks), *wrappers.names()]
+    named = [(f"{name} ranks", run.job(_operation(name, device, ranks))) for name in shared]
     for link in _links(device, ranks):
         named.append((f"links {link.op}", Job(comm.ON_RANKS, link)))
     for spec in _contentions(device, ranks):
