@@ -41,30 +41,28 @@ def names() -> list[str]:
 
 
 def names_on(ranks: int) -> list[str]:
-    """Returns the host operations that are timed on several ranks at once: those of a single process, except
-    a network compiled as a whole, and those of layouts whose ranks launch other work.
+    """Returns the host operations that are timed on several ranks at once: those of a single process, and
+    those of layouts whose ranks launch other work.
 
-    Wrappers with their own table (calibrate/wrappers.py) are left out.
+    Left out are a network compiled as a whole, which takes long to compile on every rank, and wrappers
+    with their own table (calibrate/wrappers.py).
     """
-    single = [name for name in names() if name != "host compiled bf16"]
     tensor = (Layout(tensor=ranks), Layout(tensor=ranks, overlap=True))
-    layouts = (
-        *tensor,
+    others = (
         Layout(data=ranks, wrapper="torch-ddp"),
         Layout(data=ranks, wrapper="torch-fsdp"),
         Layout(context=ranks, wrapper="zero1"),
         Layout(context=ranks, ulysses=True, wrapper="zero2"),
     )
-    eager = [f"host eager bf16{launched_under(layout, 'none')}" for layout in layouts]
     return [
-        *single,
-        *eager,
+        *(name for name in names() if name != "host compiled bf16"),
+        *(f"host eager bf16{launched_under(layout, 'none')}" for layout in (*tensor, *others)),
         *(f"host blocks bf16{launched_under(layout, 'none')}" for layout in tensor),
     ]
 
 
-def is_host(name: str) -> bool:
-    """Returns True for a host operation, with or without a suffix from launched_under."""
+def measures(name: str) -> bool:
+    """Returns True for an operation that `measure` times, with or without a suffix from launched_under."""
     return any(name == known or name.startswith(f"{known} ") for known in MODES_AND_DTYPES)
 
 

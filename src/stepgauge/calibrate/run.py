@@ -47,7 +47,7 @@ def job(spec: CalibrationSpec) -> Job:
     """
     known = names(torch.device(spec.device))
     known += [OPERATORS, *(wrappers.names() if spec.ranks > 1 else [])]
-    if spec.operation not in known and not host.is_host(spec.operation):
+    if spec.operation not in known and not host.measures(spec.operation):
         raise ValueError(f"operation is {spec.operation!r}; choose one of {known}")
     return Job(ON_RANKS if spec.ranks > 1 else run, spec, process="calibration")
 
@@ -80,7 +80,7 @@ def run(spec: CalibrationSpec) -> Record:
 
 def _measured(spec: CalibrationSpec, device: torch.device) -> Timed:
     before = cpu_contention.reading()
-    if host.is_host(spec.operation):
+    if host.measures(spec.operation):
         timed = _timed(host.measure(spec, device), device)
     elif spec.operation in wrappers.names():
         timed = _timed(wrappers.measure(spec, device), device)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ from stepgauge.cost.streams.program import LaunchCost
 from stepgauge.cost.timed_blocks import timed_blocks
 from stepgauge.spec.calibration import KEEPING, OperationTable, launched_under
 from stepgauge.spec.hardware import SHIPPED, HardwareFile
-from stepgauge.spec.host_tables import RANKS, without_ranks
+from stepgauge.spec.host_tables import nearest_operation
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.step import TRAINING_PHASES, WorkSpec
 
@@ -81,20 +80,9 @@ def _table(spec: WorkSpec, machine: CalibratedMachine, suffix: str = "") -> Oper
     is_bf16 = spec.precision in ("bf16", "fp16") or mode != "eager"
     for each in ("eager",) if mode == "eager" else (mode, "compiled"):
         name = f"host {each} {'bf16' if is_bf16 else 'fp32'}{suffix}"
-        if table := _for_any_ranks(machine, name):
+        if table := machine.table(nearest_operation(name, machine.operations)):
             return table
     return None
-
-
-def _for_any_ranks(machine: CalibratedMachine, name: str) -> OperationTable | None:
-    """Returns the table of this name, or the one with the nearest numbers of ranks."""
-
-    def distance(other: str) -> float:
-        pairs = zip(RANKS.findall(other), RANKS.findall(name), strict=True)
-        return sum(abs(math.log(int(a) / int(b))) for a, b in pairs)
-
-    same = (other for other in machine.operations if without_ranks(other) == without_ranks(name))
-    return machine.table(min(same, key=distance, default=name))
 
 
 def launch_costs(

@@ -298,8 +298,8 @@ class HardwareFile:
         shared = self.by_ranks.get(ranks, {})
         requested = {name: table for name, table in shared.items() if name.endswith(f" {EXACT}")}
         hosts = host_tables(self.by_ranks, ranks)
-        has_devices = any(name not in requested and not is_host_operation(name) for name in shared)
-        base = shared if has_devices else self.operations
+        is_shared_cpu = any(n not in requested and not is_host_operation(n) for n in shared)
+        base = shared if is_shared_cpu else self.operations
         return dataclasses.replace(
             self,
             operations={**base, **hosts, **requested},

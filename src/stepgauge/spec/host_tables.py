@@ -1,16 +1,16 @@
-"""Names of the host's times, which launches work for GPUs, and which of them count for a number of ranks.
+"""Tables of the host's times: their names, and which of them count for a number of ranks.
 
-Ranks share the host: while four run, launching a block takes longer than while one does. So these times
-are measured on several numbers of ranks.
+The host launches the work of all GPUs of a machine. While four ranks do so, launching a block takes longer
+than while one does, so these times are measured on several numbers of ranks.
 """
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from stepgauge.spec.calibration import OperationTable
 
-RANKS = re.compile(r"(?<= [dct]p)\d+")  # the number of ranks of an axis, in a table's name
+RANKS_OF_AXIS = re.compile(r"(?<= [dct]p)\d+")  # in a table's name
 Tables = Mapping[str, OperationTable]
 
 
@@ -19,11 +19,17 @@ def is_host_operation(operation: str) -> bool:
     return operation.startswith("host ")
 
 
-def without_ranks(operation: str) -> str:
-    """Returns a name without the numbers of ranks of its layout: ranks launch the same work, however many
-    there are.
+def nearest_operation(operation: str, known: Iterable[str]) -> str:
+    """Returns the known name that differs the least in its layout's numbers of ranks: ranks launch the same
+    work, however many there are. Returns the operation itself if no name differs in nothing else.
     """
-    return RANKS.sub("", operation)
+
+    def distance(other: str) -> float:
+        pairs = zip(RANKS_OF_AXIS.findall(other), RANKS_OF_AXIS.findall(operation), strict=True)
+        return sum(abs(math.log(int(a) / int(b))) for a, b in pairs)
+
+    same = (other for other in known if _without_ranks(other) == _without_ranks(operation))
+    return min(same, key=distance, default=operation)
 
 
 def host_tables(by_ranks: Mapping[int, Tables], ranks: int) -> Tables:
@@ -31,10 +37,16 @@ def host_tables(by_ranks: Mapping[int, Tables], ranks: int) -> Tables:
 
     What was not measured there is taken from the next nearest.
     """
+    if ranks == 1:
+        return {}
     found: dict[str, OperationTable] = {}
-    numbers = [number for number in by_ranks if ranks > 1]
-    for number in sorted(numbers, key=lambda number: -abs(math.log(number / ranks))):
-        tables = {n: t for n, t in by_ranks[number].items() if is_host_operation(n)}
-        replaced = {without_ranks(name) for name in tables}
-        found = {n: t for n, t in found.items() if without_ranks(n) not in replaced} | tables
+    for number in sorted(by_ranks, key=lambda number: abs(math.log(number / ranks))):
+        nearer = set(map(_without_ranks, found))
+        for name, table in by_ranks[number].items():
+            if is_host_operation(name) and _without_ranks(name) not in nearer:
+                found[name] = table
     return found
+
+
+def _without_ranks(operation: str) -> str:
+    return RANKS_OF_AXIS.sub("", operation)
