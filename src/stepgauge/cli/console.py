@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,6 +28,7 @@ from stepgauge.report.numbers import heading, number
 from stepgauge.report.table import REMARK, Table, objects
 
 if TYPE_CHECKING:
+    from stepgauge.cost.planning.planner import Hear
     from stepgauge.spec.record import Record
 
 # Metrics of a row's one-line summary, next to all times; of a row without times, its memory.
@@ -42,16 +43,16 @@ UNLIMITED_WIDTH = 10_000
 Format = Literal["table", "csv", "markdown", "latex", "json"]
 
 
-def _ignore_unusable_width() -> None:
-    """Removes COLUMNS from the environment if it is no width: with 0, rich would print nothing, not even
-    error messages, and with "²", which str.isdigit accepts, it would raise ValueError.
-    """
+def _requested_width() -> int:
+    """Returns COLUMNS of the environment; 0 if it is no width."""
     columns = os.environ.get("COLUMNS", "")
-    if not (columns.isdecimal() and int(columns)):
-        os.environ.pop("COLUMNS", None)
+    return int(columns) if columns.isdecimal() else 0
 
 
-_ignore_unusable_width()  # before the first console
+# Before the first console: with COLUMNS=0, rich would print nothing, not even error messages, and with
+# "²", which str.isdigit accepts, it would raise ValueError.
+if not _requested_width():
+    os.environ.pop("COLUMNS", None)
 
 
 class Output(Console):
@@ -145,13 +146,10 @@ def print_table(table: Table, format: Format = "table", *, complete: str = "csv 
 
 
 def table_width(console: Console) -> int:
-    """Returns the width of a terminal, or COLUMNS if the output goes to a file or a program. Without
-    COLUMNS that has no width: tables have all columns, and a row is one line.
+    """Returns the width of the terminal. Output to a file or a program is as wide as COLUMNS says, or
+    without it so wide that tables have all columns.
     """
-    if console.is_terminal:
-        return console.width
-    columns = os.environ.get("COLUMNS", "")
-    return int(columns) if columns.isdecimal() and int(columns) else UNLIMITED_WIDTH
+    return console.width if console.is_terminal else _requested_width() or UNLIMITED_WIDTH
 
 
 def _print_columns(table: Table, widths: Sequence[int]) -> None:
@@ -259,9 +257,9 @@ def progress(total: int | None, noun: str) -> Iterator[tuple[Progress, Any]]:
 
 
 @contextlib.contextmanager
-def progress_heard(noun: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Shows what is done with how many things, such as layouts, as it is told: a bar, or where there is
-    no terminal a line when each activity begins.
+def progress_heard(noun: str) -> Iterator["Hear"]:
+    """Yields a function that shows what is done, how many things (a `noun` such as "layout") it is done
+    with, and how many there are: in a bar, or without a bar in a line when something begins.
     """
     with progress(None, f"{noun}s") as (bar, task):
 

@@ -25,7 +25,9 @@ FINALISTS, LEAST_FINALISTS = 3, 30
 LEAST_TRACED = 8  # for a network without formulas, whose traces take seconds each
 DAY_S = 86_400.0
 Trace = Callable[[LayoutSpec], Sequence[TracedNetwork]]
-Hear = Callable[[str, int, int], None]  # what is done with layouts; how many are done, of how many
+Hear = Callable[
+    [str, int, int], None
+]  # what is being done, with how many so far, and with how many in all
 
 
 @dataclasses.dataclass(frozen=True)
