@@ -174,8 +174,8 @@ def compare(
 def _row_by_row(
     rows: Sequence[ValidationRow], jobs: Sequence["Job"], hardware: Path, out: Path, *, fresh: bool
 ) -> tuple[list["Record"], list["Record"]]:
-    """Returns the predictions and the measured records. A row of one rank is predicted after its
-    host probe, which times the host's launches, and before the row itself is run.
+    """Returns the predictions and the measured records. A row with a host probe, which times the host's
+    launches, is predicted after it and before the row itself is run.
     """
     from stepgauge.calibrate.run import with_operations
     from stepgauge.calibrate.step_shapes import host_job, median_probe
@@ -212,7 +212,7 @@ def _row_by_row(
 
 
 def _of_row(probe: "Record", row: ValidationRow) -> "Record":
-    """Returns the probe as one of all ranks of the row; those of one stage of a pipeline may have run it."""
+    """Returns the probe as if all ranks of the row had run it. In a pipeline, those of one stage ran it."""
     return dataclasses.replace(probe, spec={**probe.spec, "ranks": row.spec.ranks})
 
 

@@ -1,7 +1,7 @@
 """Compares the terms of a predicted step with the kernels of a trace, part by part."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from stepgauge.report.kernel_names import short_name
 from stepgauge.report.table import Table
@@ -118,8 +118,8 @@ def comparison_table(prediction: Record, trace: Analysis) -> Table:
     """
     parts = compare_parts(prediction, trace)
     predicted, measured = _totals(parts)
-    kernels, traced = _totals([part for part in parts if part.kind != WAITS])
-    if not traced:
+    kernels_predicted, kernels_measured = _totals([p for p in parts if p.kind != WAITS])
+    if not kernels_measured:
         raise ValueError("the trace has no kernels to compare with the prediction")
     rows = []
     for part in parts:
@@ -139,12 +139,12 @@ def comparison_table(prediction: Record, trace: Analysis) -> Table:
         f"The prediction from {prediction.environment['hardware']} compared with the kernels of the "
         f"trace: {predicted:.1f} ms predicted, {measured:.1f} ms traced, "
         f"{predicted / measured - 1:+.1%}. Without waits, which the profiler lengthens: "
-        f"{kernels:.1f}, {traced:.1f}, {kernels / traced - 1:+.1%}."
+        f"{kernels_predicted:.1f}, {kernels_measured:.1f}, "
+        f"{kernels_predicted / kernels_measured - 1:+.1%}."
     )
     return Table.from_rows(rows, names=3, formats={"of the step": "+.1%"}, caption=caption)
 
 
-def _totals(parts: Iterable[Part]) -> tuple[float, float]:
+def _totals(parts: Sequence[Part]) -> tuple[float, float]:
     """Returns the predicted and the measured milliseconds of all parts."""
-    parts = list(parts)
     return sum(part.predicted_ms for part in parts), sum(part.measured_ms for part in parts)
