@@ -11,7 +11,8 @@ from stepgauge.spec.step import WorkSpec
 from stepgauge.spec.units import GIB
 from stepgauge.train.precision import PRECISIONS
 
-ADVISED = 0.75  # of the free memory: what an advised step may need at least, as its peak is higher
+# A step is advised if its lower bound is at most this share of the free memory: its peak is higher.
+ADVISED = 0.75
 
 
 def require_memory(spec: WorkSpec) -> None:
@@ -39,7 +40,9 @@ def needed_bytes(spec: WorkSpec) -> int:
 
 
 def _advice(spec: WorkSpec, free_bytes: int) -> str:
-    """Returns the options of which each alone should make the step fit, with what it needs then."""
+    """Returns options, each of which alone should make the step fit, with what it needs then; "" if none
+    does.
+    """
     if not isinstance(spec.model, ModelSpec):
         return ""
     changes: dict[str, dict[str, Any]] = {

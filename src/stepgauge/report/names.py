@@ -144,7 +144,7 @@ def label_fields(record: Record) -> tuple[list[str], list[str]]:
             default += names
         else:
             shown += names
-    if declared:  # what the spec does not declare is there because it is not what the spec does
+    if declared:  # `as_layout_record` keeps an undeclared field only if it tells the row apart
         known = {field.name for field in declared}
         shown += [name for name in spec if name not in known]
     return list(dict.fromkeys(shown)), default

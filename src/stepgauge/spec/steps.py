@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection
+from typing import Any
 
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.fields import as_kind, naming_fields
@@ -37,17 +38,18 @@ def as_layout_record(record: Record) -> Record:
     default. Other records, and ranks that do not communicate, are returned as they are.
     """
     spec = record.spec
-    kind: type[AnyStep] = StepSpec if record.kind == StepSpec.kind else DataParallelSpec
-    if record.kind != kind.kind or spec.get("wrapper") == "none":
+    kinds: dict[str, type[AnyStep]] = {kind.kind: kind for kind in (StepSpec, DataParallelSpec)}
+    if record.kind not in kinds or spec.get("wrapper") == "none":
         return record
     layout = Layout(data=spec.get("ranks", 1), wrapper=spec.get("wrapper", "none"))
     shared = {field.name for field in dataclasses.fields(LayoutSpec)}
-    left_out = {"wrapper", "ranks"} | {
-        field.name
-        for field in dataclasses.fields(kind)
-        if field.name not in shared
-        and not (naming_fields(field) and spec.get(field.name, field.default) != field.default)
-    }
+
+    def tells_rows_apart(field: dataclasses.Field[Any]) -> bool:
+        return bool(naming_fields(field)) and spec.get(field.name, field.default) != field.default
+
+    fields = dataclasses.fields(kinds[record.kind])
+    others = {f.name for f in fields if f.name not in shared and not tells_rows_apart(f)}
+    left_out = {"wrapper", "ranks", *others}
     rest = {name: value for name, value in spec.items() if name not in left_out}
     changed = {"layout": str(layout), "batch": spec["batch"] * layout.data}
     return dataclasses.replace(record, kind=LayoutSpec.kind, spec={**rest, **changed})
