@@ -82,7 +82,9 @@ def tune(
     in_turns: Measure,
     best: int = 4,
 ) -> Tuned:
-    """Finds the fastest step of the space; `predicted` are its predicted_candidates.
+    """Finds the fastest step of the space.
+
+    predicted  what predicted_candidates returned for the space; may be empty
 
     Measures the baseline and the `best` predicted ones, or one choice at a time. Then measures the
     fastest and the baseline `in_turns`; the baseline may turn out to be faster. Raises ValueError
@@ -192,16 +194,17 @@ def _one_at_a_time(space: Space, measure: Measure) -> Chosen:
 def _gains(space: Space, winner: Chosen, measure: Measure) -> list[Gain]:
     """Compares the winner with itself without each choice that differs from the default."""
     changed = [name for name, value in winner.items() if value != space.defaults[name]]
-    specs = {name: space.spec({**winner, name: space.defaults[name]}) for name in changed}
-    possible = [name for name in changed if specs[name] is not None]
-    every = [space.spec(winner), *(specs[name] for name in possible)]
-    with_choice, *others = measure(every, "the fastest step without each of its choices")
-    without = dict(zip(possible, others, strict=True))
+    without = {name: space.spec({**winner, name: space.defaults[name]}) for name in changed}
+    possible = {name: spec for name, spec in without.items() if spec is not None}
+    fastest, *others = measure(
+        [space.spec(winner), *possible.values()], "the fastest step without each of its choices"
+    )
+    records = dict(zip(possible, others, strict=True))
     gains = []
     for name in changed:
-        slower = rate(without[name]) if name in without else 0.0
-        ratio = rate(with_choice) / slower if slower else None
-        compared = [with_choice, *([without[name]] if name in without else [])]
-        disturbed = any(map(is_disturbed, compared))
+        record = records.get(name)
+        slower = rate(record) if record else 0.0
+        ratio = rate(fastest) / slower if slower else None
+        disturbed = is_disturbed(fastest) or (record is not None and is_disturbed(record))
         gains.append(Gain(name, winner[name], space.defaults[name], ratio, disturbed))
     return sorted(gains, key=lambda gain: -(gain.ratio or math.inf))
