@@ -51,19 +51,16 @@ def _durations(
     """
     actions: dict[tuple[int, str], float] = {}
     hosts: dict[tuple[int, str], float] = {}
-    for number, ((forward, backward), (forward_us, backward_us)) in enumerate(
-        zip(stages, launches, strict=True)
-    ):
-        for_inputs = [term for term in backward if not term.for_weights]
-        for_weights = [term for term in backward if term.for_weights]
-        each_us = backward_us / max(1, sum(term.count for term in backward))
-        for kind, terms, launch_us in (
-            (FORWARD, forward, forward_us),
-            (INPUT, for_inputs, each_us * sum(term.count for term in for_inputs)),
-            (WEIGHT, for_weights, each_us * sum(term.count for term in for_weights)),
-        ):
+    for number, (forward, backward) in enumerate(stages):
+        forward_us, backward_us = launches[number]
+        actions[number, FORWARD] = prices.total_us(forward) / 1e3
+        hosts[number, FORWARD] = forward_us / 1e3
+        num_launches = max(1, sum(term.count for term in backward))
+        for kind in (INPUT, WEIGHT):
+            terms = [term for term in backward if term.for_weights == (kind == WEIGHT)]
+            share = sum(term.count for term in terms) / num_launches
             actions[number, kind] = prices.total_us(terms) / 1e3
-            hosts[number, kind] = launch_us / 1e3
+            hosts[number, kind] = share * backward_us / 1e3
     return Durations(
         actions=actions,
         transfers=transfers_of(len(stages), prices.transfer(nbytes).us / 1e3),
