@@ -60,7 +60,11 @@ def test_each_part_has_its_terms_and_kernels_and_all_parts_add_up_to_the_step():
     )
     waits = [p for p in parts.values() if p.kind == "waits"]
     kernels = predicted - sum(p.predicted_ms for p in waits)
-    assert f"Without waits, which the profiler lengthens: {kernels:.1f}, 8.3, " in table.caption
+    assert (
+        f"Without waits, which the profiler lengthens: {kernels:.1f} and 8.3 ms, " in table.caption
+    )
+    without_waits = comparison_table(prediction, dataclasses.replace(found, idle=[]))
+    assert "waits" not in without_waits.caption  # as on a CPU
 
 
 def test_a_compiled_step_is_compared_by_phase_and_class_because_it_has_no_ranges():

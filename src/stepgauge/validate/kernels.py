@@ -138,10 +138,13 @@ def comparison_table(prediction: Record, trace: Analysis) -> Table:
     caption = (
         f"The prediction from {prediction.environment['hardware']} compared with the kernels of the "
         f"trace: {predicted:.1f} ms predicted, {measured:.1f} ms traced, "
-        f"{predicted / measured - 1:+.1%}. Without waits, which the profiler lengthens: "
-        f"{kernels_predicted:.1f}, {kernels_measured:.1f}, "
-        f"{kernels_predicted / kernels_measured - 1:+.1%}."
+        f"{predicted / measured - 1:+.1%}."
     )
+    if kernels_measured < measured:
+        caption += (
+            f" Without waits, which the profiler lengthens: {kernels_predicted:.1f} and "
+            f"{kernels_measured:.1f} ms, {kernels_predicted / kernels_measured - 1:+.1%}."
+        )
     return Table.from_rows(rows, names=3, formats={"of the step": "+.1%"}, caption=caption)
 
 
