@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from stepgauge.cost.data_parallel import predict_data_parallel
 from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.step_operations import StepOperations
+from stepgauge.cost.operations.terms import AUTOCAST, PRECISION
 from stepgauge.cost.rates.estimate import CALIBRATED, EXTRAPOLATED, INTERPOLATED
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import Prices
@@ -25,6 +26,7 @@ from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.predictions import pair_steps
 from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
+from stepgauge.train.precision import PRECISIONS
 
 ROOT = Path(__file__).parents[2]
 H100, H200, DGX = (
@@ -481,3 +483,12 @@ def test_selective_checkpointing_repeats_the_all_gathers_before_products(share, 
     again = [t for t in StepOperations(spec, share).backward() if t.name.startswith("recomputed.")]
     assert [term.operation for term in again if term.axis] == sent
     assert not [term for term in again if term.is_product]
+
+
+def test_the_precisions_that_are_priced_are_those_that_train():
+    """Bytes and casts of a precision stand in two tables, because the cost model needs no torch."""
+    trained = {name: PRECISIONS[name] for name in PRECISION}
+    assert set(AUTOCAST) == {name for name, each in trained.items() if each.autocast is not None}
+    assert {name: weight for name, (_, _, weight) in PRECISION.items()} == {
+        name: each.parameters.itemsize for name, each in trained.items()
+    }
