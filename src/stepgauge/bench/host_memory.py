@@ -33,10 +33,10 @@ def needed_bytes(spec: WorkSpec) -> int:
         held = least_held(spec)
     except ValueError:
         return least
-    precision = PRECISIONS[spec.precision]
-    state = precision.state_bytes(spec.optimizer) if spec.phases == "step" else 0
-    bytes_per_parameter = precision.parameters.itemsize + state  # there are no gradients yet
-    return max(least, int(held) + bytes_per_parameter * spec.network.num_parameters)
+    gradients = 0
+    if spec.phases != "forward":
+        gradients = PRECISIONS[spec.precision].parameters.itemsize * spec.network.num_parameters
+    return max(least, int(held) + least - gradients)  # there are none yet when backward starts
 
 
 def _advice(spec: WorkSpec, free_bytes: int) -> str:
