@@ -119,11 +119,11 @@ def remark_lines(table: Table) -> list[str]:
     remark column does not fit.
     """
     place = list(table.columns).index(REMARK)
-    names = [n for n in table.name_columns() if _num_different(table, [n]) > 1]
-    names = names or list(table.name_columns())
+    every = list(table.name_columns())
+    naming = [n for n in every if _num_different(table, [n]) > 1] or every
     rows_by_remark: dict[str, list[str]] = {}
     for row in table.rows:
-        heads = [f"{table.columns[n]} " if len(names) > 1 else "" for n in names]
-        name = ", ".join(head + row[n] for head, n in zip(heads, names, strict=True) if row[n])
+        values = [f"{table.columns[n]} {row[n]}" for n in naming if row[n]]
+        name = row[naming[0]] if len(naming) == 1 else ", ".join(values)
         rows_by_remark.setdefault(row[place], []).append(name)
     return [f"{'; '.join(rows)}: {remark}" for remark, rows in rows_by_remark.items() if remark]

@@ -201,7 +201,9 @@ class Simulator:
         return Timeline(ranks, tuple(s for s in spans.values() if s.action.kind in SENDS))
 
     def _issues(self, durations: Durations) -> dict[Action, tuple[float, float]]:
-        """Returns when each rank's host starts and ends to issue each computation."""
+        """Returns for each computation when its rank's host begins and ends to issue it; nothing if hosts
+        take no time.
+        """
         issues: dict[Action, tuple[float, float]] = {}
         if durations.launches:
             for row in self._schedule.compute.ranks:
