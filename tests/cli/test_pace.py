@@ -12,7 +12,10 @@ from stepgauge.bench.sweep import DISTURBED, Job, JobResult
 from stepgauge.cli import console, row_progress
 from stepgauge.cli.pace import Pace
 from stepgauge.cli.row_progress import RowProgress
+from stepgauge.cli.rows import names_by_identity
+from stepgauge.report.names import labels
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.record import Record
 from stepgauge.spec.step import StepSpec
 
 JOBS = [
@@ -138,3 +141,14 @@ def test_lines_on_the_time_left_are_few(show, clock, monkeypatch):
         for job in JOBS:
             shown.rows.start(job, "")
     assert " left" not in shown.text() and "3 rows; each prints a line" in shown.text()
+
+
+def test_names_of_rows_say_that_they_are_measured_only_where_nothing_else_tells_two_apart():
+    def pending(size, provenance):
+        spec = StepSpec(model=ModelSpec.preset(size), size=size, device="cpu")
+        return Record(kind="step", spec=dataclasses.asdict(spec), provenance=provenance)
+
+    apart = [pending("nano", "measured"), pending("tiny", "modelled")]
+    assert list(names_by_identity(apart, labels).values()) == ["size=nano", "size=tiny"]
+    alike = [pending("nano", "measured"), pending("nano", "modelled")]
+    assert list(names_by_identity(alike, labels).values()) == ["measured", "modelled"]

@@ -249,8 +249,7 @@ def run_jobs(
 
     store = store_for(out)
     jobs = list({job.pending.identity: job for job in jobs}.values())
-    row_names = names_of([job.pending for job in jobs])
-    names = {job.pending.identity: name for job, name in zip(jobs, row_names, strict=True)}
+    names = names_by_identity([job.pending for job in jobs], names_of)
     records: list[Record] = []
     reused = 0
     interruption = _report_interruption(records, len(jobs), store.folder)
@@ -272,6 +271,18 @@ def run_jobs(
             after_row(outcome.job, outcome.record)
     print_notes(records, store.folder, reused)
     return records
+
+
+def names_by_identity(
+    rows: Sequence["Record"], names_of: Callable[[Sequence["Record"]], list[str]]
+) -> dict[Any, str]:
+    """Returns the names of pending rows by identity. They say whether a row is measured or modelled only
+    where nothing else tells two rows apart.
+    """
+    names = names_of([dataclasses.replace(row, provenance="measured") for row in rows])
+    if len(set(names)) < len(names):
+        names = names_of(rows)
+    return {row.identity: name for row, name in zip(rows, names, strict=True)}
 
 
 @contextlib.contextmanager
