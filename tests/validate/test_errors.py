@@ -154,7 +154,7 @@ def test_rows_of_a_machine_that_was_not_idle_are_told_apart():
     restless = Sample.of([20.0, 22.0, 40.0], "ms")
     records[-1] = dataclasses.replace(records[-1], metrics={"step_ms": restless})
     assert "over 2 rows: mean 0.0%" in sentence(records)
-    assert "1 more was disturbed; with them mean 16.7%, at most 50.0%." in sentence(records)
+    assert "1 more was disturbed; with it mean 16.7%, at most 50.0%." in sentence(records)
     assert "disturbed: p90 is over" in error_table(records).rows[-1][-1]
     all_restless = [
         r if r.provenance == "modelled" else dataclasses.replace(r, metrics={"step_ms": restless})

@@ -162,7 +162,8 @@ def sentence(records: Sequence[Record]) -> str:
         f"{statistics.fmean(each.step for each in counted):+.1%}."
     )
     if disturbed := len(every) - len(counted):
-        text += f" {disturbed} more {'was' if disturbed == 1 else 'were'} disturbed; with them {_size(every)}."
+        was, them = ("was", "it") if disturbed == 1 else ("were", "them")
+        text += f" {disturbed} more {was} disturbed; with {them} {_size(every)}."
     peaks = [abs(each.peak) for each in every if each.peak is not None]
     if peaks:
         text += f" Error of the predicted peak memory: mean {statistics.fmean(peaks):.2%}, "
