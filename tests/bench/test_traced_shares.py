@@ -12,7 +12,7 @@ from tests.cpu_machine import wired
 from stepgauge.bench import operators
 from stepgauge.bench.operators import traced
 from stepgauge.bench.stage_step import Stage
-from stepgauge.cost.layout import LayoutParts
+from stepgauge.cost.layout_parts import LayoutParts
 from stepgauge.cost.memory.outside import COMMUNICATOR, outside
 from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.terms import TRAFFIC, Term

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgauge.cost.data_axis.wrappers import data_axis
-from stepgauge.cost.layout import LayoutParts
+from stepgauge.cost.layout_parts import LayoutParts
 from stepgauge.cost.rates.contention import Slowdown
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.streams import passes

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from stepgauge.cost.layout import LayoutParts, predict_layout
+from stepgauge.cost.layout import predict_layout
+from stepgauge.cost.layout_parts import LayoutParts
 from stepgauge.cost.planning import planner
 from stepgauge.cost.rates.estimate import SPREAD, spread
 from stepgauge.cost.rates.machine import CalibratedMachine

@@ -1,6 +1,6 @@
 """Evaluates overlap_ratios.py at the rates that a layout's block and its wires reach."""
 
-from stepgauge.cost.layout import LayoutParts
+from stepgauge.cost.layout_parts import LayoutParts
 from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.cost.operations.supported import require_priced
 from stepgauge.cost.planning import overlap_ratios
