@@ -23,6 +23,7 @@ from stepgauge.cost.planning.planner import (
 from stepgauge.cost.planning.screen import Screen, candidates
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.report.plan import overlap_sentence
+from stepgauge.spec.calibration import OperationTable
 from stepgauge.spec.hardware import ACCELERATORS, CUDA_CONTEXT, NOT_FOR_TENSORS, HardwareFile
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
@@ -229,6 +230,36 @@ def test_the_device_without_peaks_is_named_with_what_to_write():
         ValueError, match=r"file mine: peaks\.memory_gb is 0; .*in GB, of 'NVIDIA B200'"
     ):
         plan(plan_spec(), CalibratedMachine(no_memory))
+
+
+def test_a_file_with_own_tables_keeps_those_of_its_base():
+    """`validate --now` adds the host's times, and single shapes, to a file that describes a machine."""
+    a100 = HardwareFile.read(ROOT / "hardware" / "dgx-a100.json")
+    before = CalibratedMachine(a100.on_ranks(2))
+    rows = tuple((blocks, phase, 100.0 * blocks) for blocks in (1, 4) for phase in range(3))
+    host = {"host eager bf16": OperationTable(("blocks", "phase"), rows)}
+    product = {"matmul nt bf16 exact": OperationTable(("m", "n", "k"), ((512, 512, 512, 7.0),))}
+    on_two = dataclasses.replace(a100, by_ranks={2: host}).on_ranks(2)
+    alone = dataclasses.replace(a100, operations={**host, **product}).on_ranks(1)
+    for file in (on_two, alone):
+        machine = CalibratedMachine(file)
+        assert machine.is_transferred and machine.traffic(1e9) == before.traffic(1e9)
+        assert machine.time("matmul nn bf16", 64, 64, 64) == before.time(
+            "matmul nn bf16", 64, 64, 64
+        )
+        assert machine.table("host eager bf16") == host["host eager bf16"]
+        assert machine.table("host eager fp32") == before.table("host eager fp32")
+    measured = CalibratedMachine(alone).time("matmul nt bf16", 512, 512, 512)
+    assert (measured.us, measured.source) == (7.0, "calibrated")  # timed here, so not scaled
+
+
+def test_a_calibrated_file_is_not_scaled_like_its_base():
+    calibrated = HardwareFile.read(ROOT / "hardware" / "h200-sxm.json")
+    machine = CalibratedMachine(dataclasses.replace(calibrated, base=DGX_H100.base))
+    assert not machine.is_transferred
+    alone = CalibratedMachine(calibrated)
+    assert machine.time("matmul nt bf16", 64, 64, 64) == alone.time("matmul nt bf16", 64, 64, 64)
+    assert machine.table("matmul nt bf16 exact") is None
 
 
 def test_a_row_stays_if_only_its_exposed_communication_cannot_be_predicted():

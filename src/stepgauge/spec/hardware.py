@@ -170,7 +170,8 @@ class HardwareFile:
     by_ranks       number of ranks -> operation times per rank while that many ranks share the CPU; on GPUs
                    those of the host
     contention     slowdowns of kernels and collectives that overlap
-    base           another machine, whose operation times are scaled by the ratio of peaks
+    base           another machine, whose times of operations that this one lacks are scaled by the ratio
+                   of peaks
     other          remaining fields of the file, such as a fabric (spec/fabric.py); written unchanged
     """
 
@@ -212,6 +213,10 @@ class HardwareFile:
             candidates = path.parent / str(name), SHIPPED / str(name)
             base_path = next(filter(Path.exists, candidates), candidates[0])
             base = cls._read(base_path, (*derived, path.resolve()))
+            where = (
+                base_path.resolve()
+            )  # so that a copy of the file in another folder finds it, too
+            value["base"] = where.name if where.parent == SHIPPED.resolve() else str(where)
         try:
             return cls._from_json(value, base, name=path.stem)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -346,13 +351,17 @@ class HardwareFile:
         """Writes the file atomically; of a symbolic link, the file that it points to. Raises OSError if
         that fails.
         """
-        path.resolve().parent.mkdir(parents=True, exist_ok=True)
+        folder = path.resolve().parent
+        folder.mkdir(parents=True, exist_ok=True)
+        base = Path(self.other.get("base", ""))
+        near = {"base": base.name} if base.parent == folder else {}
         value = {
             "schema": HARDWARE_SCHEMA,
             "name": self.name,
             "device": self.device,
             "threads": self.threads,
             **self.other,
+            **near,
             **({"disturbed": self.disturbance} if self.disturbance else {}),
             "operations": _as_dict(self.operations),
             "operations_by_ranks": {str(n): _as_dict(own) for n, own in self.by_ranks.items()},

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from stepgauge.cost.operations.terms import TRAFFIC
 from stepgauge.cost.rates.estimate import (
     CALIBRATED,
     EXTRAPOLATED,
@@ -17,7 +18,7 @@ from stepgauge.cost.rates.estimate import (
 from stepgauge.cost.rates.grid import FAR, WORK, Grid, grouped_flops
 from stepgauge.cost.rates.network import Links
 from stepgauge.cost.rates.peak_ratios import PeakRatios
-from stepgauge.cost.rates.substitutes import reference_of, with_substitutes
+from stepgauge.cost.rates.substitutes import Tables, reference_of, with_substitutes
 from stepgauge.spec.calibration import (
     ALONE,
     BATCHED,
@@ -36,7 +37,8 @@ Requested = set[tuple[str, tuple[Any, ...]]]  # operations with their sizes
 
 
 class CalibratedMachine:
-    """The operations of a hardware file, or those of its base scaled by the ratio of published peaks.
+    """The operations of a hardware file, and those that only its base has, scaled by the ratio of
+    published peaks.
 
     Raises ValueError if neither has a calibration.
 
@@ -45,21 +47,25 @@ class CalibratedMachine:
     """
 
     def __init__(self, hardware: HardwareFile, *, requested: Requested | None = None):
-        calibrated = hardware if hardware.operations else hardware.base
-        if calibrated is None or not calibrated.operations:
+        own, base = with_substitutes(hardware.operations), hardware.base
+        inherited = with_substitutes(_lacking(own, base.operations)) if base else {}
+        if not own and not inherited:
             content = "links only" if hardware.links else "no operations"
             raise ValueError(
                 f"the hardware file {hardware.name} has {content}: take one that was calibrated, or "
                 f"run stepgauge calibrate FILE on that machine"
             )
-        self.hardware, self._calibrated = hardware, calibrated
+        self.hardware = hardware
+        # the file with most of the times: a file with a base may have the host's only
+        self._calibrated = base if base and TRAFFIC in inherited else hardware
         self._product_share = CALIBRATED_PRODUCT_SHARE
         self.network = Links(hardware)
-        self._operations = with_substitutes(calibrated.operations)
+        self._operations = {**inherited, **own}
         self._grids: dict[str, Grid] = {}
         self.requested: Requested = set() if requested is None else requested
-        is_other_device = calibrated is hardware.base and calibrated.device != hardware.device
-        self._ratios = PeakRatios(calibrated, hardware) if is_other_device else None
+        is_other_device = base is not None and base.device != hardware.device
+        self._scaled = inherited.keys() - own.keys() if is_other_device else set()
+        self._ratios = PeakRatios(base, hardware) if base and self._scaled else None
 
     def at_product_share(self, share: float) -> "CalibratedMachine":
         """Returns the same machine, for a step in which products and attention take this share of the time.
@@ -72,13 +78,14 @@ class CalibratedMachine:
 
     @property
     def is_transferred(self) -> bool:
-        """True if the times are another device's, scaled."""
-        return self._ratios is not None
+        """True if the times are another device's, scaled. Those of the host alone may be its own."""
+        return TRAFFIC in self._scaled
 
     @property
     def disturbance(self) -> str:
         """What disturbed the calibration, as a note; "" if nothing did."""
-        return self._calibrated.disturbance
+        files = dict.fromkeys((self.hardware.disturbance, self._calibrated.disturbance))
+        return "; ".join(filter(None, files))
 
     @property
     def operations(self) -> Collection[str]:
@@ -107,10 +114,7 @@ class CalibratedMachine:
         if variant and not self.knows(operation, sizes):
             return self._without_variant(operation.replace(variant, ""), variant, sizes)
         self.requested.add((operation, sizes))
-        calibrated = self._exact(operation, sizes)
-        if calibrated is None:
-            calibrated = self._interpolated(operation, sizes)
-        estimate = self._on_this_device(operation, calibrated)
+        estimate = self._exact(operation, sizes) or self._interpolated(operation, sizes)
         is_product = operation.startswith("matmul") and GROUPED not in operation
         is_outside = is_product and estimate.source == EXTRAPOLATED
         if without_passes := self.table(f"{operation} {ALONE}"):
@@ -126,14 +130,18 @@ class CalibratedMachine:
         product in another layout may have been timed nearer.
         """
         table = self._required_table(operation)
-        found = self._grid(operation, table).time(sizes)
+        found = self._in_table(operation, table, sizes)
         if found.times_away <= FAR or not table.has_few or not operation.startswith("matmul"):
             return found
         kind, *layout, dtype = operation.split()
         others = [" ".join((kind, *layout[:-1], other, dtype)) for other in PRODUCT_LAYOUTS]
         tables = ((name, self.table(name)) for name in others)
-        near = [self._grid(name, other).time(sizes) for name, other in tables if other]
+        near = [self._in_table(name, other, sizes) for name, other in tables if other]
         return min((found, *near), key=lambda each: each.times_away)
+
+    def _in_table(self, name: str, table: OperationTable, sizes: tuple[float, ...]) -> Estimate:
+        """Returns the time by this operation's table, on this device."""
+        return self._on_this_device(name, self._grid(name, table).time(sizes))
 
     def knows(self, operation: str, sizes: tuple[float, ...]) -> bool:
         """True if the file has times of the operation, or one at these sizes."""
@@ -143,19 +151,16 @@ class CalibratedMachine:
     def operator(self, call: str) -> Estimate | None:
         """Returns the time of a traced call; None if the call was not timed separately."""
         self.requested.add((OPERATORS, (call,)))
-        calibrated = self._exact(OPERATORS, (call,))
-        if calibrated is None:
-            return None
         dtype = "bf16" if "float16" in call else "tf32"
-        like = f"matmul {dtype}" if call.startswith("convolution") else "traffic"
-        return self._on_this_device(like, calibrated)
+        like = f"matmul {dtype}" if call.startswith("convolution") else TRAFFIC
+        return self._exact(OPERATORS, (call,), like=like)
 
     def traffic(self, nbytes: float) -> Estimate:
         """Returns the time of an elementwise operation that reads and writes `nbytes` in total."""
         launch_us, bytes_per_us = self._traffic
         us = launch_us + nbytes / bytes_per_us
-        disturbed = self._required_table("traffic").disturbed
-        return self._on_this_device("traffic", Estimate(us, INTERPOLATED, disturbed=disturbed))
+        disturbed = self._required_table(TRAFFIC).disturbed
+        return self._on_this_device(TRAFFIC, Estimate(us, INTERPOLATED, disturbed=disturbed))
 
     @functools.cached_property
     def _traffic(self) -> tuple[float, float]:
@@ -163,7 +168,7 @@ class CalibratedMachine:
 
         Smaller ones measure the host, or stay in a cache. Raises ValueError if they give no rate.
         """
-        largest = sorted(self._required_table("traffic").rows)[-2:]
+        largest = sorted(self._required_table(TRAFFIC).rows)[-2:]
         (size, us), (larger, longer) = largest[0], largest[-1]
         if larger == size or longer <= us:
             raise ValueError(
@@ -173,13 +178,20 @@ class CalibratedMachine:
         bytes_per_us = (larger - size) / (longer - us)
         return max(1.0, us - size / bytes_per_us), bytes_per_us
 
-    def _exact(self, operation: str, sizes: tuple[Any, ...]) -> Estimate | None:
-        """Returns a time that was measured for a step with exactly these sizes; None if there is none."""
-        exact = self.table(f"{operation} {EXACT}")
+    def _exact(self, operation: str, sizes: tuple[Any, ...], *, like: str = "") -> Estimate | None:
+        """Returns a time that was measured for a step with exactly these sizes; None if there is none.
+
+        like  the operation whose ratio of peaks counts, if it is another
+        """
+        name = f"{operation} {EXACT}"
+        exact = self.table(name)
         if exact is None:
             return None
         us = next((us for *shape, us in exact.rows if tuple(shape) == sizes), None)
-        return None if us is None else Estimate(us, CALIBRATED, disturbed=exact.disturbed)
+        if us is None:
+            return None
+        estimate = Estimate(us, CALIBRATED, disturbed=exact.disturbed)
+        return self._on_this_device(name, estimate, like=like or operation)
 
     def _grid(self, name: str, table: OperationTable) -> Grid:
         if name not in self._grids:
@@ -237,11 +249,21 @@ class CalibratedMachine:
         is_measured = estimate.source == CALIBRATED
         return traffic if traffic.us > estimate.us and not is_measured else estimate
 
-    def _on_this_device(self, operation: str, estimate: Estimate) -> Estimate:
-        if self._ratios is None:
+    def _on_this_device(self, table: str, estimate: Estimate, *, like: str = "") -> Estimate:
+        """Returns an estimate from a table, scaled if the table is another device's."""
+        if self._ratios is None or table not in self._scaled:
             return estimate
-        here = estimate.scaled(self._ratios.of(operation))
+        here = estimate.scaled(self._ratios.of(like or table))
         return dataclasses.replace(here, source=TRANSFERRED)
+
+
+def _lacking(own: Tables, base: Tables) -> Tables:
+    """Returns the base's tables of operations that the file itself does not have."""
+    return {
+        name: table
+        for name, table in base.items()
+        if name.removesuffix(f" {ALONE}").removesuffix(f" {EXACT}") not in own
+    }
 
 
 def _itemsize(operation: str) -> int:
