@@ -176,6 +176,29 @@ def test_a_row_that_was_not_predicted_stands_beside_the_others_where_that_is_ask
     assert len(error_table([modelled, measured, alone]).rows) == 1
 
 
+def test_a_predicted_row_that_did_not_end_has_its_status_and_its_prediction():
+    def done(spec):
+        return row(spec, step=100.0), row(spec, "modelled", step=103.0)
+
+    (measured, modelled), (failed, predicted) = done(STEP), done(two_ranks("zero1"))
+    alone = row(two_ranks("naive"), step=50.0)
+    peak = {**predicted.metrics, "peak_bytes": Sample.exact(150 * 2**30, "bytes")}
+    predicted = dataclasses.replace(predicted, metrics=peak, note=f"{BEFORE}; too large")
+    for status in ("oom", "failed"):
+        failed = dataclasses.replace(failed, metrics={}, status=status, note="why")
+        records = [predicted, modelled, failed, measured]
+        table = error_table(records)
+        first, second = (dict(zip(table.columns, cells, strict=True)) for cells in table.rows)
+        assert (first["row"], first["predicted ms"]) == ("layout=dp2 zero1", 103.0)
+        assert (first["predicted peak GiB"], second["predicted peak GiB"]) == (150.0, None)
+        assert first["remark"] == f"{status.upper()}: why; prediction: too large"
+        assert (first["measured ms"], first["error"], second["measured ms"]) == (None, None, 100.0)
+        assert "over 1 rows: mean 3.0%, at most 3.0%" in table.caption
+        assert "predicted peak GiB" not in error_table([modelled, measured]).columns
+    only = error_table([predicted, failed])
+    assert only.rows[0][1:3] == [103.0, 150.0] and len(error_table([failed, alone]).rows) == 0
+
+
 def test_what_is_to_be_known_of_the_file_is_said_once():
     """Beside each row it left no room for the errors."""
     rows = []

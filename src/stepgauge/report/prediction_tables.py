@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from stepgauge.report.figure import Curve, lines, short
 from stepgauge.report.names import layout_labels
@@ -16,11 +17,12 @@ from stepgauge.report.prediction_errors import (
     sentence,
 )
 from stepgauge.report.table import REMARK, SEPARATOR, Table
-from stepgauge.report.views import remark, remark_with_prediction
-from stepgauge.spec.predictions import STEP, pair_steps
+from stepgauge.report.views import figure, remark_with_prediction
+from stepgauge.spec.predictions import STEP, Row, pair_steps
 from stepgauge.spec.record import Record
 
 QUESTION = "How far are the predicted steps from the measured ones?"
+PEAK = "predicted peak GiB"  # a column if a step did not end: memory is why most of them do not
 METHOD = (
     "Each row was predicted from a hardware file of this device before it was run, and no prediction "
     "is scaled to fit. The error of a term is its predicted minus its measured time, divided by the "
@@ -32,23 +34,30 @@ METHOD = (
 
 
 def error_table(records: Sequence[Record], *, unpredicted: bool = False) -> Table:
-    """Returns one row per predicted and measured step, with the signed errors of its terms. With
-    `unpredicted`, steps that were only measured are included.
+    """Returns one row per predicted and measured step, with the signed errors of its terms. A step
+    that ran out of memory or failed has its prediction and status. With `unpredicted`, steps that
+    were only measured are included.
     """
     every = errors(records)
-    others = _not_predicted(records) if unpredicted else []
-    terms = [term for term in TERMS if any(abs(each.terms.get(term, 0)) > 5e-4 for each in every)]
-    figures = [
-        [*_times(each), each.step, *map(each.terms.get, terms), each.peak, _own_remark(each)]
-        for each in every
+    found = {id(each.row.record): each for each in every}
+    steps = [
+        row
+        for row in pair_steps(records)
+        if row.record.provenance == "measured"
+        and (id(row.record) in found or row.prediction is not None or unpredicted)
+        and (row.record.status != "ok" or STEP in row.record.metrics)
     ]
-    for record in others:
-        text = SEPARATOR.join(filter(None, ["not predicted", remark(record)]))
-        figures.append([None, record.median(STEP), *[None] * (len(terms) + 2), text])
-    names = layout_labels([*(each.row.record for each in every), *others])
-    columns = ["row", "predicted ms", "measured ms", "error", *terms, "peak error", REMARK]
-    rows = [[name, *row] for name, row in zip(names, figures, strict=True)]
-    kept = [n for n in range(len(columns)) if n < 4 + len(terms) or any(row[n] for row in rows)]
+    terms = [term for term in TERMS if any(abs(each.terms.get(term, 0)) > 5e-4 for each in every)]
+    names = layout_labels([row.record for row in steps])
+    rows = [
+        [name, *_cells(row, found.get(id(row.record)), terms)]
+        for name, row in zip(names, steps, strict=True)
+    ]
+    always = ["row", "predicted ms", "measured ms", "error", *terms]
+    columns = ["row", "predicted ms", PEAK, *always[2:], "peak error", REMARK]
+    filled = {column for n, column in enumerate(columns) if any(row[n] for row in rows)}
+    if all(row.record.status == "ok" for row in steps):
+        filled.discard(PEAK)  # the error of the peak says more
     table = Table(
         columns,
         rows,
@@ -58,19 +67,24 @@ def error_table(records: Sequence[Record], *, unpredicted: bool = False) -> Tabl
         absent="-",
         notes=[f"The error is the sum of its parts: {', '.join(terms)}."] if terms[1:] else (),
     )
-    return table.select(kept)
+    return table.select([n for n, name in enumerate(columns) if name in (*always, *filled)])
 
 
-def _not_predicted(records: Sequence[Record]) -> list[Record]:
-    """Returns the steps that were measured but not predicted."""
-    rows = [row for row in pair_steps(records) if row.prediction is None]
-    measured = [row.record for row in rows if row.record.provenance == "measured"]
-    return [record for record in measured if record.status == "ok" and STEP in record.metrics]
+def _cells(row: Row, found: Errors | None, terms: Sequence[str]) -> list[Any]:
+    """Returns the figures and the remark of a step; `found` are its errors if it has any."""
+    metrics = row.prediction.metrics if row.prediction else {}
+    predicted = [figure(metrics.get(name)) for name in (STEP, "peak_bytes")]
+    of_terms = [found.terms.get(term) if found else None for term in terms]
+    error, peak = (found.step, found.peak) if found else (None, None)
+    remark = _own_remark(row)
+    if row.prediction is None:
+        remark = SEPARATOR.join(filter(None, ["not predicted", remark]))
+    return [*predicted, row.record.median(STEP), error, *of_terms, peak, remark]
 
 
-def _own_remark(each: Errors) -> str:
+def _own_remark(row: Row) -> str:
     """Returns the row's remark without the warning on the hardware file, which is in the caption."""
-    parts = remark_with_prediction(each.row).split(SEPARATOR)
+    parts = remark_with_prediction(row).split(SEPARATOR)
     return SEPARATOR.join(part for part in parts if DISTURBED_FILE not in part)
 
 
