@@ -5,6 +5,7 @@ import errno
 import importlib.resources
 import json
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -23,7 +24,7 @@ from stepgauge.runtime.host import thread_settings
 from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.kinds import COMMANDS, SPECS
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.record import Sample
+from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.store import RunStore
 
 NANO = (
@@ -337,6 +338,51 @@ def test_an_interrupted_training_run_says_where_it_resumes(
     monkeypatch.setattr("stepgauge.bench.train.run", interrupted)
     status, _, err = stepgauge(*TRAIN, "--checkpoint-every", 5, "--out", tmp_path / "run")
     assert (status, err.splitlines()[-1]) == (130, f"stepgauge: interrupted: {message}")
+
+
+@pytest.mark.parametrize("layout", ["none", "dp2 zero1"])
+def test_an_interrupted_training_run_keeps_a_record_of_its_steps(stepgauge, tmp_path, layout):
+    """The ranks of a layout are killed, so they cannot write it then."""
+    out = tmp_path / "run"
+    options = ["2000" if word == "12" else word for word in TRAIN]
+    command = [*options, "--evaluate-every", "10", "--layout", layout, "--out", str(out)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "stepgauge", *command], stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:  # fmt: skip
+        for line in process.stderr:
+            if line.startswith("step 10 of"):
+                process.send_signal(signal.SIGINT)
+                break
+        err = process.stderr.read()
+    (record,) = rows(out)
+    steps = record.series["step"]
+    assert f"interrupted: the loss of {len(steps)} steps is in {out}; there is no checkpoint" in err
+    assert record.note == f"stopped at step {steps[-1]} of 2000" and len(steps) >= 10
+    assert record.metrics.keys() >= {"first_loss", "last_loss", "held_out", "tokens_per_s"}
+    assert record.median("last_loss") == record.series["loss"][-1]
+    assert record.series["held_out_step"] and "corpus_bytes" in record.environment
+    assert "stopped at step" in stepgauge("show", out)[1]
+    assert stepgauge("report", out)[0] == 0
+
+
+def test_a_killed_training_run_is_recorded_when_it_is_resumed(stepgauge, tmp_path, monkeypatch):
+    def killed(spec, folder, **_):
+        (folder / "curve.jsonl").write_text('{"step": 1, "loss": 2.0, "held_out": null}\n')
+        record = Record.of(spec, metrics={"last_loss": Sample.exact(3.0, "nats/token")})
+        (folder / "unfinished.json").write_text(record.to_json())
+        raise AssertionError("killed")
+
+    monkeypatch.setattr("stepgauge.bench.train.run", killed)
+    with pytest.raises(AssertionError):
+        stepgauge(*TRAIN, "--out", tmp_path)
+    monkeypatch.undo()
+    assert rows(tmp_path) == []
+    assert stepgauge(*TRAIN, "--out", tmp_path)[0] == 0
+    first, last = rows(tmp_path)
+    assert (first.note, first.median("last_loss")) == ("stopped at step 1 of 12", 2.0)
+    assert (last.note, last.series["step"][-1]) == ("", 12)
+    assert not (tmp_path / "unfinished.json").exists()
 
 
 @pytest.mark.parametrize(

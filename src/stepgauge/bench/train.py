@@ -22,8 +22,9 @@ from stepgauge.spec.memory import MemorySpec
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.step import WorkSpec
 from stepgauge.spec.train import TrainSpec
+from stepgauge.spec.whole_file import write_whole
 from stepgauge.train.build import build_step
-from stepgauge.train.loop import LossPoint, Trainer
+from stepgauge.train.loop import CURVE_FILE, LossPoint, Trainer, read_curve
 from stepgauge.train.rank_share import SINGLE_PROCESS, RankShare
 from stepgauge.train.step import TrainingStep
 from stepgauge.train.task import Task
@@ -33,6 +34,8 @@ from stepgauge.train.user_task import user_task
 # The peak is predicted only if it could exceed the free memory: activations of a small batch are a
 # few times the size of the parameters.
 MOST_PEAK_PER_STATE = 8
+UNFINISHED = "unfinished.json"  # the record of a run until it is saved, without the curve
+KEEP_EVERY_S = 5.0
 
 
 def run(
@@ -48,6 +51,8 @@ def run(
 
     All ranks must call it; each returns a record with its own time and memory.
 
+    The folder has what `unfinished` turns into a record, until the caller has saved this one.
+
     Raises CorpusError, CheckpointError, DivergedError, and ValueError if a user's model is wrong.
     """
     place = _place(spec)
@@ -55,20 +60,52 @@ def run(
     if task.note:
         note(task.note)
     devices.reset_peak_memory(task.step.device)
-    start = time.perf_counter()
-    curve, trained = Trainer(spec, task, folder, place=place).run(report, resumed)
-    seconds = time.perf_counter() - start
-    metrics, series = _losses(curve, task)
-    if trained:
-        metrics |= _rates(task, trained, seconds)
-    peaks = devices.peak_memory(task.step.device)
-    metrics |= {name: Sample.exact(value, "bytes") for name, value in peaks.items()}
-    return Record.of(
-        spec,
-        metrics=metrics,
-        series=series,
-        environment={**environment(torch.device(spec.device)), **task.environment},
-    )
+    results = _Results(spec, task, folder)
+    keep = results.keep if place.writes else lambda curve, trained: None
+    return results.record(*Trainer(spec, task, folder, place=place).run(report, resumed, keep))
+
+
+class _Results:
+    """The record of a run that begins now. While it runs, the folder has the record without the curve."""
+
+    def __init__(self, spec: TrainSpec, task: Task, folder: Path):
+        self.spec, self.task, self.path = spec, task, folder / UNFINISHED
+        self.start, self.kept = time.perf_counter(), -KEEP_EVERY_S
+        self.environment = {**environment(torch.device(spec.device)), **task.environment}
+
+    def record(self, curve: Sequence[LossPoint], trained: int) -> Record:
+        seconds = time.perf_counter() - self.start
+        metrics, series = _losses(curve, self.task.loss_unit, self.task.held_out_unit)
+        if trained:
+            metrics |= _rates(self.task, trained, seconds)
+        peaks = devices.peak_memory(self.task.step.device)
+        metrics |= {name: Sample.exact(value, "bytes") for name, value in peaks.items()}
+        return Record.of(self.spec, metrics=metrics, series=series, environment=self.environment)
+
+    def keep(self, curve: Sequence[LossPoint], trained: int) -> None:
+        """Writes the record so far, every few seconds and after each evaluation."""
+        seconds = time.perf_counter() - self.start
+        if seconds - self.kept >= KEEP_EVERY_S or curve[-1].held_out is not None:
+            without_curve = dataclasses.replace(self.record(curve, trained), series={})
+            write_whole(self.path, without_curve.to_json())
+            self.kept = seconds
+
+
+def unfinished(folder: Path) -> Record | None:
+    """Returns the record of a run in the folder that stopped before it was saved, with its curve up to
+    there; None if there is none. The rate may be a few seconds older than the curve.
+    """
+    path, curve = folder / UNFINISHED, read_curve(folder / CURVE_FILE)
+    if not path.exists() or not curve:
+        return None
+    record = Record.from_json(path.read_text(encoding="utf-8"))
+    units = [
+        record.metrics[n].unit if n in record.metrics else "" for n in ("last_loss", "held_out")
+    ]
+    metrics, series = _losses(curve, *units)
+    note = f"stopped at step {len(curve)} of {record.spec['steps']}"
+    metrics = {**record.metrics, **metrics}
+    return dataclasses.replace(record, metrics=metrics, series=series, note=note)
 
 
 def require_memory(spec: TrainSpec) -> None:
@@ -98,12 +135,12 @@ def _rates(task: Task, steps: int, seconds: float) -> dict[str, Sample]:
 
 
 def _losses(
-    curve: Sequence[LossPoint], task: Task
+    curve: Sequence[LossPoint], loss_unit: str, held_out_unit: str
 ) -> tuple[dict[str, Sample], dict[str, list[float]]]:
     """Returns the first and last loss as metrics, and the whole curve as series."""
     metrics = {
-        "first_loss": Sample.exact(curve[0].loss, task.loss_unit),
-        "last_loss": Sample.exact(curve[-1].loss, task.loss_unit),
+        "first_loss": Sample.exact(curve[0].loss, loss_unit),
+        "last_loss": Sample.exact(curve[-1].loss, loss_unit),
     }
     series: dict[str, list[float]] = {
         "step": [point.step for point in curve],
@@ -112,9 +149,9 @@ def _losses(
     evaluated = {point.step: point.held_out for point in curve if point.held_out is not None}
     if evaluated:
         *_, last = evaluated.values()
-        metrics["held_out"] = Sample.exact(last, task.held_out_unit)
+        metrics["held_out"] = Sample.exact(last, held_out_unit)
         series["held_out_step"] = [*evaluated]
-        name = "held_out_bits_per_byte" if task.held_out_unit else "held_out_loss"
+        name = "held_out_bits_per_byte" if held_out_unit else "held_out_loss"
         series[name] = [*evaluated.values()]
     return metrics, series
 

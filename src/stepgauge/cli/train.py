@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from stepgauge.cli.console import has_bars, info, progress
+from stepgauge.cli.console import counted, has_bars, info, progress
 from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.cli.rows import Out, RunFailedError, resolve_devices_and_models
 from stepgauge.report.numbers import number
@@ -46,6 +46,7 @@ def train(
     """Train a preset on real text, or your own network on its own batches, and follow the loss.
 
     The run can be killed at any moment: the same command resumes from the last complete checkpoint.
+    One that you interrupt leaves a record of the steps until then.
     With --final-learning-rate 1 it can also be resumed with more --steps. Tokens are bytes. With
     --ranks or under torchrun each rank takes its share of every batch; a run may be resumed with
     another number of ranks or another wrapper. Your own network (--model FILE.py:factory) trains on
@@ -62,6 +63,7 @@ def train(
         bench_train.require_memory(spec)
     except MemoryError as error:
         raise RunFailedError(str(error)) from None
+    _keep_unfinished(out)  # of a run that was killed
     with _report_interruption(spec, out):
         if spec.ranks == 1 and spec.is_text:
             print(_train(spec, out))
@@ -78,19 +80,41 @@ def train(
 
 @contextlib.contextmanager
 def _report_interruption(spec: TrainSpec, out: Path) -> Iterator[None]:
-    """Adds to an interrupt the step from which the same command resumes."""
+    """Saves a record of the steps so far if the run stops early. Adds to an interrupt how many are
+    saved, and the step from which the same command resumes.
+    """
     from stepgauge.train.loop import checkpoints_in
 
     try:
         yield
+    except RunFailedError:
+        _keep_unfinished(out)
+        raise
     except KeyboardInterrupt as interrupt:
+        kept = _keep_unfinished(out)
         step = checkpoints_in(out).last_step()
         resumes = f"the same command resumes from step {step} of {spec.steps}"
         restarts = (
             f"there is no checkpoint before step {spec.checkpoint_every}; the same command starts "
             "from the beginning"
         )
-        raise type(interrupt)(resumes if step else restarts) from None
+        raise type(interrupt)(kept + (resumes if step else restarts)) from None
+
+
+def _keep_unfinished(out: Path) -> str:
+    """Saves the record of a run in the folder that stopped early. Returns the beginning of a sentence on
+    it, or "" if there is none.
+    """
+    from stepgauge.bench import train as bench_train
+    from stepgauge.bench.sweep import stamped
+
+    if not is_first_process() or (record := bench_train.unfinished(out)) is None:
+        return ""
+    store = RunStore(out)
+    with store.held():
+        store.append(stamped(record))
+        (out / bench_train.UNFINISHED).unlink(missing_ok=True)
+    return f"the loss of {counted(len(record.series['step']), 'step')} is in {out}; "
 
 
 def _default_folder(spec: TrainSpec) -> Path:
@@ -164,6 +188,7 @@ def _train(spec: TrainSpec, out: Path) -> str:
         record = stamped(record)
         if {"tokens_per_s", "steps_per_s"} & record.metrics.keys():
             store.append(record)
+        (out / bench_train.UNFINISHED).unlink(missing_ok=True)
     for sentence in what_ran(record):
         info(sentence)
     return _summary(spec, record, out)

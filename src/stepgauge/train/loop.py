@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -65,12 +65,14 @@ class Trainer:
         self,
         report: Callable[[LossPoint], None],
         resumed: Callable[[int], None] = lambda step: None,
+        drained: Callable[[list[LossPoint], int], None] = lambda curve, trained: None,
     ) -> tuple[list[LossPoint], int]:
         """Trains from the newest complete checkpoint to the last step. Returns the whole curve, and
         the number of steps done in this call.
 
         resumed  called with the step of the checkpoint
         report   called with each new step's point when it is on disk
+        drained  called after each group of points with what `run` would return then
 
         Raises CheckpointError and DivergedError.
         """
@@ -95,10 +97,9 @@ class Trainer:
                     curve += points
                     for point in points:
                         report(point)
+                    drained(curve, done - start)
                 if saves:
-                    if self.place.writes:
-                        os.fsync(file.fileno())
-                    self._save(done)
+                    self._save(done, file)
         return curve, self.spec.steps - start
 
     def _train_step(self, number: int) -> Tensor:
@@ -149,7 +150,10 @@ class Trainer:
             del spec[free]
         return {**spec, **self.task.curve_fields}
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, curve_file: IO[str]) -> None:
+        """Saves a checkpoint, after the curve up to its step."""
+        if self.place.writes:
+            os.fsync(curve_file.fileno())
         parallel = self.step.parallel
         assert parallel.state is not None, "every wrapper that can be trained with has a state"
         about, keep, scaler = self._about(), self.spec.keep, self.step.scaler.state_dict()
