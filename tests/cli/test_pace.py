@@ -11,6 +11,7 @@ from rich.text import Text
 from stepgauge.bench.sweep import DISTURBED, Job, JobResult
 from stepgauge.cli import console, row_progress
 from stepgauge.cli.pace import Pace
+from stepgauge.cli.row_name import fitted, telling_places
 from stepgauge.cli.row_progress import RowProgress
 from stepgauge.cli.rows import names_by_identity
 from stepgauge.report.names import labels
@@ -71,12 +72,12 @@ class Shown:
 @pytest.fixture
 def show(monkeypatch, clock):
     @contextlib.contextmanager
-    def make(*, terminal, pace):
+    def make(*, terminal, pace, name="row", width=100):
         shown = io.StringIO()
-        output = Console(file=shown, force_terminal=terminal, width=100, highlight=False)
+        output = Console(file=shown, force_terminal=terminal, width=width, highlight=False)
         monkeypatch.setattr(console, "error_console", output)
         monkeypatch.setattr(row_progress, "PACE_EVERY_S", 0.0)
-        names = {job.pending.identity: f"row {number}" for number, job in enumerate(JOBS)}
+        names = {job.pending.identity: f"{name} {number}" for number, job in enumerate(JOBS)}
         with console.progress(pace.total, pace.noun) as (bar, task):
             bar.update(task, pace=pace)
             yield Shown(shown, RowProgress(names, pace, bar, task), bar)
@@ -141,6 +142,32 @@ def test_lines_on_the_time_left_are_few(show, clock, monkeypatch):
         for job in JOBS:
             shown.rows.start(job, "")
     assert " left" not in shown.text() and "3 rows; each prints a line" in shown.text()
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_bar_shows_the_part_of_a_long_name_that_tells_the_row_from_others(show, clock, width):
+    name = "layout=pp2 1f1b m2 dp2 zero1 precision=bf16 batch"
+    with show(terminal=True, pace=Pace(3, "rows", clock), name=name, width=width) as shown:
+        for number, job in enumerate(JOBS):
+            shown.rows.start(job, "")
+            shown.rows.update("warming up")
+            assert f" {number}" in shown.text().splitlines()[-1].partition("/3 rows")[0][:-12]
+
+
+@pytest.mark.parametrize(
+    ("width", "text"),
+    [
+        (40, "size=nano precision=bf16 batch=8: timing"),
+        (35, "size=nano precision=bf16 batch=8: …"),
+        (20, "…sion=bf16 batch=8:…"),
+    ],
+)
+def test_a_long_name_is_cut_where_it_tells_nothing(width, text):
+    name, other = "size=nano precision=bf16 batch=8", "size=nano precision=bf16 batch=16"
+    place = telling_places([name, other, "size=nano precision=fp32 batch=8"])[name]
+    assert name[place:] == "batch=8"
+    assert fitted(f"{name}: timing", place, width) == text
+    assert telling_places(["the only row"]) == {"the only row": 0}
 
 
 def test_names_of_rows_say_that_they_are_measured_only_where_nothing_else_tells_two_apart():

@@ -24,6 +24,7 @@ from rich.text import Text
 from stepgauge.cli.fitting import column_widths, columns_that_fit, heading_lines, remark_lines
 from stepgauge.cli.option_names import with_option_names
 from stepgauge.cli.pace import TimeLeft
+from stepgauge.cli.row_name import Description
 from stepgauge.report.numbers import heading, number
 from stepgauge.report.table import REMARK, Table, objects
 
@@ -237,9 +238,9 @@ def progress(total: int | None, noun: str) -> Iterator[tuple[Progress, Any]]:
     total  None if it is not known yet: the bar appears with the update that makes it visible
     """
     whole = Column(no_wrap=True)
-    shortened = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+    shortened = Column(ratio=1, no_wrap=True)
     bar = Progress(
-        TextColumn("{task.description}", markup=False, table_column=shortened),
+        Description(table_column=shortened),
         BarColumn(bar_width=10),
         MofNCompleteColumn(table_column=whole),
         TextColumn(f"{noun},", table_column=whole),

@@ -8,6 +8,7 @@ from rich.progress import Progress
 
 from stepgauge.cli.console import counted, has_bars, info, summary
 from stepgauge.cli.pace import Pace
+from stepgauge.cli.row_name import telling_places
 
 if TYPE_CHECKING:
     from stepgauge.bench.sweep import Job, JobResult
@@ -23,6 +24,7 @@ class RowProgress:
 
     def __init__(self, names: Mapping[tuple[str, ...], str], pace: Pace, bar: Progress, task: Any):
         self.names, self.pace, self.bar, self.task = names, pace, bar, task
+        self.places = telling_places(names.values())
         self.is_single = len(names) == 1
         self.has_bar = not self.is_single and has_bars()
         self.name, self.shown_at = "", time.monotonic()
@@ -42,7 +44,7 @@ class RowProgress:
             self.pace.begin()
             self._show_pace()
         self.name = self.names[job.pending.identity]
-        self.bar.update(self.task, description=self.name)
+        self.bar.update(self.task, description=self.name, place=self.places[self.name])
         activity = _activity(job)
         if activity and not self.has_bar:
             reason = f"measured again ({again}): " if again else ""
