@@ -133,12 +133,12 @@ def test_a_failed_row_has_a_note_and_the_sweep_continues(tmp_path, does, status,
 def test_a_repeated_sweep_reuses_stored_rows(tmp_path):
     store = RunStore(tmp_path)
     first = outcomes(store, "a", "host oom", "raise")
-    counts = []
-    second = outcomes(store, "b", "a", "host oom", "raise", reusing=counts.append)
+    reused = []
+    second = outcomes(store, "b", "a", "host oom", "raise", reusing=reused.extend)
     assert [row.is_reused for row in first] == [False] * 3
     # a failed row is measured again
     assert [row.is_reused for row in second] == [False, True, True, False]
-    assert counts == [2]  # known before the first row is measured
+    assert len(reused) == 2  # known before the first row is measured
     assert second[1].record == first[0].record
     again = outcomes(store, "a", fresh=True)
     assert not again[0].is_reused

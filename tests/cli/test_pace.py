@@ -72,7 +72,7 @@ class Shown:
 @pytest.fixture
 def show(monkeypatch, clock):
     @contextlib.contextmanager
-    def make(*, terminal, pace, name="row", width=100):
+    def make(*, terminal, pace, name="row", width=100, probes=()):
         shown = io.StringIO()
         output = Console(file=shown, force_terminal=terminal, width=width, highlight=False)
         monkeypatch.setattr(console, "error_console", output)
@@ -80,7 +80,7 @@ def show(monkeypatch, clock):
         names = {job.pending.identity: f"{name} {number}" for number, job in enumerate(JOBS)}
         with console.progress(pace.total, pace.noun) as (bar, task):
             bar.update(task, pace=pace)
-            yield Shown(shown, RowProgress(names, pace, bar, task), bar)
+            yield Shown(shown, RowProgress(names, pace, bar, task, probes), bar)
 
     return make
 
@@ -96,14 +96,14 @@ def test_a_bar_has_the_time_left_from_the_first_row_on(show, clock):
 
 def test_rows_that_were_measured_before_tell_nothing_of_the_time(show, clock):
     with show(terminal=True, pace=Pace(3, "rows", clock)) as shown:
-        shown.rows.reuse(2)
+        shown.rows.reuse(JOBS[1:])
         shown.rows.start(JOBS[0], "")
         assert "2/3 rows, -:--:-- left" in shown.text()
 
 
 def test_rows_that_were_measured_before_take_no_time_although_their_turn_is_later(show, clock):
     with show(terminal=True, pace=Pace(3, "rows", clock)) as shown:
-        shown.rows.reuse(1)
+        shown.rows.reuse(JOBS[1:2])
         shown.rows.start(JOBS[0], "")
         clock.seconds = 60.0
         shown.rows.finish(JobResult(JOBS[0], JOBS[0].pending, is_reused=False))
@@ -111,6 +111,26 @@ def test_rows_that_were_measured_before_take_no_time_although_their_turn_is_late
         shown.rows.finish(JobResult(JOBS[1], JOBS[1].pending, is_reused=True))
         shown.rows.start(JOBS[2], "")
         assert "2/3 rows, 0:01:00 left" in shown.text()
+
+
+def test_a_probe_counts_with_the_row_for_which_it_is_measured(show, clock):
+    """`validate --now` times the host before each row, which takes another time than the row."""
+    probe, row, last = JOBS
+    probes = {probe.pending.identity}
+    with show(terminal=True, pace=Pace(2, "rows", clock), probes=probes) as shown:
+        for job in (probe, row):
+            shown.rows.start(job, "")
+            clock.seconds += 15.0
+            assert "0/2 rows, -:--:-- left" in shown.text()
+            shown.rows.finish(JobResult(job, job.pending, is_reused=False))
+        assert "1/2 rows, 0:00:30 left" in shown.text()
+    with show(terminal=True, pace=Pace(2, "rows", clock), probes=probes) as shown:
+        shown.rows.reuse([row])  # but the probe failed
+        shown.rows.start(probe, "")
+        shown.rows.finish(JobResult(probe, probe.pending, is_reused=False))
+        shown.rows.finish(JobResult(row, row.pending, is_reused=True))
+        shown.rows.start(last, "")
+        assert "1/2 rows, -:--:-- left" in shown.text()
 
 
 def test_in_a_file_a_line_has_the_measurements_of_all_turns(show, clock):

@@ -74,7 +74,7 @@ def sweep(
     fresh: bool = False,
     starting: Starting = lambda job, again: None,
     hear: Listener = lambda text: None,
-    reusing: Callable[[int], None] = lambda count: None,
+    reusing: Callable[[Sequence[Job]], None] = lambda jobs: None,
     is_command: bool = False,
 ) -> Iterator[JobResult]:
     """Measures the jobs and yields each one's record, in order, once it is on disk.
@@ -83,7 +83,7 @@ def sweep(
                 device and torch version that did not fail.
     starting    called before each measurement with the job and why it is measured again ("" at first)
     hear        called with progress messages of the running job
-    reusing     called once, before the first measurement, with the number of rows that are reused
+    reusing     called once, before the first measurement, with the jobs whose rows are reused
     is_command  True if nothing in this process has changed its number of threads
 
     An error of one job becomes its record (status "oom" or "failed"), and the sweep continues.
@@ -94,7 +94,7 @@ def sweep(
     with Workers(hear) as workers:
         rows = _Rows(store.folder, workers, starting, is_command)
         identities = [rows.pending(job).identity for job in jobs]
-        reusing(sum(identity in stored for identity in identities))
+        reusing([job for job, i in zip(jobs, identities, strict=True) if i in stored])
         for job, identity in zip(jobs, identities, strict=True):
             if identity in stored:
                 yield JobResult(job, stored[identity], is_reused=True)
@@ -112,7 +112,7 @@ def sweep_in_turns(
     fresh: bool = False,
     starting: Starting = lambda job, again: None,
     hear: Listener = lambda text: None,
-    reusing: Callable[[int], None] = lambda count: None,
+    reusing: Callable[[Sequence[Job]], None] = lambda jobs: None,
     is_command: bool = False,
 ) -> Iterator[JobResult]:
     """Measures every job `turns` times, in rounds through all jobs, and yields one record per job.
@@ -127,7 +127,7 @@ def sweep_in_turns(
         rows = _Rows(store.folder, workers, starting, is_command)
         reused = [stored[i] for job in jobs if (i := rows.pending(job).identity) in stored]
         if len(reused) == len(jobs) and turns_together(reused) >= turns:
-            reusing(len(jobs))
+            reusing(jobs)
             for job, record in zip(jobs, reused, strict=True):
                 yield JobResult(job, record, is_reused=True)
             return

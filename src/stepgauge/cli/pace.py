@@ -35,6 +35,10 @@ class Pace:
             self.done += 1
             self._began = None
 
+    def drop(self) -> None:
+        """The running measurement does not count."""
+        self._began = None
+
     def skip(self, count: int) -> None:
         """So many rows need no measurement."""
         self.done += count

@@ -1,7 +1,7 @@
 """Shows how far the rows of a command are while they are measured."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import Progress
@@ -20,20 +20,30 @@ class RowProgress:
     """Shows the progress of rows: a line when each is done and, in a terminal, a bar that names the
     current row and has the time left. Without a bar each row also prints a line when it starts, and
     before it, now and then, how many are done and how long the others take.
+
+    probes  identities of jobs that are measured for the row after them, and count with it
     """
 
-    def __init__(self, names: Mapping[tuple[str, ...], str], pace: Pace, bar: Progress, task: Any):
+    def __init__(
+        self,
+        names: Mapping[tuple[str, ...], str],
+        pace: Pace,
+        bar: Progress,
+        task: Any,
+        probes: Collection[tuple[str, ...]] = (),
+    ):
         self.names, self.pace, self.bar, self.task = names, pace, bar, task
         self.places = telling_places(names.values())
+        self.probes, self.is_probed = probes, False
         self.is_single = len(names) == 1
         self.has_bar = not self.is_single and has_bars()
         self.name, self.shown_at = "", time.monotonic()
         if not self.is_single and not self.has_bar:
-            info(f"{len(names)} rows; each prints a line when it is done")
+            info(f"{len(names) - len(probes)} rows; each prints a line when it is done")
 
-    def reuse(self, count: int) -> None:
-        """So many rows were measured before. They count as done from the beginning, wherever they stand."""
-        self.pace.skip(count)
+    def reuse(self, jobs: Sequence["Job"]) -> None:
+        """These rows were measured before. They count as done from the beginning, wherever they stand."""
+        self.pace.skip(sum(job.pending.identity not in self.probes for job in jobs))
         self.bar.update(self.task, completed=self.pace.done)
 
     def start(self, job: "Job", again: str) -> None:
@@ -41,8 +51,10 @@ class RowProgress:
         from stepgauge.bench.sweep import DISTURBED
 
         if again != DISTURBED:
-            self.pace.begin()
-            self._show_pace()
+            if not self.is_probed:
+                self.pace.begin()
+                self._show_pace()
+            self.is_probed = job.pending.identity in self.probes
         self.name = self.names[job.pending.identity]
         self.bar.update(self.task, description=self.name, place=self.places[self.name])
         activity = _activity(job)
@@ -56,7 +68,11 @@ class RowProgress:
 
     def finish(self, outcome: "JobResult") -> None:
         """Prints the row's result, unless it was measured before."""
-        self.pace.end()
+        if outcome.job.pending.identity not in self.probes:
+            self.is_probed = False
+            if outcome.is_reused:
+                self.pace.drop()
+            self.pace.end()
         self.bar.update(self.task, completed=self.pace.done)
         # If the only row failed, require_success prints why.
         if not outcome.is_reused and not (self.is_single and outcome.record.status == "failed"):

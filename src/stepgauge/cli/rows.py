@@ -6,7 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -238,12 +238,14 @@ def run_jobs(
     turns: int = 1,
     names_of: Callable[[Sequence["Record"]], list[str]] = labels,
     after_row: Callable[["Job", "Record"], None] = lambda job, record: None,
+    probes: Collection[tuple[str, ...]] = (),
 ) -> list["Record"]:
     """Measures each job once, or in several turns, and returns the records of all, including those of
     earlier runs. Shows a progress bar and a line for each row.
 
     names_of   returns the names that the rows have on the screen
     after_row  called with each job and its record before the next row begins
+    probes     identities of jobs that are measured for the row after them, which are no rows themselves
     """
     from stepgauge.bench.sweep import sweep, sweep_in_turns
 
@@ -253,10 +255,10 @@ def run_jobs(
     records: list[Record] = []
     reused = 0
     interruption = _report_interruption(records, len(jobs), store.folder)
-    pace = Pace(turns * len(jobs), "rows" if turns == 1 else "measurements")
+    pace = Pace(turns * (len(jobs) - len(probes)), "rows" if turns == 1 else "measurements")
     with interruption, store.held(), progress(pace.total, pace.noun) as (bar, task):
         bar.update(task, description="starting", pace=pace)
-        rows = RowProgress(names, pace, bar, task)
+        rows = RowProgress(names, pace, bar, task, probes)
         for problem in store.read().problems:
             warn(problem)
         run = sweep if turns == 1 else functools.partial(sweep_in_turns, turns=turns)

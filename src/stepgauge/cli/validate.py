@@ -207,7 +207,10 @@ def _row_by_row(
             info(f"not predicted: {reason}")
 
     order = [each for pair in zip(probes, jobs, strict=True) for each in pair if each]
-    records = run_jobs(order, out, fresh=fresh, names_of=layout_labels, after_row=predict)
+    records = run_jobs(
+        order, out, fresh=fresh, names_of=layout_labels, after_row=predict,
+        probes={probe.pending.identity for probe in probes if probe},
+    )  # fmt: skip
     return predictions, [record for record in records if record.kind != CalibrationSpec.kind]
 
 
