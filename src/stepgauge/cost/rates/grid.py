@@ -2,14 +2,16 @@
 
 Times become rates: work (FLOPs, bytes or values, by formula) over time. Between the grid's sizes, the
 logarithm of the rate is interpolated linearly in the logarithms of the sizes. Outside of the grid, the
-rate of the nearest size holds, and the estimate says so.
+rate of the nearest size holds, and in its holes those of the shapes nearest to the corners; the estimate
+says so.
 """
 
 import bisect
+import collections
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from stepgauge.cost.rates.estimate import CALIBRATED, EXTRAPOLATED, INTERPOLATED, Estimate
 from stepgauge.spec.calibration import OperationTable
@@ -61,6 +63,7 @@ FLOOR_WORK_RATIO, FLOOR_US_RATIO = 4.0, 1.5
 class Grid:
     """Rates on a grid of sizes, in which some shapes may be missing.
 
+    axes             the timed sizes of each axis, in ascending order
     may_be_launches  short times may be launch overhead: in older files, backward was timed without
                      CUDA graphs
     """
@@ -71,7 +74,7 @@ class Grid:
         self._disturbed = table.disturbed
         self._launch_bound = self._launch_bound_shapes()
         self._may_be_launches = may_be_launches
-        self._axes = [
+        self.axes = [
             sorted({shape[axis] for shape in self._times}) for axis in range(len(table.axes))
         ]
         self._estimates = functools.cache(self._estimate)  # layouts of a plan ask for equal sizes
@@ -83,10 +86,10 @@ class Grid:
     def _estimate(self, sizes: tuple[float, ...]) -> Estimate:
         if sizes in self._times and self._is_usable(sizes, inside=True):
             return Estimate(self._times[sizes], CALIBRATED, disturbed=self._disturbed)
-        inside = all(a[0] <= s <= a[-1] for a, s in zip(self._axes, sizes, strict=True))
+        inside = all(a[0] <= s <= a[-1] for a, s in zip(self.axes, sizes, strict=True))
         weights = self._weights_around(sizes, inside=inside)
         if not weights:
-            inside, weights = False, {self._nearest(sizes): 1.0}
+            inside, weights = False, self._nearest_weights(sizes)
         log_rate = 0.0
         for corner, weight in weights.items():
             log_rate += weight * math.log(self._times[corner] / self._work(*corner))
@@ -112,14 +115,28 @@ class Grid:
         self, sizes: Sequence[float], *, inside: bool
     ) -> dict[tuple[float, ...], float]:
         """Returns the corners of the grid cell around the sizes that have a usable time, with weights."""
-        neighbours = [_neighbours(axis, size) for axis, size in zip(self._axes, sizes, strict=True)]
-        weights = {}
-        for corner in itertools.product(*neighbours):
-            shape = tuple(size for size, _ in corner)
-            weight = math.prod(part for _, part in corner)
-            if shape in self._times and weight > 0 and self._is_usable(shape, inside=inside):
-                weights[shape] = weight
+        return {
+            shape: weight
+            for shape, weight in self._corners(sizes)
+            if shape in self._times and self._is_usable(shape, inside=inside)
+        }
+
+    def _nearest_weights(self, sizes: Sequence[float]) -> dict[tuple[float, ...], float]:
+        """Returns, for a cell without usable times, the nearest shape to each of its corners, with weights.
+
+        So the rate changes gradually. That of the nearest shape alone would jump halfway between two.
+        """
+        weights: dict[tuple[float, ...], float] = collections.defaultdict(float)
+        for corner, weight in self._corners(sizes):
+            weights[self._nearest(corner)] += weight
         return weights
+
+    def _corners(self, sizes: Sequence[float]) -> Iterator[tuple[tuple[float, ...], float]]:
+        """Yields the corners of the grid cell around the sizes that have a weight, and the weight."""
+        neighbours = [_neighbours(axis, size) for axis, size in zip(self.axes, sizes, strict=True)]
+        for corner in itertools.product(*neighbours):
+            if weight := math.prod(part for _, part in corner):
+                yield tuple(size for size, _ in corner), weight
 
     def _is_usable(self, shape: tuple[float, ...], *, inside: bool) -> bool:
         """False for launch-bound times, when they are used outside of the grid or may be overhead."""

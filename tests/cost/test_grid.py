@@ -1,0 +1,38 @@
+"""Times between, beside and below the timed shapes: the lookup has no jumps where steps have none."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from stepgauge.cost.rates.grid import WORK, Grid
+from stepgauge.cost.rates.machine import CalibratedMachine
+from stepgauge.spec.calibration import OperationTable
+from stepgauge.spec.hardware import HardwareFile
+
+ROOT = Path(__file__).parents[2]
+H200 = CalibratedMachine(HardwareFile.read(ROOT / "hardware" / "h200-sxm.json"))
+
+
+def test_in_a_hole_of_the_grid_the_rate_changes_gradually():
+    """The largest shapes take too long to be timed. Two widths differ in their rates by a factor of 4."""
+    rows = [(8, 64, 64, 10.0), (8, 64, 128, 5.0), (8, 128, 64, 40.0), (8, 128, 128, 20.0),
+            (32, 64, 64, 40.0), (32, 64, 128, 20.0)]  # fmt: skip
+    table = OperationTable(("h", "t", "d"), tuple(rows))
+    grid = Grid(table, WORK["attention"], may_be_launches=False)
+    widths = range(64, 129, 4)
+    rates = [32 * width / grid.time((32, 128, width)).us for width in widths]
+    assert rates[-1] == pytest.approx(4 * rates[0])
+    assert all(1 < later / earlier < 1.2 for earlier, later in itertools.pairwise(rates))
+
+
+@pytest.mark.parametrize(
+    ("operation", "sizes", "larger"),
+    [
+        ("attention sdpa forward fp32", (192, 8192, 96), (192, 8192, 104)),
+        ("matmul tn bf16", (6912, 17344, 362), (6912, 17344, 366)),
+    ],
+)
+def test_large_shapes_of_an_h200_take_longer_if_they_are_larger(operation, sizes, larger):
+    ratio = H200.time(operation, *larger).us / H200.time(operation, *sizes).us
+    assert 0.95 < ratio < 1.1  # the nearest shape alone: 0.74 and 0.78
