@@ -36,3 +36,19 @@ def test_in_a_hole_of_the_grid_the_rate_changes_gradually():
 def test_large_shapes_of_an_h200_take_longer_if_they_are_larger(operation, sizes, larger):
     ratio = H200.time(operation, *larger).us / H200.time(operation, *sizes).us
     assert 0.95 < ratio < 1.1  # the nearest shape alone: 0.74 and 0.78
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("kind", ["sdpa", "triton"])
+def test_few_heads_take_as_long_as_one_walk_along_the_sequence(direction, kind):
+    """8 heads of 2048 tokens are 128 tiles for 132 multiprocessors, so fewer heads save nothing."""
+
+    def us(heads, length):
+        return H200.time(f"attention {kind} {direction} bf16", heads, length, 64).us
+
+    assert us(2, 2048) == pytest.approx(us(8, 2048))
+    assert us(2, 8192) == pytest.approx(4 * us(2, 2048), rel=0.15)
+    assert us(2, 8192) < 0.6 * us(8, 8192)
+    for length in (512, 1024, 4096, 8192):
+        times = [us(heads, length) for heads in range(1, 12)]
+        assert times == sorted(times)

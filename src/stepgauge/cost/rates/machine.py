@@ -15,6 +15,7 @@ from stepgauge.cost.rates.estimate import (
     TRANSFERRED,
     Estimate,
 )
+from stepgauge.cost.rates.few_heads import with_longest_walk
 from stepgauge.cost.rates.grid import FAR, WORK, Grid, grouped_flops
 from stepgauge.cost.rates.network import Links
 from stepgauge.cost.rates.peak_ratios import PeakRatios
@@ -141,7 +142,7 @@ class CalibratedMachine:
 
     def _in_table(self, name: str, table: OperationTable, sizes: tuple[float, ...]) -> Estimate:
         """Returns the time by this operation's table, on this device."""
-        return self._on_this_device(name, self._grid(name, table).time(sizes))
+        return self._on_this_device(name, self._of_grid(name, table, sizes))
 
     def knows(self, operation: str, sizes: tuple[float, ...]) -> bool:
         """True if the file has times of the operation, or one at these sizes."""
@@ -199,6 +200,14 @@ class CalibratedMachine:
             self._grids[name] = Grid(table, self._work(name), may_be_launches=is_old_backward)
         return self._grids[name]
 
+    def _of_grid(self, operation: str, table: OperationTable, sizes: tuple[float, ...]) -> Estimate:
+        """Returns the time from the operation's own grid."""
+        grid = self._grid(operation, table)
+        is_own = operation.startswith("attention") and not reference_of(operation)
+        is_on_gpu = not self._calibrated.threads
+        found = grid.time(sizes)
+        return with_longest_walk(found, grid, sizes) if is_own and is_on_gpu else found
+
     def _work(self, name: str) -> Callable[..., float]:
         """Returns what the time of an operation grows with, from its sizes.
 
@@ -206,8 +215,7 @@ class CalibratedMachine:
         """
         reference = reference_of(name)
         if reference and (table := self.table(reference)):
-            grid = self._grid(reference, table)
-            return lambda *sizes: grid.time(sizes).us
+            return lambda *sizes: self._of_grid(reference, table, sizes).us
         return grouped_flops if GROUPED in name else WORK[name.partition(" ")[0]]
 
     def _at_its_share(
