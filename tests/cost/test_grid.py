@@ -52,3 +52,17 @@ def test_few_heads_take_as_long_as_one_walk_along_the_sequence(direction, kind):
     for length in (512, 1024, 4096, 8192):
         times = [us(heads, length) for heads in range(1, 12)]
         assert times == sorted(times)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_narrow_heads_fill_up_a_tile(direction, dtype):
+    """80 wide heads take about as long as 128 wide ones: so do 72 wide ones, and 48 as long as 64."""
+
+    def us(width):
+        return H200.time(f"attention sdpa {direction} {dtype}", 64, 2048, width).us
+
+    assert us(80) == pytest.approx(us(128), rel=0.1)
+    assert us(72) == us(80) and us(48) == us(64)
+    assert us(80) <= us(96) <= us(128) or us(96) == pytest.approx(us(128), rel=0.1)
+    assert us(256) == pytest.approx(2 * us(128), rel=0.01)  # of this tile nothing was timed

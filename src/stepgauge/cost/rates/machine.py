@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from stepgauge.cost.operations.terms import TRAFFIC
+from stepgauge.cost.rates.attention_time import attention_time
 from stepgauge.cost.rates.estimate import (
     CALIBRATED,
     EXTRAPOLATED,
@@ -15,7 +16,6 @@ from stepgauge.cost.rates.estimate import (
     TRANSFERRED,
     Estimate,
 )
-from stepgauge.cost.rates.few_heads import with_longest_walk
 from stepgauge.cost.rates.grid import FAR, WORK, Grid, grouped_flops
 from stepgauge.cost.rates.network import Links
 from stepgauge.cost.rates.peak_ratios import PeakRatios
@@ -204,9 +204,9 @@ class CalibratedMachine:
         """Returns the time from the operation's own grid."""
         grid = self._grid(operation, table)
         is_own = operation.startswith("attention") and not reference_of(operation)
-        is_on_gpu = not self._calibrated.threads
-        found = grid.time(sizes)
-        return with_longest_walk(found, grid, sizes) if is_own and is_on_gpu else found
+        if is_own and not self._calibrated.threads:  # on a CPU, there are no tiles to fill
+            return attention_time(grid, *sizes)
+        return grid.time(sizes)
 
     def _work(self, name: str) -> Callable[..., float]:
         """Returns what the time of an operation grows with, from its sizes.
