@@ -60,6 +60,15 @@ def test_unpredictable_rows_are_refused(stepgauge, arguments, message):
     assert message in err
 
 
+def test_steps_as_cuda_graphs_of_several_commands_are_several_tables(stepgauge):
+    """bench layout does not record a lone data axis, which bench data-parallel does."""
+    asked = ("predict", "--size", "small", "--precision", "bf16", "--hardware", "dgx-h100",
+             "--cuda-graphs")  # fmt: skip
+    status, out, err = stepgauge(*asked, "--layout", "dp2", "tp2", "pp2 1f1b m2", "--terms")
+    assert status == 0, err
+    assert "bucketed" in out and "tp2" in out and "pp2 1f1b m2" in out
+
+
 def test_refused_rows_are_named_and_the_others_predicted(stepgauge):
     asked = ("predict", "--size", "small", "--hardware", "dgx-h100", "--format", "json")
     status, out, err = stepgauge(

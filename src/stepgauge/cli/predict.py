@@ -182,8 +182,13 @@ def spec_of(row: Values) -> Any:
 
 
 def in_one_table(specs: list[Any]) -> list[Any]:
-    """Returns the specs of whole steps as those of bench layout, if several commands measure them."""
+    """Returns the specs of whole steps as those of bench layout, if several commands measure them and it
+    can express them; otherwise there is a table for each command.
+    """
     is_one_kind = len({type(spec) for spec in specs}) == 1
     if is_one_kind or any(isinstance(spec, PipelineSpec) for spec in specs):
         return specs
-    return [as_layout_step(spec) for spec in specs]
+    try:
+        return [as_layout_step(spec) for spec in specs]
+    except ValueError:  # only bench data-parallel records a step of a data axis as a CUDA graph
+        return specs
