@@ -60,6 +60,31 @@ def test_unpredictable_rows_are_refused(stepgauge, arguments, message):
     assert message in err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--attention", "triton"),
+            "which stepgauge calibrate times in bf16 only: choose a 16-bit",
+        ),
+        (
+            ("--attention", "sdpa-flash"),
+            "supports only 16-bit types on a GPU; --precision is 'fp32'",
+        ),
+        (
+            ("--attention", "sdpa-cudnn", "--precision", "tf32"),
+            "supports only 16-bit types on a GPU",
+        ),
+    ],
+)
+@pytest.mark.parametrize("layout", ["none", "dp2", "pp2 1f1b m4"])
+def test_attention_in_fp32_that_no_calibration_times(stepgauge, arguments, message, layout):
+    """Such a step was to be calibrated again, which cannot help."""
+    asked = ("predict", "--size", "small", "--hardware", "h200-sxm", "--layout", layout)
+    status, _, err = stepgauge(*asked, *arguments)
+    assert status == 2 and message in err and "calibrate again" not in err
+
+
 def test_steps_as_cuda_graphs_of_several_commands_are_several_tables(stepgauge):
     """bench layout does not record a lone data axis, which bench data-parallel does."""
     asked = ("predict", "--size", "small", "--precision", "bf16", "--hardware", "dgx-h100",

@@ -9,7 +9,7 @@ from stepgauge.spec.bert import BertSpec
 from stepgauge.spec.fields import RANKS_DEVICE_HELP, as_in, check, option, with_defaults
 from stepgauge.spec.layout import WRAPPERS, Layout, check_wrapper
 from stepgauge.spec.model import ModelSpec
-from stepgauge.spec.step import CHECKPOINTING, CHECKPOINTING_HELP, WorkSpec
+from stepgauge.spec.step import CHECKPOINTING, CHECKPOINTING_HELP, WorkSpec, check_kernels
 from stepgauge.spec.user_model import OfNetwork, UserModel, settle_user_model
 
 REDUCE_DTYPES = ("own", "bf16", "fp16")
@@ -109,6 +109,7 @@ class DataParallelSpec(OfNetwork, OnBackend):
     def __post_init__(self) -> None:
         check(self)
         settle_user_model(self)
+        check_kernels(self)
         self.check_backend()
         check_wrapper(
             self.wrapper,

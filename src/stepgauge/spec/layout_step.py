@@ -11,7 +11,7 @@ from stepgauge.spec.layout_rules import check_layout, check_recorded, schedule_o
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.pipeline import Schedule
 from stepgauge.spec.plan.stages import BY_TIMES, FLOPS, STEP, PartTimes, cut_blocks
-from stepgauge.spec.step import BUDGET, WorkSpec, check_budget
+from stepgauge.spec.step import BUDGET, WorkSpec, check_budget, check_kernels
 from stepgauge.spec.user_model import OfNetwork, UserModel, settle_user_model
 
 
@@ -83,6 +83,7 @@ class LayoutSpec(OfNetwork, OnBackend):
         check(self)
         check_budget(self)
         settle_user_model(self)
+        check_kernels(self)
         # Equal layouts get the same text, whatever the order of their words.
         object.__setattr__(self, "layout", str(Layout.parse(self.layout)))
         self.check_backend()

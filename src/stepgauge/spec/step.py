@@ -11,6 +11,7 @@ from stepgauge.spec.user_model import OfNetwork, UserModel, settle_user_model
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16-pure", "bf16-master")
 NARROW = ("bf16", "fp16", "bf16-pure", "bf16-master")  # matrix products with 16-bit operands
+NARROW_ATTENTIONS = ("sdpa-flash", "sdpa-cudnn")  # run such products only, on a GPU
 FLOAT8 = "float8"  # needs torchao, which is optional: never part of a study
 COMPILE_MODES = ("off", "on", "blocks", "reduce-overhead", "max-autotune")
 OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-loop", "fused", "sgd")
@@ -97,7 +98,7 @@ class WorkSpec(OfNetwork):
         check(self)
         settle_user_model(self)
         check_budget(self)
-        check_gate(self)
+        check_kernels(self)
 
     def canonical(self) -> Self:
         """Resets options without effect, such as the optimizer of a forward."""
@@ -124,14 +125,18 @@ def check_budget(spec: Any) -> None:
         raise ValueError(f"accumulation is {passes}; --checkpointing budget needs 1")
 
 
-def check_gate(spec: WorkSpec) -> None:
-    """Raises ValueError if the implementation of SwiGLU does not support the precision."""
-    gate = getattr(spec.model, "gate", "torch")
-    if gate != "torch" and spec.device.startswith("cuda") and spec.precision not in NARROW:
-        raise ValueError(
-            f"gate is {gate!r}, which supports only 16-bit types on a GPU; precision is "
-            f"{spec.precision!r}: choose one of {', '.join(NARROW)}"
-        )
+def check_kernels(spec: Any) -> None:
+    """Raises ValueError if a kernel of the network does not support the precision on a GPU."""
+    if not spec.device.startswith("cuda"):
+        return
+    kernels = {"gate": (("quack",), NARROW), "attention": (NARROW_ATTENTIONS, (*NARROW, FLOAT8))}
+    for field, (kernel, supported) in kernels.items():
+        value = getattr(spec.model, field, "")
+        if value and value in kernel and spec.precision not in supported:
+            raise ValueError(
+                f"{field} is {value!r}, which supports only 16-bit types on a GPU; precision is "
+                f"{spec.precision!r}: choose one of {', '.join(NARROW)}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from stepgauge.cost.rates.estimate import (
 from stepgauge.cost.rates.grid import FAR, WORK, Grid, grouped_flops
 from stepgauge.cost.rates.network import Links
 from stepgauge.cost.rates.peak_ratios import PeakRatios
-from stepgauge.cost.rates.substitutes import Tables, reference_of, with_substitutes
+from stepgauge.cost.rates.substitutes import FEW, Tables, reference_of, with_substitutes
 from stepgauge.spec.calibration import (
     ALONE,
     BATCHED,
@@ -30,6 +30,7 @@ from stepgauge.spec.calibration import (
     OperationTable,
 )
 from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.layout import ULYSSES
 
 PRODUCT_LAYOUTS = ("nt", "nn", "tn")
 # Products and attention were calibrated alternating with passes over memory, each for half of the time.
@@ -98,13 +99,18 @@ class CalibratedMachine:
         return self._operations.get(operation)
 
     def _required_table(self, operation: str) -> OperationTable:
-        table = self.table(operation)
-        if table is None:
+        if table := self.table(operation):
+            return table
+        kind, name, *_ = (*operation.split(), "")
+        if kind == "attention" and name in FEW and operation.endswith("fp32"):
             raise ValueError(
-                f"the hardware file {self._calibrated.name} has no {operation!r}: run stepgauge "
-                f"calibrate again, without --only"
+                f"attention is {name!r}, which stepgauge calibrate times in bf16 only: choose a 16-bit "
+                f"precision, or sdpa (with a context axis: {ULYSSES})"
             )
-        return table
+        raise ValueError(
+            f"the hardware file {self._calibrated.name} has no {operation!r}: run stepgauge calibrate "
+            f"again, without --only"
+        )
 
     def time(self, operation: str, *sizes: float) -> Estimate:
         """Returns the time of an operation at the sizes of its table's axes.
