@@ -6,6 +6,7 @@ import pytest
 
 from stepgauge.cost.layout import simulate_layout
 from stepgauge.cost.layout_parts import LayoutParts
+from stepgauge.cost.operations.tensor_overlap import OverlappedLayer
 from stepgauge.cost.operations.terms import TRANSFER, Term
 from stepgauge.cost.pipeline.step import predict_pipeline
 from stepgauge.cost.rates.contention import ContentionTable, Slowdown
@@ -101,6 +102,17 @@ def test_copies_do_not_slow_products_down_unless_the_file_says_so():
     copied = table.of("matmul nt bf16", "copied all_gather", "tensor")
     assert (copied.kernel, copied.collective, copied.source) == (1.0, 1.0, ASSUMED)
     assert table.of("matmul nt bf16", "all_gather", "tensor").kernel > 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replayed", "rows"),
+    [(2, True, 2048), (4, True, 3072), (4, False, 1024)],
+    ids=["one other piece", "each piece has a product", "one product for all other pieces"],
+)
+def test_a_gather_is_hidden_by_the_products_before_its_last_pieces(ranks, replayed, rows):
+    layer = OverlappedLayer((1024, 512), 4096, ranks, "bf16", replayed)
+    (gather,) = layer.terms(Term("g", "all_gather", (8e6,), axis="tensor"), "forward")
+    assert [product.sizes for product in gather.hidden_by] == [(rows, 1024, 512)]
 
 
 def test_exchanged_heads_are_copies_within_a_machine():

@@ -16,7 +16,7 @@ class Predicted:
     rows        of the table of terms, for the rank that ends last
     timeline    of a pipeline
     busiest_ms  time in which the busiest rank of a pipeline computes
-    busy        the mean share of forward and backward in which a rank of a pipeline computes
+    busy        the share of forward and backward in which that rank computes
     bubble      the longest time that a rank waits for other stages, as a fraction of the step
     late_us     delay by a slower host
     """

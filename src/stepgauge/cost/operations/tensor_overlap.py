@@ -26,21 +26,21 @@ class OverlappedLayer:
     def terms(self, collective: Term, phase: str) -> Iterator[Term]:
         """Yields the collective of a phase with the products that hide it, and what goes with it.
 
-        An all-gather is hidden by the product of the rank's own rows. The pieces of other ranks arrive one
-        after the other, but what their products hide before the last one is left out. A reduce-scatter
-        is an all-to-all of the parts, and their sum in a pass of its own. In forward it begins after the
-        first group of pieces, and is hidden by the others and the own piece; in backward, it is hidden by
-        the product of the weight gradient. Before it, the column layer's input is gathered again, hidden
-        by the product before.
+        An all-gather is hidden by the product of the rank's own rows, and by those of all pieces but the
+        last group, which arrive one after the other. A reduce-scatter is an all-to-all of the parts, and
+        their sum in a pass of its own. In forward it begins after the first group of pieces, and is hidden
+        by the others and the own piece; in backward, it is hidden by the product of the weight gradient.
+        Before it, the column layer's input is gathered again, hidden by the product before.
         """
         piece = self.tokens // self.ranks
+        groups = grouped(range(1, self.ranks), rows=piece, replayed=self.replayed)
         gather = dataclasses.replace(collective, operation="all_gather", copied_as="all_gather")
         if collective.operation == "all_gather":
-            yield dataclasses.replace(gather, hidden_by=(self._product(phase, piece),))
+            hidden_by = self._product(phase, self.tokens - len(groups[-1]) * piece)
+            yield dataclasses.replace(gather, hidden_by=(hidden_by,))
             return
         if phase == "forward":
-            first, *_ = grouped(range(1, self.ranks), rows=piece, replayed=self.replayed)
-            hidden_by = self._product(phase, self.tokens - len(first) * piece)
+            hidden_by = self._product(phase, self.tokens - len(groups[0]) * piece)
         else:
             again = dataclasses.replace(gather, name=f"{collective.name}.again")
             yield dataclasses.replace(again, hidden_by=(self._product(phase, self.tokens),))

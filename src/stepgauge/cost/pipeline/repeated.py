@@ -57,8 +57,8 @@ class Pass:
 
     @property
     def busy(self) -> float:
-        """The mean share in which a rank computes."""
-        return sum(self.busy_ms) / len(self.busy_ms) / self.step_ms
+        """The share in which the busiest rank computes."""
+        return max(self.busy_ms) / self.step_ms
 
     @property
     def waiting_ms(self) -> float:

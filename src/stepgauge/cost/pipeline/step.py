@@ -37,7 +37,7 @@ def predict_pipeline(
     copies = spec.transport != "messages" and not spec.is_torch
     prices = Prices(machine, spec.parsed_layout, backend, copies=copies)
     _, timeline = _simulated(spec, prices, traced)
-    stages, timeline = _simulated(spec, prices, traced, busy=1 / timeline.over_ideal)
+    stages, timeline = _simulated(spec, prices, traced, busy=1 - min(timeline.bubbles))
     metrics = simulated_metrics(timeline, stages.durations, batch=spec.batch)
     metrics |= throughput([timeline.step_ms], tokens=spec.batch * spec.model.context_length)
     phases = {"forward": stages.network.forward(), "backward": stages.network.backward()}

@@ -70,9 +70,9 @@ class Prices:
     def at_product_share_of(self, network: ForwardBackward, *, busy: float = 1.0) -> "Prices":
         """Returns prices at which products take the share of the time that they have in the network.
 
-        busy  fraction of the time in which the ranks compute. While a GPU waits it draws little power, and
-              its limit is on an average, so that it runs products faster afterwards. On a device whose
-              times are another's this is not known
+        busy  fraction of the time in which the busiest rank computes. While a GPU waits it draws little
+              power, and its limit is on an average, so that it runs products faster afterwards. On a device
+              whose times are another's this is not known
         """
         terms = [t for t in (*network.forward(), *network.backward()) if not t.axis]
         products_us = self.total_us(term for term in terms if term.is_product)
