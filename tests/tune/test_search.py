@@ -106,7 +106,10 @@ def test_a_winner_that_is_slower_in_turns_than_the_default_does_not_win():
     ]
     assert tuned.winner == tuned.default and tuned.speedup == 1 and not tuned.gains
     assert sentence(tuned).startswith("1,000 tokens/s (step size=nano")
-    assert "Nothing that was measured is faster than the baseline. " in sentence(tuned)
+    assert "This is the baseline. The search found a faster step (step size=nano" in sentence(tuned)
+    assert "measured again, alternating: 900.0 tokens/s. " in sentence(tuned)
+    never_faster = dataclasses.replace(tuned, overtaken=None)
+    assert "Nothing that was measured is faster than the baseline. " in sentence(never_faster)
 
 
 def test_the_gain_of_a_single_choice_is_measured_in_turns():

@@ -13,6 +13,7 @@ from stepgauge.spec.disturbance import is_disturbed
 from stepgauge.spec.kinds import COMMANDS
 from stepgauge.spec.model import SIZES, ModelSpec
 from stepgauge.spec.options import SHAPE, Field, flag_of, options_of, written
+from stepgauge.spec.record import Record
 from stepgauge.spec.turns import turns_together
 from stepgauge.tune.choices import Space
 from stepgauge.tune.search import Gain, Tuned, rate
@@ -57,11 +58,24 @@ def sentence(tuned: Tuned) -> str:
             f"None of {tuned.candidates} candidates could be predicted, so that one choice after the "
             "other was measured"
         )
+    if tuned.overtaken:
+        return f"{speed} ({name}). {_overtaken(tuned.overtaken, tuned.default, unit)}. {how}."
     if tuned.winner.key == tuned.default.key:
         return f"{speed} ({name}). Nothing that was measured is faster than the baseline. {how}."
     if doubt := _doubt(tuned):
         return f"{speed} ({name}). {doubt}. {how}."
     return f"{speed}{_times(tuned)} ({name}). {how}."
+
+
+def _overtaken(step: Record, baseline: Record, unit: str) -> str:
+    """Returns how the fastest step of the search lost to the baseline, and what to do about it."""
+    lost = (
+        f"This is the baseline. The search found a faster step ({describe(step)}), which was slower when "
+        f"both were measured again, alternating: {number(rate(step))} {unit}"
+    )
+    if is_disturbed(step) or is_disturbed(baseline):
+        lost += "; other work disturbed these rows: run it again with --fresh on a quiet machine"
+    return lost
 
 
 def _times(tuned: Tuned) -> str:

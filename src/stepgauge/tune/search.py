@@ -50,6 +50,8 @@ class Tuned:
     predicted      number of predicted candidates; 0 if one choice after the other was measured
     candidates     number of combinations
     measured_only  values that no prediction covers, measured on the fastest
+    overtaken      the fastest step of the search, if the baseline was faster when both were measured
+                   again
     """
 
     default: Record
@@ -58,6 +60,7 @@ class Tuned:
     predicted: int
     candidates: int
     measured_only: Sequence[tuple[str, Any]] = ()
+    overtaken: Record | None = None
 
     @property
     def speedup(self) -> float | None:
@@ -101,17 +104,18 @@ def tune(
     if not rate(fastest):
         raise ValueError(f"no candidate ran: {fastest.note}")
     gains = _gains(space, winner, measure)
+    overtaken = None
     if gains and rate(default):
         default, fastest = in_turns(
             compared, "the baseline and the fastest step again, alternating"
         )
         if rate(default) >= rate(fastest):
-            fastest, gains = default, []
+            overtaken, fastest, gains = fastest, default, []
         elif len(gains) == 1:  # without it, the winner is the baseline
             disturbed = is_disturbed(default) or is_disturbed(fastest)
             ratio = rate(fastest) / rate(default)
             gains = [dataclasses.replace(gains[0], ratio=ratio, disturbed=disturbed)]
-    return Tuned(default, fastest, gains, len(predicted), space.size, unpredicted)
+    return Tuned(default, fastest, gains, len(predicted), space.size, unpredicted, overtaken)
 
 
 def predicted_candidates(
