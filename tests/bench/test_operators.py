@@ -74,6 +74,9 @@ def normalized():
     return Normalized(), torch.randn(2, 3, 8, 8)
 
 
+def misfit():
+    return nn.Sequential(nn.Linear(5, 4), nn.Linear(3, 4)), (torch.randn(2, 5),)
+
 def broken():
     class Broken(Convolutions):
         def forward(self, x):
@@ -404,6 +407,14 @@ def test_a_norm_of_vectors_is_priced_by_the_bytes_that_it_reads(nets):
     assert norm.operation == "traffic"
     # It reads all values and writes one per pixel.
     assert norm.sizes == (4 * (2 * 3 * 8 * 8 + 2 * 8 * 8),)
+
+
+def test_a_step_whose_shapes_do_not_fit_is_refused_without_a_traceback(nets, capfd):
+    with pytest.raises(
+        ValueError, match=r"traced: RuntimeError: in module 1 \(Linear\): .*\[2, 4\]"
+    ):
+        traced(StepSpec(model=nets("misfit")), "cpu")
+    assert "Traceback" not in capfd.readouterr().err  # torch logs one
 
 
 def test_errors_name_the_operator_that_cannot_be_priced(nets):
