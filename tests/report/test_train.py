@@ -48,3 +48,20 @@ def test_both_losses_of_a_text_are_told_in_one_unit():
     )
     own = dataclasses.replace(record, metrics=metrics, environment={})
     assert answer([own]) == "The loss fell from 5.5 to 1.2; on held-out data it is 1.8."
+
+
+def test_several_runs_are_named():
+    figures = {"first_loss": 5.5, "last_loss": 1.2}
+    metrics = {name: Sample.exact(value, "") for name, value in figures.items()}
+    runs = [
+        dataclasses.replace(of_text(), spec={"layout": layout}, metrics=metrics)
+        for layout in ("dp2 zero1", "tp2")
+    ]
+    assert answer(runs) == (
+        "The loss of layout=dp2 zero1 fell from 5.5 to 1.2 nats a token. "
+        "The loss of layout=tp2 fell from 5.5 to 1.2 nats a token."
+    )
+    corpus, first, second, _ = train_blocks(runs)  # their corpus is the same
+    assert "10,000,000 bytes" in corpus.text
+    assert first.caption == "Training loss of each step of layout=dp2 zero1, and held-out loss."
+    assert second.caption == "Training loss of each step of layout=tp2, and held-out loss."

@@ -247,15 +247,16 @@ def memory_answer(records: Sequence[Record]) -> str:
 
 
 def train_answer(records: Sequence[Record]) -> str:
-    """Returns the first, last and held-out loss of the first two runs."""
+    """Returns the first, last and held-out loss of the first two runs, which it names if several ran."""
     sentences = []
-    for record in records:
+    names = [f" of {label}" for label in labels(records)] if len(records) > 1 else [""]
+    for name, record in zip(names, records, strict=True):
         first, last, held_out = (record.median(n) for n in ("first_loss", "last_loss", "held_out"))
         if first is None or last is None:
             continue
         is_text = "corpus_bytes" in record.environment
         unit = " nats a token" if is_text else ""
-        text = f"The loss fell from {short(first)} to {short(last)}{unit}"
+        text = f"The loss{name} fell from {short(first)} to {short(last)}{unit}"
         if held_out:
             loss = held_out * NATS_PER_BIT if is_text else held_out
             bits = f" ({short(held_out)} bits a byte)" if is_text else ""

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 from stepgauge.report.figure import Curve, lines
+from stepgauge.report.names import labels
 from stepgauge.report.numbers import number
 from stepgauge.report.page import Block, Plot, Text
 from stepgauge.report.views import record_table
@@ -12,12 +13,20 @@ from stepgauge.spec.units import NATS_PER_BIT
 
 
 def train_blocks(records: Sequence[Record]) -> list[Block]:
-    """Returns the loss curves of each run, and the table."""
-    shown = [block for record in records if record.status == "ok" for block in _curves(record)]
+    """Returns the corpus and the loss curves of each run, and the table."""
+    shown: list[Block] = []
+    corpora: set[str] = set()
+    ran = [record for record in records if record.status == "ok"]
+    names = [f" of {label}" for label in labels(ran)] if len(ran) > 1 else [""] * len(ran)
+    for name, record in zip(names, ran, strict=True):
+        if "corpus_bytes" in record.environment and (corpus := _corpus(record)) not in corpora:
+            corpora.add(corpus)
+            shown.append(Text(corpus))
+        shown.append(_curves(record, name))
     return [*shown, record_table(records)]
 
 
-def _curves(record: Record) -> list[Block]:
+def _curves(record: Record, name: str) -> Plot:
     """Returns the losses in one plot. On text they are in nats a token; a token is a byte."""
     curve = record.series
     is_text = "corpus_bytes" in record.environment  # a user's model has its own loss
@@ -29,8 +38,8 @@ def _curves(record: Record) -> list[Block]:
         drawn["held-out loss"] = (curve["held_out_step"], curve["held_out_loss"])
     unit = "nats a token" if is_text else "loss"
     svg = lines(drawn, x="step", y=unit, dots=("held-out loss",))
-    caption = "Training loss of each step" + (", and held-out loss." if len(drawn) > 1 else ".")
-    return [*([Text(_corpus(record))] if is_text else []), Plot(svg, caption)]
+    held_out = ", and held-out loss" if len(drawn) > 1 else ""
+    return Plot(svg, f"Training loss of each step{name}{held_out}.")
 
 
 def _corpus(record: Record) -> str:
