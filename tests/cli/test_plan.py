@@ -340,7 +340,7 @@ def test_the_search_for_the_largest_micro_batch_ends_for_a_tiny_network(stepgaug
         ([100.0], ""),
         ([100.0, 103.0], ""),
         ([100.0, 101.0, 103.0], "layout 2 is predicted within 2% of the first"),
-        ([100.0, 100.5, 101.9, 102.1], "layouts 2 to 3 are predicted within 2% of the first"),
+        ([100.0, 100.5, 101.9, 102.1], "layouts 2 and 3 are predicted within 2% of the first"),
     ],
 )
 def test_layouts_that_a_prediction_cannot_tell_apart_are_named(steps, sentence):

@@ -80,7 +80,8 @@ def close_to_first(rows: Sequence[Record]) -> str:
         return ""
     if last == 2:
         return f"layout 2 is predicted within {CLOSE:.0%} of the first, too close to tell which is faster"
-    return f"layouts 2 to {last} are predicted within {CLOSE:.0%} of the first, too close to tell which is fastest"
+    others = "2 and 3" if last == 3 else f"2 to {last}"
+    return f"layouts {others} are predicted within {CLOSE:.0%} of the first, too close to tell which is fastest"
 
 
 def joined_notes(rows: Sequence[Record]) -> list[str]:
