@@ -1,11 +1,13 @@
 """Tests that messages of the command line tell a user what to do next."""
 
 import re
+from pathlib import Path
 
 import pytest
 
 from stepgauge import cli
 from stepgauge.cli import tune
+from stepgauge.cli.calibrate import _suggest
 from stepgauge.cli.console import summary
 from stepgauge.cli.rows import (
     RunFailedError,
@@ -14,6 +16,8 @@ from stepgauge.cli.rows import (
     require_success,
 )
 from stepgauge.runtime.fork_server import describe_exit
+from stepgauge.spec.calibration import OperationTable
+from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.kernel import KERNELS
 from stepgauge.spec.record import Record, Sample
 from stepgauge.spec.store import RunStore
@@ -138,3 +142,24 @@ def test_a_lost_fork_server_is_named():
 def test_tune_names_only_the_wrong_count(capfd):
     message = refused(capfd, "tune", "--best", "0", "--device", "cpu")
     assert "--best is 0; it must be at least 1" in message and "ranks" not in message
+
+
+@pytest.mark.parametrize(
+    ("times_us", "words"),
+    [
+        ((5.0, 9.0), "to predict a step on this machine: stepgauge predict --size small"),
+        (
+            (5.0, 5.0),
+            "no step can be predicted yet: 'traffic' of the hardware file mine gives no rate",
+        ),
+    ],
+)
+def test_a_calibration_suggests_predictions_only_if_its_file_has_a_rate(times_us, words, capsys):
+    rows = tuple(zip((1e6, 4e6), times_us, strict=True))
+    traffic = OperationTable(axes=("bytes",), rows=rows)
+    _suggest(
+        HardwareFile(name="mine", operations={"traffic": traffic}),
+        Path("mine.json"),
+        is_default=True,
+    )
+    assert capsys.readouterr().err.startswith(words)

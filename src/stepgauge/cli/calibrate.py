@@ -8,6 +8,7 @@ from cyclopts import Parameter
 
 from stepgauge.cli.console import info
 from stepgauge.cli.rows import Device, Fresh, Out, require_success, run_jobs
+from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.spec.hardware import HardwareFile, require_writable
 from stepgauge.spec.hardware_files import default_path
 from stepgauge.spec.record import Record
@@ -65,12 +66,11 @@ def calibrate(
     records = run_jobs(jobs, out, fresh=fresh)
     if not any(record.status == "ok" for record in records):
         require_success(records)
-    _write(machine.hardware_file(records, before), path, records)
+    calibrated = machine.hardware_file(records, before)
+    _write(calibrated, path, records)
     if missing := machine.missing_shapes(records):
         info(missing)
-    info(f"to predict a step on this machine: stepgauge predict --size small --hardware {path}")
-    if path != default_path(name):
-        info(f"to see predictions next to measurements, give bench commands --hardware {path}")
+    _suggest(calibrated, path, is_default=path == default_path(name))
 
 
 def _write(hardware: HardwareFile, path: Path, records: Sequence[Record]) -> None:
@@ -80,3 +80,15 @@ def _write(hardware: HardwareFile, path: Path, records: Sequence[Record]) -> Non
     info(f"{ok} of {len(records)} rows are in {path}")
     if hardware.disturbance:
         info(hardware.disturbance)
+
+
+def _suggest(hardware: HardwareFile, path: Path, *, is_default: bool) -> None:
+    """Prints which commands use the file, or why no step can be predicted from it."""
+    try:
+        CalibratedMachine(hardware).traffic(1.0)  # every prediction needs it
+    except ValueError as error:
+        info(f"no step can be predicted yet: {error}")
+        return
+    info(f"to predict a step on this machine: stepgauge predict --size small --hardware {path}")
+    if not is_default:
+        info(f"to see predictions next to measurements, give bench commands --hardware {path}")

@@ -180,7 +180,8 @@ class CalibratedMachine:
         if larger == size or longer <= us:
             raise ValueError(
                 f"'traffic' of the hardware file {self._calibrated.name} gives no rate: it needs two "
-                f"sizes, of which the larger takes longer; run stepgauge calibrate again"
+                f"sizes, of which the larger takes longer; calibrate it with --only traffic --fresh on a "
+                f"quiet machine"
             )
         bytes_per_us = (larger - size) / (longer - us)
         return max(1.0, us - size / bytes_per_us), bytes_per_us
