@@ -13,6 +13,7 @@ from rich.text import Text
 from tests.cpu_machine import made_up, wired
 from tests.sentences import one_sentence
 
+from stepgauge.cli.predict import _announce_traces
 from stepgauge.cli.predictions import predict_rows
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.model import ModelSpec
@@ -301,3 +302,9 @@ def test_accumulation_over_a_data_axis_gives_the_row_of_bench_layout(stepgauge):
     assert status == 0, err
     twice = json.loads(out)
     assert [(row["kind"], row["spec"]["accumulation"]) for row in twice] == 2 * [("layout", 2)]
+
+
+def test_rows_that_torch_traces_are_announced(capsys):
+    experts = ModelSpec.preset("nano", num_experts=4, experts_per_token=2)
+    _announce_traces([StepSpec(model=experts), StepSpec(model=ModelSpec.preset("nano"))])
+    assert capsys.readouterr().err == "tracing the step of 1 row: seconds to a minute each\n"

@@ -1,17 +1,18 @@
 """`stepgauge predict`: predicts the rows that a bench command would measure on another machine."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from stepgauge.cli.console import Format, info, print_points, print_records, print_table
+from stepgauge.cli.console import Format, counted, info, print_points, print_records, print_table
 from stepgauge.cli.options import Values, expand, spec_options
 from stepgauge.cli.rows import DEVICE_OF_FILE, RunFailedError, hardware_argument, with_device_of
 from stepgauge.cost.rates.estimate import with_spread
+from stepgauge.cost.traced.traceable import TracedSpec, has_formulas
 from stepgauge.spec.bert import BERT_SIZES, BertSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.kinds import COMMANDS
@@ -78,6 +79,7 @@ def predict(
     specs = _accepted(spec_of, requested, refused)
     if format != "json":
         specs = dict(zip(specs, in_one_table([*specs.values()]), strict=True))
+    _announce_traces([*specs.values()])
     predictions = _accepted(lambda spec: with_spread(predicted(spec, file)), specs, refused)
     _report_refused(refused, len(requested))
     records = [*predictions.values()]
@@ -120,6 +122,12 @@ def _accepted(
         except ValueError as error:
             refused[name] = str(error)
     return results
+
+
+def _announce_traces(specs: Sequence[object]) -> None:
+    """Prints how many rows are about to be traced, because large networks take up to a minute each."""
+    if count := sum(isinstance(s, TracedSpec) and not has_formulas(s) for s in specs):
+        info(f"tracing the step of {counted(count, 'row')}: seconds to a minute each")
 
 
 def _report_refused(refused: Mapping[str, str], num_rows: int) -> None:
