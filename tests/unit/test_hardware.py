@@ -221,17 +221,18 @@ def test_files_of_the_package_are_found_by_name_from_anywhere(tmp_path, monkeypa
 def test_a_file_written_to_another_folder_still_finds_its_base(tmp_path):
     """`validate --now` writes the extended file to the folder of the run."""
     mine, table = tmp_path / "mine", OperationTable(("m", "n"), ((2, 3, 4.0),))
-    HardwareFile(name="box", operations={"norm": table}).write(mine / "box.json")
-    for name, base in (("near", "box.json"), ("package", "h100-sxm.json"), ("plain", "")):
+    HardwareFile(name="box", operations={"norm": table}).write(mine / "bases" / "box.json")
+    (mine / "box.json").symlink_to("bases/box.json")
+    bases = {"near": "box.json", "below": "bases/box.json", "beside": "../mine/bases/box.json",
+             "package": "h100-sxm.json", "plain": None}  # fmt: skip
+    for name, base in bases.items():
         path, copy = mine / f"{name}.json", tmp_path / "run" / f"{name}.json"
-        path.write_text(
-            json.dumps({"schema": 1, "device": "A", **({"base": base} if base else {})})
-        )
+        path.write_text(json.dumps({"schema": 1, "device": "A", "base": base}))
         file = HardwareFile.read(path)
         file.write(copy)
         assert HardwareFile.read(copy).base == file.base
         file.write(path)
-        assert json.loads(path.read_text()).get("base", "") == base  # the folder may move
+        assert json.loads(path.read_text())["base"] == base  # the folder may move
 
 
 def test_hardware_files_are_in_the_package_and_linked_from_the_checkout():

@@ -210,13 +210,12 @@ class HardwareFile:
             raise ValueError(f"{path} is not a hardware file of schema {HARDWARE_SCHEMA}")
         base = None
         if name := value.get("base"):
-            candidates = path.parent / str(name), SHIPPED / str(name)
+            candidates = path.parent.resolve() / str(name), SHIPPED / str(name)
             base_path = next(filter(Path.exists, candidates), candidates[0])
             base = cls._read(base_path, (*derived, path.resolve()))
-            where = (
-                base_path.resolve()
-            )  # so that a copy of the file in another folder finds it, too
-            value["base"] = where.name if where.parent == SHIPPED.resolve() else str(where)
+            # A copy of the file in another folder finds it by its whole path, or in the package.
+            is_shipped = base_path.resolve().parent == SHIPPED.resolve()
+            value["base"] = base_path.resolve().name if is_shipped else str(base_path)
         try:
             return cls._from_json(value, base, name=path.stem)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -353,8 +352,8 @@ class HardwareFile:
         """
         folder = path.resolve().parent
         folder.mkdir(parents=True, exist_ok=True)
-        base = Path(self.other.get("base", ""))
-        near = {"base": base.name} if base.parent == folder else {}
+        base = Path(self.other.get("base") or "")
+        near = {"base": str(base.relative_to(folder))} if base.is_relative_to(folder) else {}
         value = {
             "schema": HARDWARE_SCHEMA,
             "name": self.name,
