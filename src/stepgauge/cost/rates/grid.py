@@ -2,8 +2,8 @@
 
 Times become rates: work (FLOPs, bytes or values, by formula) over time. Between the grid's sizes, the
 logarithm of the rate is interpolated linearly in the logarithms of the sizes. Outside of the grid, the
-rate of the nearest size holds, and in its holes those of the shapes nearest to the corners; the estimate
-says so.
+rate of the nearest size holds, and the estimate says so. In its holes, a corner that was not timed has the
+rate of the nearest shape that was.
 """
 
 import bisect
@@ -78,22 +78,22 @@ class Grid:
             sorted({shape[axis] for shape in self._times}) for axis in range(len(table.axes))
         ]
         self._estimates = functools.cache(self._estimate)  # layouts of a plan ask for equal sizes
+        self._nearest = functools.cache(self._nearest_shape)
 
     def time(self, sizes: Sequence[float]) -> Estimate:
         """Returns the measured time, or one from the rates of the shapes around it."""
         return self._estimates(tuple(sizes))
 
     def _estimate(self, sizes: tuple[float, ...]) -> Estimate:
-        if sizes in self._times and self._is_usable(sizes, inside=True):
+        if self._is_usable(sizes, inside=True):
             return Estimate(self._times[sizes], CALIBRATED, disturbed=self._disturbed)
         inside = all(a[0] <= s <= a[-1] for a, s in zip(self.axes, sizes, strict=True))
-        weights = self._weights_around(sizes, inside=inside)
-        if not weights:
-            inside, weights = False, self._nearest_weights(sizes)
+        weights, has_corner = self._weights_around(sizes, inside=inside)
+        inside &= has_corner
         log_rate = 0.0
         for corner, weight in weights.items():
             log_rate += weight * math.log(self._times[corner] / self._work(*corner))
-        us = self._work(*sizes) * math.exp(log_rate / sum(weights.values()))
+        us = self._work(*sizes) * math.exp(log_rate)
         if inside:
             return Estimate(us, INTERPOLATED, disturbed=self._disturbed)
         nearest = min(weights, key=lambda corner: _times_away(corner, sizes))
@@ -102,6 +102,9 @@ class Grid:
         if not smaller and away > FAR:  # continuous, so that more work never takes less time
             near = FAR / away
             us = near * us + (1 - near) * self._work(*sizes) * self._least_us_per_work
+        within = tuple(min(s, axis[-1]) for s, axis in zip(sizes, self.axes, strict=True))
+        if within != sizes:  # rates leave out launch-bound times, but larger shapes take no less
+            us = max(us, self.time(within).us)
         return Estimate(
             us, EXTRAPOLATED, times_away=away, smaller=smaller, disturbed=self._disturbed
         )
@@ -113,23 +116,19 @@ class Grid:
 
     def _weights_around(
         self, sizes: Sequence[float], *, inside: bool
-    ) -> dict[tuple[float, ...], float]:
-        """Returns the corners of the grid cell around the sizes that have a usable time, with weights."""
-        return {
-            shape: weight
-            for shape, weight in self._corners(sizes)
-            if shape in self._times and self._is_usable(shape, inside=inside)
-        }
+    ) -> tuple[dict[tuple[float, ...], float], bool]:
+        """Returns shapes with their weights, and whether any of them is a corner of the cell around the sizes.
 
-    def _nearest_weights(self, sizes: Sequence[float]) -> dict[tuple[float, ...], float]:
-        """Returns, for a cell without usable times, the nearest shape to each of its corners, with weights.
-
-        So the rate changes gradually. That of the nearest shape alone would jump halfway between two.
+        The nearest usable shape takes the place of a corner without a usable time. So the rate changes
+        gradually: if such corners were left out, it would jump where one of them gets a weight.
         """
         weights: dict[tuple[float, ...], float] = collections.defaultdict(float)
+        has_corner = False
         for corner, weight in self._corners(sizes):
-            weights[self._nearest(corner)] += weight
-        return weights
+            is_usable = self._is_usable(corner, inside=inside)
+            weights[corner if is_usable else self._nearest(corner)] += weight
+            has_corner |= is_usable
+        return weights, has_corner
 
     def _corners(self, sizes: Sequence[float]) -> Iterator[tuple[tuple[float, ...], float]]:
         """Yields the corners of the grid cell around the sizes that have a weight, and the weight."""
@@ -139,8 +138,12 @@ class Grid:
                 yield tuple(size for size, _ in corner), weight
 
     def _is_usable(self, shape: tuple[float, ...], *, inside: bool) -> bool:
-        """False for launch-bound times, when they are used outside of the grid or may be overhead."""
-        return shape not in self._launch_bound or (inside and not self._may_be_launches)
+        """False without a time, and for a launch-bound one that is used outside of the grid or may be
+        overhead.
+        """
+        if shape in self._launch_bound:
+            return inside and not self._may_be_launches
+        return shape in self._times
 
     def _launch_bound_shapes(self) -> set[tuple[float, ...]]:
         """Returns the shapes for which several times the work takes hardly longer.
@@ -158,7 +161,7 @@ class Grid:
                 launch_bound.add(shape)
         return launch_bound
 
-    def _nearest(self, sizes: Sequence[float]) -> tuple[float, ...]:
+    def _nearest_shape(self, sizes: Sequence[float]) -> tuple[float, ...]:
         """Returns the nearest shape, one that is not launch-bound if there is any."""
 
         def distance(shape: Sequence[float]) -> float:
