@@ -361,7 +361,8 @@ def test_an_interrupted_training_run_keeps_a_record_of_its_steps(stepgauge, tmp_
     assert record.note == f"stopped at step {steps[-1]} of 2000" and len(steps) >= 10
     assert record.metrics.keys() >= {"first_loss", "last_loss", "held_out", "tokens_per_s"}
     assert record.median("last_loss") == record.series["loss"][-1]
-    assert record.series["held_out_step"] and "corpus_bytes" in record.environment
+    assert record.series["held_out_bits_per_byte"] and "corpus_bytes" in record.environment
+    assert record.metrics["held_out"].unit == "bits/byte"
     assert "stopped at step" in stepgauge("show", out)[1]
     assert stepgauge("report", out)[0] == 0
 
@@ -382,6 +383,14 @@ def test_a_killed_training_run_is_recorded_when_it_is_resumed(stepgauge, tmp_pat
     first, last = rows(tmp_path)
     assert (first.note, first.median("last_loss")) == ("stopped at step 1 of 12", 2.0)
     assert (last.note, last.series["step"][-1]) == ("", 12)
+    assert not (tmp_path / "unfinished.json").exists()
+
+
+def test_a_damaged_record_of_a_killed_training_run_is_no_obstacle(stepgauge, tmp_path):
+    (tmp_path / "curve.jsonl").write_text('{"step": 1, "loss": 2.0, "held_out": null}\n')
+    (tmp_path / "unfinished.json").write_text("")  # after a power cut
+    assert stepgauge(*TRAIN, "--out", tmp_path)[0] == 0
+    assert [record.note for record in rows(tmp_path)] == [""]
     assert not (tmp_path / "unfinished.json").exists()
 
 

@@ -93,12 +93,15 @@ class _Results:
 
 def unfinished(folder: Path) -> Record | None:
     """Returns the record of a run in the folder that stopped before it was saved, with its curve up to
-    there; None if there is none. The rate may be a few seconds older than the curve.
+    there; None if there is none or it is damaged. The rate may be a few seconds older than the curve.
     """
-    path, curve = folder / UNFINISHED, read_curve(folder / CURVE_FILE)
-    if not path.exists() or not curve:
+    curve = read_curve(folder / CURVE_FILE)
+    try:
+        record = Record.from_json((folder / UNFINISHED).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):  # a power cut may leave an empty file
         return None
-    record = Record.from_json(path.read_text(encoding="utf-8"))
+    if not curve:
+        return None
     units = [
         record.metrics[n].unit if n in record.metrics else "" for n in ("last_loss", "held_out")
     ]

@@ -108,12 +108,16 @@ def _keep_unfinished(out: Path) -> str:
     from stepgauge.bench import train as bench_train
     from stepgauge.bench.sweep import stamped
 
-    if not is_first_process() or (record := bench_train.unfinished(out)) is None:
+    path, store = out / bench_train.UNFINISHED, RunStore(out)
+    if not is_first_process() or not path.exists():
         return ""
-    store = RunStore(out)
-    with store.held():
-        store.append(stamped(record))
-        (out / bench_train.UNFINISHED).unlink(missing_ok=True)
+    with store.held():  # not the run of another process
+        record = bench_train.unfinished(out)
+        if record:
+            store.append(stamped(record))
+        path.unlink(missing_ok=True)
+    if not record:
+        return ""
     return f"the loss of {counted(len(record.series['step']), 'step')} is in {out}; "
 
 

@@ -71,8 +71,8 @@ class Trainer:
         the number of steps done in this call.
 
         resumed  called with the step of the checkpoint
-        report   called with each new step's point when it is on disk
         drained  called after each group of points with what `run` would return then
+        report   called afterwards with each of the points, which are on disk
 
         Raises CheckpointError and DivergedError.
         """
@@ -95,9 +95,9 @@ class Trainer:
                     file.writelines(map(_line, points))
                     file.flush()
                     curve += points
+                    drained(curve, done - start)
                     for point in points:
                         report(point)
-                    drained(curve, done - start)
                 if saves:
                     self._save(done, file)
         return curve, self.spec.steps - start
