@@ -129,10 +129,10 @@ def check_kernels(spec: Any) -> None:
     """Raises ValueError if a kernel of the network does not support the precision on a GPU."""
     if not spec.device.startswith("cuda"):
         return
-    kernels = {"gate": (("quack",), NARROW), "attention": (NARROW_ATTENTIONS, (*NARROW, FLOAT8))}
-    for field, (kernel, supported) in kernels.items():
+    limited = (("gate", ("quack",), NARROW), ("attention", NARROW_ATTENTIONS, (*NARROW, FLOAT8)))
+    for field, kernels, supported in limited:
         value = getattr(spec.model, field, "")
-        if value and value in kernel and spec.precision not in supported:
+        if value in kernels and spec.precision not in supported:
             raise ValueError(
                 f"{field} is {value!r}, which supports only 16-bit types on a GPU; precision is "
                 f"{spec.precision!r}: choose one of {', '.join(NARROW)}"

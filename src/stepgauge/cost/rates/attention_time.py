@@ -12,8 +12,8 @@ from stepgauge.cost.rates.grid import Grid
 
 
 def attention_time(grid: Grid, heads: float, length: float, width: float) -> Estimate:
-    """Returns the time from the grid. Heads of another tile than the timed ones beside them take as long as
-    the next wider ones that were timed of their tile.
+    """Returns the time from the grid. A head that is narrower than every timed one of its tile counts as
+    wide as the narrowest of them.
     """
     timed_width = _timed_width(grid, width)
     estimate = grid.time((heads, length, timed_width))
@@ -23,7 +23,7 @@ def attention_time(grid: Grid, heads: float, length: float, width: float) -> Est
 
 
 def _timed_width(grid: Grid, width: float) -> float:
-    """Returns the least timed width of the tile if none is as narrow as `width`, otherwise `width`."""
+    """Returns the narrowest timed width of the tile if `width` is narrower still, otherwise `width`."""
     *_, widths = grid.axes
     tile = 2 ** (int(width) - 1).bit_length()
     of_tile = [each for each in widths if tile / 2 < each <= tile]
