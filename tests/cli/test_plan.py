@@ -14,7 +14,7 @@ from tests.cpu_machine import wired
 from stepgauge.bench import operators
 from stepgauge.cli.fitting import GAP, column_widths, columns_that_fit
 from stepgauge.cost.data_axis.wrapper_host import LEFT_OUT
-from stepgauge.report.plan import close_to_first, joined_notes, plan_table
+from stepgauge.report.plan import close_to_first, joined_notes, plan_table, training_run
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.planning import PlanSpec
@@ -40,6 +40,13 @@ def test_rows_are_modelled_records_of_bench_layout(stepgauge):
     assert [(row["kind"], row["provenance"]) for row in rows] == [("layout", "modelled")] * 2
     assert all(row["metrics"]["days"]["median"] > 0 for row in rows)
     assert {"terms", "memory"} <= rows[0]["tables"].keys()
+    days = rows[0]["metrics"]["days"]["median"]
+    found = re.fullmatch(
+        r"10B tokens take (\S+) days with layout 1, (\S+) GPU-hours",
+        training_run([Record.from_json(json.dumps(row)) for row in rows], "10B"),
+    )
+    assert found and float(found[1]) == pytest.approx(days, rel=1e-3)
+    assert float(found[2].replace(",", "")) == pytest.approx(8 * 24 * days, rel=1e-3)
 
 
 def test_tables_fit_80_columns_and_captions_state_common_values(monkeypatch, stepgauge):

@@ -38,6 +38,7 @@ from stepgauge.report.plan import (
     overlap_sentence,
     parts_table,
     plan_table,
+    training_run,
 )
 from stepgauge.report.views import PREDICTED_FOR
 from stepgauge.spec.hardware import HardwareFile
@@ -126,8 +127,8 @@ def _print_plan(
     print_table(plan_table(rows, _caption(spec, plan, machine)), format)
     if format != "table":
         return
-    if close := close_to_first(rows):
-        print(close)
+    for sentence in filter(None, (training_run(rows, spec.tokens), close_to_first(rows))):
+        print(sentence)
     if spec.device != "cpu":
         print()
         print_table(parts_table(rows), complete="json")

@@ -84,6 +84,14 @@ def close_to_first(rows: Sequence[Record]) -> str:
     return f"layouts {others} are predicted within {CLOSE:.0%} of the first, too close to tell which is fastest"
 
 
+def training_run(rows: Sequence[Record], tokens: str) -> str:
+    """Returns what all of a run's tokens take with the first layout; "" if their number is not known."""
+    days, hours = rows[0].median("days"), rows[0].median("gpu_hours")
+    if days is None or hours is None:
+        return ""
+    return f"{tokens} tokens take {number(days)} days with layout 1, {number(hours)} GPU-hours"
+
+
 def joined_notes(rows: Sequence[Record]) -> list[str]:
     """Returns the sentences of the rows' notes with the numbers of the rows that have them.
 
