@@ -65,14 +65,14 @@ class Trainer:
         self,
         report: Callable[[LossPoint], None],
         resumed: Callable[[int], None] = lambda step: None,
-        drained: Callable[[list[LossPoint], int], None] = lambda curve, trained: None,
+        keep: Callable[[list[LossPoint], int], None] = lambda curve, trained: None,
     ) -> tuple[list[LossPoint], int]:
         """Trains from the newest complete checkpoint to the last step. Returns the whole curve, and
         the number of steps done in this call.
 
         resumed  called with the step of the checkpoint
-        drained  called after each group of points with what `run` would return then
-        report   called afterwards with each of the points, which are on disk
+        keep     called with what `run` would return if it ended now, whenever new points are on disk
+        report   called afterwards with each new point
 
         Raises CheckpointError and DivergedError.
         """
@@ -95,7 +95,7 @@ class Trainer:
                     file.writelines(map(_line, points))
                     file.flush()
                     curve += points
-                    drained(curve, done - start)
+                    keep(curve, done - start)
                     for point in points:
                         report(point)
                 if saves:
