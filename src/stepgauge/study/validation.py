@@ -112,7 +112,9 @@ def predict_row(spec: Any, folder: Path) -> Record:
     hardware = HardwareFile.read(known) if known else HardwareFile(name="study")
     if spec.device == "cpu":
         hardware = hardware_file(RunStore(folder).read().latest(), HardwareFile(name="study"))
-    return dataclasses.replace(predicted(spec, hardware), environment=where, note=BEFORE)
+    prediction = predicted(spec, hardware)
+    note = "; ".join(filter(None, (BEFORE, prediction.note)))
+    return dataclasses.replace(prediction, environment=where, note=note)
 
 
 def blocks(records: Sequence[Record]) -> Sequence[Block]:
