@@ -57,6 +57,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--most", type=float, default=1.25)
     arguments = parser.parse_args()
+    for name, least in (("ranks", 1), ("seconds", PART_S)):
+        if getattr(arguments, name) < least:
+            parser.error(f"--{name} is {getattr(arguments, name)}; it must be at least {least}")
     with Workers() as workers:
         backend = "nccl" if arguments.device == "cuda" else "gloo"
         of_ranks = workers.call(
