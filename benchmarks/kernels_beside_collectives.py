@@ -3,23 +3,27 @@
     python benchmarks/kernels_beside_collectives.py OUT           # 2.7b, 8 x 512 per rank, 30 s
     python benchmarks/kernels_beside_collectives.py OUT --trial   # on a CPU, to check that it runs
     python benchmarks/kernels_beside_collectives.py OUT --part context --layouts "cp2 zero2"
+    python benchmarks/kernels_beside_collectives.py OUT --layouts tp2 \\
+        --list benchmarks/validation/device_two_gpus.toml
 
-The last command profiles rows of a part of layout_rows.py. All layouts have two GPUs. Two steps of
-each layout are profiled, then two steps without its communication.
+The last two commands profile rows of a part of layout_rows.py, or of a list of `stepgauge validate`. All
+layouts have two GPUs. Two steps of each row are profiled, then two steps without its communication.
 
 OUT/beside.jsonl has a line per layout, rank and kernel: the number of calls and their mean time in
 µs `beside` a collective (more than 90 % of the kernel's time), `partly` beside one, and `alone`
-(less than 10 %). OUT/timeline.jsonl has the times of the last step: its collectives and the gaps
-between compute kernels, in µs since its first kernel.
+(less than 10 %). OUT/timeline.jsonl has the times of the last step, in µs since its first kernel: its
+collectives, the gaps between compute kernels, and all kernels in their order.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from layout_rows import PARTS, Rows
 
@@ -30,7 +34,7 @@ from stepgauge.measure.profiler import ProfilerSchedule, profile_phases
 from stepgauge.measure.timing import Phases, time_phases
 from stepgauge.runtime.launch import launch
 from stepgauge.runtime.world import joined_world
-from stepgauge.spec.intervals import Intervals, intersection, merged, total
+from stepgauge.spec.intervals import intersection, merged, total
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
@@ -39,6 +43,7 @@ from stepgauge.trace.events import load
 from stepgauge.train.build import batch_for
 from stepgauge.train.layout import build_layout_step, stages_of
 from stepgauge.train.rank_share import RankShare
+from stepgauge.validate.rows import read_list
 
 LAYOUTS = ("dp2 bucketed", "tp2")
 STEPS = 2
@@ -60,13 +65,30 @@ def spec_of(layout: str, *, trial: bool) -> LayoutSpec:
     )
 
 
-def specs_of(part: str, layouts: Sequence[str], *, trial: bool) -> list[LayoutSpec]:
-    """Returns the steps to profile: of a part of layout_rows.py, or the default step if part is ""."""
-    if not part:
+def specs_of(
+    part: str, path: Path | None, layouts: Sequence[str], *, trial: bool
+) -> list[LayoutSpec]:
+    """Returns the steps to profile: rows of a list or of a part of layout_rows.py that have one of the
+    layouts, or the default step under each if both are missing.
+    """
+    if path is not None:
+        found = [as_layout(row.spec) for row in read_list(path, {})]
+    elif part:
+        found = getattr(Rows(gpus=2, small=trial), part)()
+    else:
         return [spec_of(layout, trial=trial) for layout in layouts]
-    found = getattr(Rows(gpus=2, small=trial), part)()
     wanted = [Layout.parse(layout) for layout in layouts]
     return [spec for spec in found if spec.parsed_layout in wanted]
+
+
+def as_layout(spec: Any) -> LayoutSpec:
+    """Returns the row of `bench layout` that does the same step as one of `bench data-parallel`."""
+    if isinstance(spec, LayoutSpec):
+        return spec
+    shared = {field.name for field in dataclasses.fields(LayoutSpec)} - {"layout", "batch"}
+    values = {name: getattr(spec, name) for name in shared if hasattr(spec, name)}
+    layout = f"dp{spec.ranks} {spec.wrapper}"
+    return LayoutSpec(**values, layout=layout, batch=spec.batch * spec.ranks)
 
 
 def profile_rank(spec: LayoutSpec) -> list[tuple[str, list[Work], list[float]]]:
@@ -129,8 +151,10 @@ def kernels(works: Sequence[Work]) -> list[dict[str, object]]:
     ]
 
 
-def timeline(works: Sequence[Work]) -> dict[str, Intervals]:
-    """Returns the collectives of the last step and the gaps between its compute kernels."""
+def timeline(works: Sequence[Work]) -> dict[str, Any]:
+    """Returns the collectives of the last step, the gaps between its compute kernels, and all kernels
+    as (index of the name, kind, start, end).
+    """
     number = max(work.step for work in works)
     last = [work for work in works if work.step == number]
     begin = min(work.start for work in last)
@@ -138,6 +162,7 @@ def timeline(works: Sequence[Work]) -> dict[str, Intervals]:
         (w.start - begin, w.end - begin) for w in last if w.kind not in ("communication", "host")
     )
     gaps = zip((end for _, end in busy), (start for start, _ in busy[1:]), strict=False)
+    names = list(dict.fromkeys(work.name[:80] for work in last))
     return {
         "collectives": [
             (round(w.start - begin, 1), round(w.end - begin, 1))
@@ -146,6 +171,12 @@ def timeline(works: Sequence[Work]) -> dict[str, Intervals]:
         ],
         "gaps": [(round(a, 1), round(b, 1)) for a, b in gaps if b - a > SHORTEST_GAP_US],
         "end": [(0.0, round(busy[-1][1], 1))],
+        "names": names,
+        "works": [
+            (names.index(w.name[:80]), w.kind, round(w.start - begin, 1), round(w.end - begin, 1))
+            for w in last
+            if w.kind != "host"
+        ],
     }
 
 
@@ -159,6 +190,7 @@ def main() -> None:
         choices=("", *PARTS),
         help="take the rows of this part of layout_rows.py",
     )
+    parser.add_argument("--list", type=Path, help="take the rows of this list")
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS))
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -166,16 +198,18 @@ def main() -> None:
         (arguments.out / "beside.jsonl").open("w") as rows,
         (arguments.out / "timeline.jsonl").open("w") as lines,
     ):
-        for spec in specs_of(arguments.part, arguments.layouts, trial=arguments.trial):
-            layout = spec.layout
+        for spec in specs_of(
+            arguments.part, arguments.list, arguments.layouts, trial=arguments.trial
+        ):
+            row = f"{spec.layout} {spec.size} {spec.model.context_length} x {spec.batch}"
             ranks = launch(profile_rank, spec, ranks=2, device=spec.device)
             for rank, found in enumerate(ranks):
                 for how, works, step_ms in found:
-                    head = {"layout": layout, "rank": rank, "how": how}
-                    for row in kernels(works):
-                        rows.write(json.dumps(head | row) + "\n")
+                    head = {"row": row, "rank": rank, "how": how}
+                    for kernel in kernels(works):
+                        rows.write(json.dumps(head | kernel) + "\n")
                     lines.write(json.dumps(head | {"step_ms": step_ms} | timeline(works)) + "\n")
-            print(layout, [[how, *times] for how, _, times in ranks[0]])
+            print(row, [[how, *times] for how, _, times in ranks[0]])
 
 
 if __name__ == "__main__":
