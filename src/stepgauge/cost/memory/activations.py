@@ -10,6 +10,7 @@ from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.cost.operations.terms import Arithmetic
 from stepgauge.spec.fused_loss import logits_bytes
 from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.plan.tensor import MOST_COPIED_LOGITS
 
 Parts = dict[str, float]
 STATISTIC = 4  # bytes per row of a norm or of attention; fp32 in every precision
@@ -172,24 +173,31 @@ def _is_fused(operations: StepOperations) -> bool:
 def loss_bytes(operations: StepOperations) -> float:
     """Returns the most that the loss holds in addition to what is kept.
 
-    That is the gradient of the logits in its backward; a chunk of logits of the fused loss; and the
-    forward of a loss whose ranks have parts of the vocabulary.
+    That is the gradient of the logits in its backward, or a chunk of logits of the fused loss.
     """
     if not operations.is_last:
         return 0.0
     m, v = operations.tokens, operations.model.vocab_size // operations.share.tensor
-    is_bf16 = operations.arithmetic.activation_bytes == 2
+    itemsize = operations.arithmetic.activation_bytes
     if _is_fused(operations):
-        limit = logits_bytes(
-            m, operations.model.d_model, v * operations.arithmetic.activation_bytes
-        )
-        return min(limit, m * v * 4)
+        return min(logits_bytes(m, operations.model.d_model, v * itemsize), m * v * 4)
     if operations.compiles_ends:  # the gradient overwrites the logits
         return 0.0
     if operations.share.tensor > 1:
-        # A local variable of parallel/tensor_parallel/layers.py holds the last norm's output.
-        return m * v * (18 if is_bf16 else 12) + operations.stream_bytes
-    return m * v * (4 if is_bf16 else 8)
+        return max(m * v * itemsize, loss_forward_bytes(operations))
+    return m * v * (4 if itemsize == 2 else 8)
+
+
+def loss_forward_bytes(operations: StepOperations) -> float:
+    """Returns what the loss holds in addition at the end of forward."""
+    if operations.share.tensor == 1 or not operations.is_last or _is_fused(operations):
+        return loss_bytes(operations) / 2  # bf16 logits, half as large as their gradients
+    m, v = operations.tokens, operations.model.vocab_size // operations.share.tensor
+    copies = (
+        8 if operations.arithmetic.activation_bytes == 2 else 4
+    )  # logits in fp32 and log-softmax
+    # A local variable of parallel/tensor_parallel/layers.py holds the last norm's output.
+    return min(m * v, MOST_COPIED_LOGITS) * copies + operations.stream_bytes
 
 
 def block_backward_bytes(operations: StepOperations) -> float:

@@ -13,6 +13,7 @@ from stepgauge.cost.memory.activations import (
     block_backward_bytes,
     kept,
     loss_bytes,
+    loss_forward_bytes,
     weight_copy_bytes,
 )
 from stepgauge.cost.memory.allocator import (
@@ -229,13 +230,10 @@ def _levels(
         "end of backward": level(gradients, 0.0, operations.stream_bytes + last_units),
     }
     if operations.spec.checkpointing != "none":
-        # A loss over parts of the vocabulary holds most in forward. Any other has bf16 logits there,
-        # half as large as their gradients.
-        part = 1.0 if operations.share.tensor > 1 else 0.5
         weights = layers * weight_copy_bytes(operations) + static.last
         if operations.arithmetic.is_compiled:  # compiled blocks cast their weights again
             weights = static.last
-        levels["end of forward"] = level(0.0, keeps.total, weights + part * loss_bytes(operations))
+        levels["end of forward"] = level(0.0, keeps.total, weights + loss_forward_bytes(operations))
     return levels
 
 

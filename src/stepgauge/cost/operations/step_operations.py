@@ -20,6 +20,10 @@ from stepgauge.cost.operations.ring_attention import RING, Ring
 from stepgauge.cost.operations.supported import CALIBRATED, RECOMPUTED, require_priced
 from stepgauge.cost.operations.tensor_overlap import OverlappedLayer
 from stepgauge.cost.operations.terms import AUTOCAST, TRAFFIC, Arithmetic, Term
+from stepgauge.cost.operations.vocabulary_loss import (
+    vocabulary_loss_backward,
+    vocabulary_loss_forward,
+)
 from stepgauge.cost.streams.program import LaunchCost, LaunchGroup
 from stepgauge.spec.fused_loss import torch_computes
 from stepgauge.spec.model_fields import NORMS
@@ -180,11 +184,8 @@ class StepOperations(ShareSizes):
 
     def _loss_forward(self, v: int) -> Iterator[Term]:
         m = self.tokens
-        if self.share.tensor > 1:  # each rank has a part of the vocabulary (vocabulary_loss.py)
-            value_bytes = 12 * 4 + 2 * self.end_arithmetic.activation_bytes
-            yield Term("loss", TRAFFIC, (m * v * value_bytes,))
-            yield Term("loss.max", "all_reduce", (m * 4,), axis="tensor")
-            yield Term("loss.sum", "all_reduce", (m * 8,), axis="tensor")
+        if self.share.tensor > 1:
+            yield from vocabulary_loss_forward(m, v, self.end_arithmetic.activation_bytes)
         elif self.end_arithmetic.is_compiled:
             yield Term("loss", TRAFFIC, (m * v * 2 * self.end_arithmetic.activation_bytes,))
         else:
@@ -276,7 +277,7 @@ class StepOperations(ShareSizes):
     def _loss_backward(self, v: int) -> Iterator[Term]:
         m = self.tokens
         if self.share.tensor > 1:
-            yield Term("loss", TRAFFIC, (m * v * 4 * self.end_arithmetic.activation_bytes,))
+            yield from vocabulary_loss_backward(m, v)
         elif self.end_arithmetic.is_compiled:
             yield Term("loss", TRAFFIC, (m * v * 2 * self.end_arithmetic.activation_bytes,))
         else:

@@ -57,7 +57,8 @@ class ResidualStream:
                   by_sequence and a group known to `groups_by_name.register`
     replayed      the step is replayed from a CUDA graph, so that smaller collectives overlap
     communicates  False leaves out the collectives, to time everything else. Results then have the
-                  right shape and wrong values
+                  right shape and wrong values: this rank's rows take the place of the others'. Zeros would
+                  draw less power, and a GPU at its power limit would run products faster
     """
 
     group: dist.ProcessGroup
@@ -89,17 +90,15 @@ class ResidualStream:
         """
         if not self.by_sequence:
             return _SumOfGradients.apply(x, self.group) if self.communicates else x
-        rows = self._rows(x)
-        if self.communicates:
-            return self._gathered(_Gather.apply(rows, self.group), x)
-        return self._gathered(torch.cat([rows] * self.ranks), x)
+        gather = _Gather.apply if self.communicates else _Repeat.apply
+        return self._gathered(gather(self._rows(x), self.group), x)
 
     def reduce_output(self, y_BTD: Tensor) -> Tensor:
         """Sums the ranks' summands. Returns the rank's piece y_BQD if the stream is by sequence."""
         if not self.by_sequence:
             return self.sum(y_BTD)
         self._require_divisible(y_BTD)
-        reduce = _ReduceScatter.apply if self.communicates else piece_of
+        reduce = _ReduceScatter.apply if self.communicates else _OwnRows.apply
         return self._piece(reduce(self._rows(y_BTD), self.group), y_BTD)
 
     def column_linear(self, x: Tensor, weight_FD: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -133,7 +132,7 @@ class ResidualStream:
         if not self.by_sequence:
             return x_BTD
         self._require_divisible(x_BTD)
-        split = _Split.apply if self.communicates else piece_of
+        split = _Split.apply if self.communicates else _OwnRows.apply
         return self._piece(split(self._rows(x_BTD), self.group), x_BTD)
 
     def sum(self, y: Tensor) -> Tensor:
@@ -267,6 +266,36 @@ class _SumOfGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _backward(_Sum, all_reduce, gradient, ctx.group)
+
+
+class _Repeat(torch.autograd.Function):
+    """Takes the place of _Gather without communication."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _repeated(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _backward(_OwnRows, _copied_piece, gradient, ctx.group)
+
+
+class _OwnRows(torch.autograd.Function):
+    """Takes the place of _ReduceScatter and _Split without communication."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _copied_piece(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _backward(_Repeat, _repeated, gradient, ctx.group)
+
+
+def _repeated(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return torch.cat([x] * group.size())
 
 
 def _copied_piece(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from stepgauge.parallel.autograd.first_derivatives import without_second_derivative
 from stepgauge.parallel.communication.graph_collectives import over_ranks
 from stepgauge.parallel.tensor_parallel.residual_stream import ResidualStream
+from stepgauge.spec.plan.tensor import MOST_COPIED_LOGITS
 
 IGNORED = -100  # target of a token that does not count, as in F.cross_entropy
 
@@ -139,33 +140,49 @@ def vocabulary_parallel_cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """loss = mean(log Σ exp(l - m) + m - l[target]), where the maximum m, the sum and l[target] are
-    over all ranks. Saves the probabilities of this rank's part of the vocabulary.
+    """loss = mean(m + log Σ exp(l - m) - l[target]), where the maximum m, the sum and l[target] are over
+    all ranks. Backward computes the probabilities again, so that only the logits are kept.
+
+    A rank's words have the softmax p = exp(l - t) / s among themselves, where t is their largest logit and
+    s = Σ exp(l - t), which is 1 / p[t]. Among all words they have p times the rank's share of the sum. So
+    passes over the logits are those of a softmax.
     """
 
     @staticmethod
     def forward(
         ctx: Any, logits_NV: Tensor, targets_N: Tensor, first_row: int, group: Any
     ) -> Tensor:
-        wide = logits_NV.double() if logits_NV.dtype == torch.float64 else logits_NV.float()
-        max_N = over_ranks(wide.amax(-1), group, "max")
+        dtype = torch.promote_types(logits_NV.dtype, torch.float32)
         rows_N, is_local_N = _local_rows(targets_N, first_row, logits_NV.shape[1])
         rows_N = rows_N.masked_fill(~is_local_N, 0)
-        shifted_NV = wide - max_N[:, None]
-        target_N = shifted_NV.gather(1, rows_N[:, None])[:, 0] * is_local_N
-        exp_NV = shifted_NV.exp()
-        sum_N, target_N = over_ranks(torch.stack((exp_NV.sum(-1), target_N)), group)
-        counts_N, weights_N = _mean_weights(targets_N, wide.dtype)
-        probabilities_NV = (exp_NV / sum_N[:, None]).to(logits_NV.dtype)
-        ctx.save_for_backward(probabilities_NV, rows_N, is_local_N, weights_N)
+        top_N, top_row_N = logits_NV.detach().max(-1)
+        log_p_N = _log_probabilities(logits_NV, top_row_N, dtype)
+        top_N = top_N.to(dtype)
+        max_N = over_ranks(top_N, group, "max")
+        local_sum_N = (top_N - max_N - log_p_N).exp()
+        target_N = (_of_row(logits_NV, rows_N).to(dtype) - max_N).where(is_local_N, 0.0)
+        sum_N, target_N = over_ranks(torch.stack((local_sum_N, target_N)), group)
+        counts_N, weights_N = _mean_weights(targets_N, dtype)
+        ctx.save_for_backward(logits_NV, rows_N, is_local_N, local_sum_N / sum_N, weights_N)
         return ((sum_N.log() - target_N) * counts_N).sum() / counts_N.sum()
 
     @staticmethod
     @without_second_derivative("the vocabulary-parallel loss")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        probabilities_NV, rows_N, is_local_N, weights_N = ctx.saved_tensors
-        logits_grad = probabilities_NV.clone()
-        hit = is_local_N[:, None].to(logits_grad.dtype)
-        logits_grad.scatter_add_(1, rows_N[:, None], -hit)
-        factor_N = (gradient * weights_N).to(logits_grad.dtype)
-        return logits_grad.mul_(factor_N[:, None]), None, None, None
+        logits_NV, rows_N, is_local_N, share_N, weights_N = ctx.saved_tensors
+        factor_N = gradient * weights_N
+        logits_grad = logits_NV.softmax(-1).mul_((share_N * factor_N)[:, None])
+        hit_N = (factor_N * is_local_N).to(logits_grad.dtype)
+        logits_grad.scatter_add_(1, rows_N[:, None], -hit_N[:, None])
+        return logits_grad, None, None, None
+
+
+def _log_probabilities(logits_NV: Tensor, rows_N: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the logarithm of each token's probability of one row. Few logits are copied to `dtype` at a time."""
+    tokens = max(1, MOST_COPIED_LOGITS // logits_NV.shape[1])
+    parts = zip(logits_NV.split(tokens), rows_N.split(tokens), strict=True)
+    return torch.cat([_of_row(part.log_softmax(-1, dtype), rows) for part, rows in parts])
+
+
+def _of_row(x_NV: Tensor, rows_N: Tensor) -> Tensor:
+    return x_NV.gather(1, rows_N[:, None])[:, 0]

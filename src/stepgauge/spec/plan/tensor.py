@@ -10,6 +10,9 @@ import fnmatch
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+# Logits of which the loss over parts of the vocabulary has copies in fp32 at the same time.
+MOST_COPIED_LOGITS = 2**26
+
 
 @dataclasses.dataclass(frozen=True)
 class Section:
