@@ -81,11 +81,11 @@ class VocabularyParallelEmbedding(nn.Module):
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         require_in_vocabulary(tokens_BT, self.vocab_size, noun="token")
-        rows_BT = tokens_BT - self.first_row
-        elsewhere_BT = (rows_BT < 0) | (rows_BT >= self.weight.shape[0])
-        x_BTD = F.embedding(
-            rows_BT.masked_fill(elsewhere_BT, 0), self.weight, padding_idx=self.padding_row
-        )
+        rows_BT, num_rows = tokens_BT - self.first_row, self.weight.shape[0]
+        elsewhere_BT = (rows_BT < 0) | (rows_BT >= num_rows)
+        x_BTD = F.embedding(rows_BT.remainder(num_rows), self.weight, padding_idx=self.padding_row)
+        if not self.stream.communicates:  # norms of zeros would have infinite gradients
+            return x_BTD
         return self.stream.sum(x_BTD.masked_fill(elsewhere_BT[..., None], 0.0))
 
 
