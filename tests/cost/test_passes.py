@@ -33,6 +33,9 @@ class NoContention:
     def share_links(self, axis, other):
         return axis == other
 
+    def occupies(self, operation, collective):
+        return False
+
 
 def all_simulated(step, axis, *, count):
     """Returns the outcome of one simulation of all passes, one after the other."""

@@ -32,7 +32,6 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
 # Operation and sizes of a typical call of each class.
 KERNELS: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {
     "cuda": {
-        "long-matmul": ("matmul nn bf16", (8192, 4096, 4096)),
         "matmul": ("matmul nt bf16", (4096, 4096, 4096)),
         "short-matmul": ("matmul tn bf16", (2560, 2560, 4096)),
         "attention": ("attention sdpa forward bf16", (32, 2048, 128)),

@@ -111,25 +111,22 @@ class Contention:
 
 
 # Kernels with similar contention: matrix products by their time, attention, the optimizer's update, and other
-# memory-bound kernels. A short product has few waves of tiles, and loses a whole wave when a collective occupies some
-# multiprocessors. A long one starts on all of them, and the collective waits until it ends.
-KERNEL_CLASSES = ("short-matmul", "matmul", "long-matmul", "attention", "update", "traffic")
+# memory-bound kernels. A short product has few waves of tiles, and loses a whole wave when a collective occupies
+# some multiprocessors. Older files also have "long-matmul", in which the collective's wait for them was counted.
+KERNEL_CLASSES = ("short-matmul", "matmul", "attention", "update", "traffic")
 # Beside NCCL's collectives on 2 x H200, products of 74 us took 1.89 times as long, of 180 to 200 us 1.23 to
-# 1.88, of 350 to 1840 us 1.04 to 1.16, one of them 1.38; the collectives 1.5 to 1.6, 1.2 to 1.9 and 1.8 to
-# 5.4 times (docs/log/2026-11-28-pushed-rows.md).
-SHORT_PRODUCT_US, LONG_PRODUCT_US = 150.0, 260.0
+# 1.88 (docs/log/2026-11-28-pushed-rows.md).
+SHORT_PRODUCT_US = 150.0
 
 
 def kernel_class(operation: str, us: float = SHORT_PRODUCT_US) -> str:
     """Returns the kernel class of an operation that takes `us` microseconds.
 
-    "matmul nt bf16" is a "short-matmul", "matmul" or "long-matmul"; "rmsnorm forward fp32" is "traffic".
+    "matmul nt bf16" is a "short-matmul" or "matmul"; "rmsnorm forward fp32" is "traffic".
     """
     first = operation.partition(" ")[0]
     if first == "matmul" and us < SHORT_PRODUCT_US:
         return "short-matmul"
-    if first == "matmul" and us > LONG_PRODUCT_US:
-        return "long-matmul"
     if first == "optimizer":
         return "update"
     return first if first in KERNEL_CLASSES else "traffic"

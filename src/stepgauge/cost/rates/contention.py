@@ -28,6 +28,8 @@ DEFAULT_SLOWDOWN = Slowdown(1.37, 1.18, ASSUMED)
 # U + B/4 + 3B/4 s (1 - 1/k): 29.2, 17.3 and 19.1 ms for 14.6 + 18.5, 8.7 + 10.9 and 11.9 + 9.3
 # (docs/log/2026-11-29-predictions-again.md). The update fills all multiprocessors and the memory's bandwidth.
 UPDATE_SLOWDOWN = Slowdown(1.81, 1.55, ASSUMED)
+# Kernels with as many blocks as fit on the multiprocessors, for as long as they run.
+OCCUPYING = ("matmul", "attention")
 # Copies by copy engines occupy no multiprocessors.
 COPIES_SLOWDOWN = Slowdown(1.0, 1.0, ASSUMED)
 
@@ -56,6 +58,11 @@ class ContentionTable:
                 else _default(key[0], collective)
             )
         return self._cache[key]
+
+    def occupies(self, operation: str, collective: str) -> bool:
+        """Returns True if the operation has all multiprocessors of a GPU, and the collective needs some."""
+        is_on_gpu = not self._hardware.threads
+        return is_on_gpu and operation.startswith(OCCUPYING) and not collective.startswith(COPIED)
 
     def share_links(self, axis: str, other: str) -> bool:
         """Returns True if both axes communicate within a node, or both between nodes."""
