@@ -12,7 +12,8 @@ layouts have two GPUs. Two steps of each row are profiled, then two steps withou
 OUT/beside.jsonl has a line per layout, rank and kernel: the number of calls and their mean time in
 µs `beside` a collective (more than 90 % of the kernel's time), `partly` beside one, and `alone`
 (less than 10 %). OUT/timeline.jsonl has the times of the last step, in µs since its first kernel: its
-collectives, the gaps between compute kernels, and all kernels in their order.
+collectives, the gaps between compute kernels, and all kernels in their order. OUT/touched.jsonl has a
+line per product or attention kernel that ran beside a collective, see `touched`.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import dataclasses
 import json
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,41 @@ def timeline(works: Sequence[Work]) -> dict[str, Any]:
     }
 
 
+def touched(communicating: dict[str, Any], without: dict[str, Any]) -> Iterator[dict[str, object]]:
+    """Yields a row per product or attention kernel of a timeline that ran beside a collective.
+
+    us          its time
+    without_us  its time in the timeline without communication
+    rest_us     how much longer the collective ran that ran when the kernel started; 0 if none did
+    left        for each collective that started later, the share of the kernel's time that was left
+    """
+    ours, theirs = (
+        [(t["names"][name], kind, start, end) for name, kind, start, end in t["works"]]
+        for t in (communicating, without)
+    )
+    collectives = [(start, end) for _, kind, start, end in ours if kind == "communication"]
+    kernels, others = (
+        sorted((w for w in works if w[1] != "communication" and "Mem" not in w[0]), key=start_of)
+        for works in (ours, theirs)
+    )
+    if [name for name, *_ in kernels] != [name for name, *_ in others]:
+        return  # without communication, other kernels run
+    for (name, kind, start, end), (*_, first, last) in zip(kernels, others, strict=True):
+        beside = [(a, b) for a, b in collectives if a < end and b > start]
+        if kind in ("matmul", "attention") and beside:
+            yield {
+                "kernel": name,
+                "us": round(end - start, 1),
+                "without_us": round(last - first, 1),
+                "rest_us": round(max((b - start for a, b in beside if a <= start), default=0.0), 1),
+                "left": [round((end - a) / (end - start), 2) for a, _ in beside if a > start],
+            }
+
+
+def start_of(work: tuple[str, str, float, float]) -> float:
+    return work[2]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
@@ -197,6 +233,7 @@ def main() -> None:
     with (
         (arguments.out / "beside.jsonl").open("w") as rows,
         (arguments.out / "timeline.jsonl").open("w") as lines,
+        (arguments.out / "touched.jsonl").open("w") as touched_lines,
     ):
         for spec in specs_of(
             arguments.part, arguments.list, arguments.layouts, trial=arguments.trial
@@ -204,11 +241,14 @@ def main() -> None:
             row = f"{spec.layout} {spec.size} {spec.model.context_length} x {spec.batch}"
             ranks = launch(profile_rank, spec, ranks=2, device=spec.device)
             for rank, found in enumerate(ranks):
-                for how, works, step_ms in found:
+                timelines = [timeline(works) for _, works, _ in found]
+                for kernel in touched(*timelines):
+                    touched_lines.write(json.dumps({"row": row, "rank": rank} | kernel) + "\n")
+                for (how, works, step_ms), times in zip(found, timelines, strict=True):
                     head = {"row": row, "rank": rank, "how": how}
                     for kernel in kernels(works):
                         rows.write(json.dumps(head | kernel) + "\n")
-                    lines.write(json.dumps(head | {"step_ms": step_ms} | timeline(works)) + "\n")
+                    lines.write(json.dumps(head | {"step_ms": step_ms} | times) + "\n")
             print(row, [[how, *times] for how, _, times in ranks[0]])
 
 

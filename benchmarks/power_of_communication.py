@@ -15,7 +15,9 @@ after it.
 """
 
 import argparse
+import datetime
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -156,10 +158,16 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     ranks = launch(measure, arguments.trial, ranks=2, device="cpu" if arguments.trial else "cuda")
+    versions = {
+        "torch": torch.__version__,
+        "device": "cpu" if arguments.trial else torch.cuda.get_device_name(),
+        "date": datetime.date.today().isoformat(),
+        "commit": os.environ.get("STEPGAUGE_COMMIT", ""),
+    }
     with (arguments.out / "power.jsonl").open("a") as lines:
         for rank, rows in enumerate(ranks):
             for row in rows:
-                lines.write(json.dumps({"rank": rank, **row}) + "\n")
+                lines.write(json.dumps({"rank": rank, **row} | versions) + "\n")
                 if "longer" in row:
                     print(rank, row)
 

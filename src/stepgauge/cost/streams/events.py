@@ -8,8 +8,8 @@ BESIDE_COLLECTIVE of its speed while the collective does, but loses no more than
 collectives all along.
 
 A product or attention occupies all multiprocessors that are free when it starts. A collective that is
-launched meanwhile waits for its end: beside 997 of them in traces of four data parallel steps on 2 x H200,
-no collective started before their last third (docs/log/2026-11-30-collectives-wait.md).
+launched meanwhile waits for its end: beside 1,189 of them, in traces of five data parallel steps on 2 x H200,
+no collective started before their last 35 % (docs/log/2026-11-30-collectives-wait.md).
 
 Collectives of several axes that run at the same time on the same links take as many times as long, as
 if each got an equal share.
