@@ -199,7 +199,8 @@ def touched(communicating: dict[str, Any], without: dict[str, Any]) -> Iterator[
         for works in (ours, theirs)
     )
     if [name for name, *_ in kernels] != [name for name, *_ in others]:
-        return  # without communication, other kernels run
+        print("without communication other kernels run, so touched.jsonl has none of this step")
+        return
     for (name, kind, start, end), (*_, first, last) in zip(kernels, others, strict=True):
         beside = [(a, b) for a, b in collectives if a < end and b > start]
         if kind in ("matmul", "attention") and beside:

@@ -54,10 +54,8 @@ def passes_over(logits: Tensor) -> dict[str, Callable[[], object]]:
 def row_of(tokens: int, words: int, dtype: torch.dtype, device: torch.device) -> dict[str, object]:
     logits = torch.randn(tokens, words, device=device, dtype=dtype)
     targets = torch.randint(0, words, (tokens,), device=device)
-    times = {
-        name: milliseconds(call, device) for name, call in passes_over(logits.detach()).items()
-    }
-    leaf = logits.requires_grad_()
+    times = {name: milliseconds(call, device) for name, call in passes_over(logits).items()}
+    leaf = logits.detach().requires_grad_()
 
     def whole() -> None:
         leaf.grad = None
@@ -68,8 +66,8 @@ def row_of(tokens: int, words: int, dtype: torch.dtype, device: torch.device) ->
     times["whole"] = milliseconds(whole, device, calls=5)
     peak = devices.peak_memory(device).get("peak_bytes", before)
     few = slice(0, 2048)
-    expected = F.cross_entropy(logits.detach()[few].double(), targets[few]).item()
-    found = _CrossEntropy.apply(logits.detach()[few], targets[few], 0, None).item()
+    expected = F.cross_entropy(logits[few].double(), targets[few]).item()
+    found = _CrossEntropy.apply(logits[few], targets[few], 0, None).item()
     sizes = {"tokens": tokens, "words": words, "dtype": str(dtype)}
     return {**sizes, "ms": times, "peak_gb": (peak - before) / 1e9, "error": found / expected - 1}
 

@@ -121,6 +121,15 @@ def test_a_collective_waits_for_a_product_that_has_all_multiprocessors():
         StreamWork("bucket", "data", 2.0, "all_reduce", (1,)),
     ]
     assert ends(first, Fixed()) == [10.0, 4.0, 12.0]
+    product, host = first[:2]
+    bucket = StreamWork("bucket", "data", 2.0, "all_reduce", (2,))
+    before_the_next = {"product": 10.0, "next": 21.5, "before": 4.0, "bucket": 13.0}
+    for order in ((0, 1, 2, 3), (3, 2, 0, 1), (2, 3, 0, 1)):
+        works = [product, product._replace(name="next"), host, bucket]
+        moved = [
+            works[n]._replace(after=tuple(order.index(a) for a in works[n].after)) for n in order
+        ]
+        assert {ran.work.name: ran.end for ran in simulate(moved, Fixed())} == before_the_next
     two = [StreamWork(f"bucket {us}", "data", us, "all_reduce") for us in (2.0, 20.0)]
     product = StreamWork("product", COMPUTE, 10.0, "matmul nn bf16")
     assert ends([*two, product], Fixed()) == [3.0, 31.5, 11.5]
@@ -138,3 +147,13 @@ def test_a_cycle_is_reported():
     works = [StreamWork("a", COMPUTE, 1.0, after=(1,)), StreamWork("b", "data", 1.0, after=(0,))]
     with pytest.raises(ValueError, match="a waits for what never ends"):
         simulate(works, NoContention())
+
+
+def test_only_collectives_of_multiprocessors_wait_for_products_of_a_gpu():
+    table = ContentionTable(HardwareFile(name="box", device="NVIDIA H200"), {})
+    for operation in ("matmul nt bf16", "attention sdpa forward bf16"):
+        assert table.occupies(operation, "all_reduce")
+        assert not table.occupies(operation, "copied all_gather")
+    assert not table.occupies("rmsnorm forward fp32", "all_reduce")
+    cpu = ContentionTable(HardwareFile(name="cpu", device="cpu", threads=2), {})
+    assert not cpu.occupies("matmul nt fp32", "all_reduce")

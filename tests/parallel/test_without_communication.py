@@ -4,6 +4,9 @@ Zeros would draw less power and let a GPU at its power limit run faster; and zer
 gradients that grow from layer to layer.
 """
 
+import dataclasses
+
+import pytest
 import torch
 from torch import nn
 
@@ -21,21 +24,25 @@ class SecondOfTwo:
         return 1
 
 
-STREAM = ResidualStream(SecondOfTwo(), by_token=True, communicates=False)  # type: ignore[arg-type]
+STREAM = ResidualStream(SecondOfTwo(), communicates=False)  # type: ignore[arg-type]
+CUTS = pytest.mark.parametrize("by_token", [False, True])
 
 
-def test_own_rows_are_gathered_and_their_gradient_is_this_ranks_piece():
+@CUTS
+def test_own_rows_are_gathered_and_their_gradient_is_this_ranks_piece(by_token):
     x = torch.randn(1, 3, 4, requires_grad=True)
-    whole = STREAM.gather_input(x)
+    whole = dataclasses.replace(STREAM, by_token=by_token).gather_input(x)
     assert torch.equal(whole, torch.cat([x, x], 1))
     upstream = torch.randn(1, 6, 4)
     whole.backward(upstream)
     assert torch.equal(x.grad, upstream[:, 3:])
 
 
-def test_own_rows_are_kept_and_their_gradient_fills_all_rows():
+@CUTS
+@pytest.mark.parametrize("piece_of", [ResidualStream.reduce_output, ResidualStream.split])
+def test_own_rows_are_kept_and_their_gradient_fills_all_rows(by_token, piece_of):
     y = torch.randn(1, 6, 4, requires_grad=True)
-    piece = STREAM.reduce_output(y)
+    piece = piece_of(dataclasses.replace(STREAM, by_token=by_token), y)
     assert torch.equal(piece, y[:, 3:])
     upstream = torch.randn(1, 3, 4)
     piece.backward(upstream)

@@ -112,7 +112,8 @@ class Contention:
 
 # Kernels with similar contention: matrix products by their time, attention, the optimizer's update, and other
 # memory-bound kernels. A short product has few waves of tiles, and loses a whole wave when a collective occupies
-# some multiprocessors. Older files also have "long-matmul", in which the collective's wait for them was counted.
+# some multiprocessors. Older files also have "long-matmul", which is ignored: there, the slowdown of the
+# collective includes its wait for the product.
 KERNEL_CLASSES = ("short-matmul", "matmul", "attention", "update", "traffic")
 # Beside NCCL's collectives on 2 x H200, products of 74 us took 1.89 times as long, of 180 to 200 us 1.23 to
 # 1.88 (docs/log/2026-11-28-pushed-rows.md).

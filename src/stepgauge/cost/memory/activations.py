@@ -158,7 +158,9 @@ def end_parts(operations: StepOperations) -> Parts:
     }
     if _is_fused(operations):  # forward computes the gradient, in chunks of logits
         return {**parts, "gradient of the head": v * d * arithmetic.residual_bytes}
-    parts["log-softmax"] = m * v * arithmetic.activation_bytes  # compiled, the logits themselves
+    parts["log-softmax"] = (
+        m * v * arithmetic.activation_bytes
+    )  # compiled, or over ranks, the logits
     if operations.casts_logits and operations.share.tensor == 1:
         parts["logits in fp32"] = m * v * 4
     if arithmetic.casts:
@@ -190,14 +192,15 @@ def loss_bytes(operations: StepOperations) -> float:
 
 def loss_forward_bytes(operations: StepOperations) -> float:
     """Returns what the loss holds in addition at the end of forward."""
-    if operations.share.tensor == 1 or not operations.is_last or _is_fused(operations):
-        return loss_bytes(operations) / 2  # bf16 logits, half as large as their gradients
+    if operations.share.tensor == 1:  # bf16 logits, half as large as their gradients
+        return loss_bytes(operations) / 2
+    if not operations.is_last or _is_fused(operations):
+        return loss_bytes(operations)
     m, v = operations.tokens, operations.model.vocab_size // operations.share.tensor
-    copies = (
-        8 if operations.arithmetic.activation_bytes == 2 else 4
-    )  # logits in fp32 and log-softmax
+    # log_softmax in fp32, and from bf16 also the copy that it reads
+    copied = 8 if operations.arithmetic.activation_bytes == 2 else 4
     # A local variable of parallel/tensor_parallel/layers.py holds the last norm's output.
-    return min(m * v, MOST_COPIED_LOGITS) * copies + operations.stream_bytes
+    return min(m * v, MOST_COPIED_LOGITS) * copied + operations.stream_bytes
 
 
 def block_backward_bytes(operations: StepOperations) -> float:

@@ -28,7 +28,8 @@ DEFAULT_SLOWDOWN = Slowdown(1.37, 1.18, ASSUMED)
 # U + B/4 + 3B/4 s (1 - 1/k): 29.2, 17.3 and 19.1 ms for 14.6 + 18.5, 8.7 + 10.9 and 11.9 + 9.3
 # (docs/log/2026-11-29-predictions-again.md). The update fills all multiprocessors and the memory's bandwidth.
 UPDATE_SLOWDOWN = Slowdown(1.81, 1.55, ASSUMED)
-# Kernels with as many blocks as fit on the multiprocessors, for as long as they run.
+# Kernels with as many blocks as fit on the multiprocessors, for as long as they run. Those of under 0.1 ms may
+# leave some free, which is not modelled.
 OCCUPYING = ("matmul", "attention")
 # Copies by copy engines occupy no multiprocessors.
 COPIES_SLOWDOWN = Slowdown(1.0, 1.0, ASSUMED)

@@ -84,7 +84,7 @@ class VocabularyParallelEmbedding(nn.Module):
         rows_BT, num_rows = tokens_BT - self.first_row, self.weight.shape[0]
         elsewhere_BT = (rows_BT < 0) | (rows_BT >= num_rows)
         x_BTD = F.embedding(rows_BT.remainder(num_rows), self.weight, padding_idx=self.padding_row)
-        if not self.stream.communicates:  # norms of zeros would have infinite gradients
+        if not self.stream.communicates:  # this rank's words take the place of the others'
             return x_BTD
         return self.stream.sum(x_BTD.masked_fill(elsewhere_BT[..., None], 0.0))
 
@@ -129,6 +129,7 @@ class VocabularyParallelHead(nn.Module):
             first_row=self.first_row,
             vocab_size=self.vocab_size,
             stream=self.stream,
+            has_bias=bias_V is not None,
         )
 
 

@@ -57,8 +57,9 @@ class ResidualStream:
                   by_sequence and a group known to `groups_by_name.register`
     replayed      the step is replayed from a CUDA graph, so that smaller collectives overlap
     communicates  False leaves out the collectives, to time everything else. Results then have the
-                  right shape and wrong values: this rank's rows take the place of the others'. Zeros would
-                  draw less power, and a GPU at its power limit would run products faster
+                  right shape and wrong values: this rank's rows and words take the place of the others'. Zeros
+                  behind norms would have gradients that grow by layer until they are infinite, which draw
+                  less power, so that a GPU at its power limit would run products faster
     """
 
     group: dist.ProcessGroup

@@ -127,30 +127,43 @@ def _mean_weights(targets_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def vocabulary_parallel_cross_entropy(
-    logits: Tensor, targets: Tensor, *, first_row: int, vocab_size: int, stream: ResidualStream
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    first_row: int,
+    vocab_size: int,
+    stream: ResidualStream,
+    has_bias: bool = False,
 ) -> Tensor:
     """Returns the mean cross-entropy in nats. `logits` (..., V) are those of this rank's rows of the
     vocabulary, which start at first_row; `targets` (...) are words. Targets of -100 do not count.
+
+    has_bias  a bias of -inf may rule out all words of this rank; the gradient then takes one more pass
     """
     require_in_vocabulary(targets, vocab_size, noun="target", ignored=IGNORED)
     loss: Tensor = _CrossEntropy.apply(
-        logits.flatten(0, -2), targets.flatten(), first_row, stream.active_group
+        logits.flatten(0, -2), targets.flatten(), first_row, stream.active_group, has_bias
     )
     return loss
 
 
 class _CrossEntropy(torch.autograd.Function):
     """loss = mean(m + log Σ exp(l - m) - l[target]), where the maximum m, the sum and l[target] are over
-    all ranks. Backward computes the probabilities again, so that only the logits are kept.
+    all ranks. Backward computes probabilities again, so that only the logits are kept.
 
-    A rank's words have the softmax p = exp(l - t) / s among themselves, where t is their largest logit and
-    s = Σ exp(l - t), which is 1 / p[t]. Among all words they have p times the rank's share of the sum. So
-    passes over the logits are those of a softmax.
+    Passes over the logits are those of a softmax over this rank's words. If t is the largest of them, and p its
+    probability among them, their part of the sum is exp(t - m) / p. Among all words, this rank's
+    probabilities are smaller by its share of the sum.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits_NV: Tensor, targets_N: Tensor, first_row: int, group: Any
+        ctx: Any,
+        logits_NV: Tensor,
+        targets_N: Tensor,
+        first_row: int,
+        group: Any,
+        has_bias: bool = False,
     ) -> Tensor:
         dtype = torch.promote_types(logits_NV.dtype, torch.float32)
         rows_N, is_local_N = _local_rows(targets_N, first_row, logits_NV.shape[1])
@@ -159,11 +172,13 @@ class _CrossEntropy(torch.autograd.Function):
         log_p_N = _log_probabilities(logits_NV, top_row_N, dtype)
         top_N = top_N.to(dtype)
         max_N = over_ranks(top_N, group, "max")
-        local_sum_N = (top_N - max_N - log_p_N).exp()
+        ruled_out_N = top_N == -torch.inf  # all words of this rank
+        local_sum_N = (top_N - max_N - log_p_N).exp().masked_fill(ruled_out_N, 0.0)
         target_N = (_of_row(logits_NV, rows_N).to(dtype) - max_N).where(is_local_N, 0.0)
         sum_N, target_N = over_ranks(torch.stack((local_sum_N, target_N)), group)
         counts_N, weights_N = _mean_weights(targets_N, dtype)
         ctx.save_for_backward(logits_NV, rows_N, is_local_N, local_sum_N / sum_N, weights_N)
+        ctx.ruled_out_N = ruled_out_N if has_bias else None
         return ((sum_N.log() - target_N) * counts_N).sum() / counts_N.sum()
 
     @staticmethod
@@ -172,9 +187,11 @@ class _CrossEntropy(torch.autograd.Function):
         logits_NV, rows_N, is_local_N, share_N, weights_N = ctx.saved_tensors
         factor_N = gradient * weights_N
         logits_grad = logits_NV.softmax(-1).mul_((share_N * factor_N)[:, None])
+        if ctx.ruled_out_N is not None:
+            logits_grad.masked_fill_(ctx.ruled_out_N[:, None], 0.0)
         hit_N = (factor_N * is_local_N).to(logits_grad.dtype)
         logits_grad.scatter_add_(1, rows_N[:, None], -hit_N[:, None])
-        return logits_grad, None, None, None
+        return logits_grad, None, None, None, None
 
 
 def _log_probabilities(logits_NV: Tensor, rows_N: Tensor, dtype: torch.dtype) -> Tensor:
