@@ -173,11 +173,13 @@ class _CrossEntropy(torch.autograd.Function):
         top_N = top_N.to(dtype)
         max_N = over_ranks(top_N, group, "max")
         ruled_out_N = top_N == -torch.inf  # all words of this rank
-        local_sum_N = (top_N - max_N - log_p_N).exp().masked_fill(ruled_out_N, 0.0)
+        log_sum_N = (top_N - max_N - log_p_N).masked_fill(ruled_out_N, -torch.inf)
         target_N = (_of_row(logits_NV, rows_N).to(dtype) - max_N).where(is_local_N, 0.0)
-        sum_N, target_N = over_ranks(torch.stack((local_sum_N, target_N)), group)
+        # Do not use what is stacked again: torch.compile's inductor sums over ranks in place.
+        sum_N, target_N = over_ranks(torch.stack((log_sum_N.exp(), target_N)), group)
+        share_N = (log_sum_N - sum_N.log()).exp()
         counts_N, weights_N = _mean_weights(targets_N, dtype)
-        ctx.save_for_backward(logits_NV, rows_N, is_local_N, local_sum_N / sum_N, weights_N)
+        ctx.save_for_backward(logits_NV, rows_N, is_local_N, share_N, weights_N)
         ctx.ruled_out_N = ruled_out_N if has_bias else None
         return ((sum_N.log() - target_N) * counts_N).sum() / counts_N.sum()
 
