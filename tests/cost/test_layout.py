@@ -311,6 +311,24 @@ def test_measured_tensor_parallel_rows_of_several_sequences():
     check("validation-now", host, lambda *_: {"tensor_exposed_ms": 0.0}, tensor_exposed_ms=0.1)
 
 
+def test_peaks_of_measured_tensor_parallel_rows_are_those_of_their_loss():
+    """Rows of 2026-11-30, the first with the loss that keeps the logits."""
+    machine = CalibratedMachine(HardwareFile.read(ROOT / "hardware" / "h200-sxm.json"))
+    lines = (ROOT / "benchmarks/results/2026-11-30-h200-validation-fresh.jsonl").read_text()
+    rows = [
+        row
+        for row in map(Record.from_json, lines.splitlines())
+        if row.provenance == "measured" and row.spec.get("layout", "").startswith("tp2")
+    ]
+    assert len(rows) == 2
+    for row in rows:
+        own = {k: v for k, v in row.spec.items() if k in LayoutSpec.__dataclass_fields__}
+        spec = LayoutSpec(**{**own, "model": ModelSpec(**row.spec["model"])})
+        found = predict_layout(spec, machine)
+        assert found.median("peak_bytes") == pytest.approx(row.median("peak_bytes"), rel=0.001)
+        assert found.median("step_ms") == pytest.approx(row.median("step_ms"), rel=0.04)
+
+
 def test_two_ranks_in_a_ring_each_have_half_of_everything_but_the_keys():
     """Of two ranks each has half of the tokens; its attention is that of half the length twice, of
     the quarter of pairs that each rank has. Keys and their gradients travel beside it where wires
