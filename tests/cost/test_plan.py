@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stepgauge.cost.layout import predict_layout
-from stepgauge.cost.planning import overlap_ratios
+from stepgauge.cost.planning import overlap_ratios, screen
 from stepgauge.cost.planning.doubling import longest_of_all
 from stepgauge.cost.planning.hiding import overlaps
 from stepgauge.cost.planning.planner import (
@@ -113,6 +113,24 @@ def test_candidates_overlap_large_tensor_parallel_messages():
     assert MODEL.d_model == 4608 and found == {(1, False), (2, True), (4, True)}
     small = plan_spec(model=ModelSpec.preset("nano"), gpus=2, global_batch=4)
     assert not any(c.layout.overlap for c in candidates(small, 8))
+
+
+@pytest.mark.parametrize("settings", [{}, {"compile": "on"}, {"precision": "fp16"}])
+def test_candidates_are_the_layouts_that_predict_allows(settings):
+    spec = plan_spec(model=ModelSpec.preset("tiny"), gpus=4, global_batch=8, **settings)
+
+    def is_allowed(candidate):
+        batch = candidate.layout.data * candidate.micro_batch * candidate.layout.microbatches
+        options = {"batch": batch, "checkpointing": candidate.checkpointing, "device": "cuda"}
+        try:
+            LayoutSpec(model=spec.network, layout=str(candidate.layout), **options, **settings)
+        except ValueError:
+            return False
+        return True
+
+    found, dividing = set(candidates(spec, 8)), list(screen._dividing(spec, 8))
+    assert found == {each for each in dividing if is_allowed(each)}
+    assert found and (len(found) < len(dividing)) == bool(settings)
 
 
 def test_micro_batches_are_all_divisors_of_a_ranks_batch():

@@ -22,6 +22,7 @@ from stepgauge.cost.rates.prices import GLOO, NCCL, Prices
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.layout import WRAPPERS, Layout
 from stepgauge.spec.layout_choices import layouts_on
+from stepgauge.spec.layout_rules import check_layout
 from stepgauge.spec.model_fields import divisors
 from stepgauge.spec.plan.pipeline.schedules import stages_per_rank
 from stepgauge.spec.plan.tensor import overlaps
@@ -56,10 +57,40 @@ class Screened:
 
 
 def candidates(spec: PlanSpec, gpus_per_node: int) -> Iterator[Candidate]:
-    """Yields all layouts that use every GPU and divide batch, heads, sequences and blocks.
+    """Yields all layouts that use every GPU, divide batch, heads, sequences and blocks, and run with the
+    settings of the step.
 
     A tensor axis stays within a node.
     """
+    runs = functools.cache(functools.partial(_runs_with_settings, spec))
+    for candidate in _dividing(spec, gpus_per_node):
+        layout = candidate.layout
+        # The rules depend on which axes there are, not on how many stages, replicas or micro-batches.
+        fewer = {n: min(getattr(layout, n), 2) for n in ("pipeline", "data", "microbatches")}
+        if runs(dataclasses.replace(layout, **fewer), candidate.checkpointing):
+            yield candidate
+
+
+def _runs_with_settings(spec: PlanSpec, layout: Layout, checkpointing: str) -> bool:
+    """Returns True if a step of the layout is allowed, for example compiled as the spec says."""
+    try:
+        check_layout(
+            layout,
+            spec.network,
+            batch=layout.data * layout.microbatches,
+            device=spec.device,
+            precision=spec.precision,
+            compile=spec.compile,
+            reduce_dtype=DataParallelSpec.reduce_dtype,
+            checkpointing=checkpointing,
+        )
+    except ValueError:
+        return False
+    return True
+
+
+def _dividing(spec: PlanSpec, gpus_per_node: int) -> Iterator[Candidate]:
+    """Yields all layouts that use every GPU and divide batch, heads, sequences and blocks."""
     model = spec.network
     for tensor in divisors(spec.gpus):
         if tensor > gpus_per_node or model.num_heads % tensor or model.d_ff % tensor:
