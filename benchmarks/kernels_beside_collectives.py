@@ -11,8 +11,8 @@ layouts have two GPUs. Two steps of each row are profiled, then two steps withou
 
 OUT/beside.jsonl has a line per layout, rank and kernel: the number of calls and their mean time in
 µs `beside` a collective (more than 90 % of the kernel's time), `partly` beside one, and `alone`
-(less than 10 %). OUT/timeline.jsonl has the times of the last step, in µs since its first kernel: its
-collectives, the gaps between compute kernels, and all kernels in their order. OUT/touched.jsonl has a
+(less than 10 %). OUT/timeline.jsonl has the times of both profiled steps (on a CPU, of the second), in µs since
+their first kernel: collectives, gaps between compute kernels, and all kernels in their order. OUT/touched.jsonl has a
 line per product or attention kernel that ran beside a collective, see `touched`.
 """
 
@@ -153,8 +153,8 @@ def kernels(works: Sequence[Work]) -> list[dict[str, object]]:
 
 
 def timeline(works: Sequence[Work]) -> dict[str, Any]:
-    """Returns the collectives of the last step, the gaps between its compute kernels, and all kernels
-    as (index of the name, kind, start, end).
+    """Returns the collectives, the gaps between compute kernels, and all kernels as (index of the name,
+    kind, start, end). On a GPU, the profiler does not mark steps, so that these are of all steps.
     """
     number = max(work.step for work in works)
     last = [work for work in works if work.step == number]
@@ -230,15 +230,19 @@ def main() -> None:
     parser.add_argument("--list", type=Path, help="take the rows of this list")
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS))
     arguments = parser.parse_args()
+    try:
+        specs = specs_of(arguments.part, arguments.list, arguments.layouts, trial=arguments.trial)
+    except ValueError as error:
+        parser.error(str(error))
+    if not specs:
+        parser.error(f"no row has one of the layouts {', '.join(arguments.layouts)}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     with (
         (arguments.out / "beside.jsonl").open("w") as rows,
         (arguments.out / "timeline.jsonl").open("w") as lines,
         (arguments.out / "touched.jsonl").open("w") as touched_lines,
     ):
-        for spec in specs_of(
-            arguments.part, arguments.list, arguments.layouts, trial=arguments.trial
-        ):
+        for spec in specs:
             row = f"{spec.layout} {spec.size} {spec.model.context_length} x {spec.batch}"
             ranks = launch(profile_rank, spec, ranks=2, device=spec.device)
             for rank, found in enumerate(ranks):

@@ -156,6 +156,8 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--trial", action="store_true", help="small, in two processes of a CPU")
     arguments = parser.parse_args()
+    if not arguments.trial and torch.cuda.device_count() < 2:
+        parser.error("this needs two GPUs; --trial runs it small on a CPU")
     arguments.out.mkdir(parents=True, exist_ok=True)
     ranks = launch(measure, arguments.trial, ranks=2, device="cpu" if arguments.trial else "cuda")
     versions = {

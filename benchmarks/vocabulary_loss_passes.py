@@ -59,7 +59,7 @@ def row_of(tokens: int, words: int, dtype: torch.dtype, device: torch.device) ->
 
     def whole() -> None:
         leaf.grad = None
-        _CrossEntropy.apply(leaf, targets, 0, None).backward()
+        _CrossEntropy.apply(leaf, targets, 0, None, False).backward()
 
     devices.reset_peak_memory(device)
     before = devices.allocated_memory(device) or 0
@@ -77,6 +77,8 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--trial", action="store_true", help="small, on a CPU")
     arguments = parser.parse_args()
+    if not arguments.trial and torch.cuda.device_count() < 1:
+        parser.error("this needs a GPU; --trial runs it small on a CPU")
     device = torch.device("cpu" if arguments.trial else "cuda")
     scale = 64 if arguments.trial else 1
     versions = {

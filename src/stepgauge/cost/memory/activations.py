@@ -158,9 +158,8 @@ def end_parts(operations: StepOperations) -> Parts:
     }
     if _is_fused(operations):  # forward computes the gradient, in chunks of logits
         return {**parts, "gradient of the head": v * d * arithmetic.residual_bytes}
-    parts["log-softmax"] = (
-        m * v * arithmetic.activation_bytes
-    )  # compiled, or over ranks, the logits
+    # Compiled, and if ranks have parts of the vocabulary, the logits are kept instead.
+    parts["log-softmax"] = m * v * arithmetic.activation_bytes
     if operations.casts_logits and operations.share.tensor == 1:
         parts["logits in fp32"] = m * v * 4
     if arithmetic.casts:

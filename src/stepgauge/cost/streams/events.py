@@ -9,7 +9,7 @@ collectives all along.
 
 A product or attention on a GPU occupies all multiprocessors that are free when it starts. A collective that is
 ready meanwhile waits until it ends, and then starts before the next kernel: in traces of five data parallel
-steps on 2 x H200, 305 collectives started while a product or attention ran, all of them in its last 35 %
+layouts on 2 x H200, 305 collectives started while a product or attention ran, all of them in its last 35 %
 (docs/log/2026-11-30-collectives-wait.md). Copies by copy engines need no multiprocessor.
 
 Collectives of several axes that run at the same time on the same links take as many times as long, as

@@ -129,7 +129,7 @@ class VocabularyParallelHead(nn.Module):
             first_row=self.first_row,
             vocab_size=self.vocab_size,
             stream=self.stream,
-            has_bias=bias_V is not None,
+            may_rule_out=bias_V is not None,
         )
 
 

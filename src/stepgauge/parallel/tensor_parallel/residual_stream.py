@@ -57,9 +57,9 @@ class ResidualStream:
                   by_sequence and a group known to `groups_by_name.register`
     replayed      the step is replayed from a CUDA graph, so that smaller collectives overlap
     communicates  False leaves out the collectives, to time everything else. Results then have the
-                  right shape and wrong values: this rank's rows and words take the place of the others'. Zeros
-                  behind norms would have gradients that grow by layer until they are infinite, which draw
-                  less power, so that a GPU at its power limit would run products faster
+                  right shape and wrong values: this rank's rows and words take the place of the others'. (With
+                  zeros, gradients of norms grow by layer until they are infinite. Products of such values
+                  draw less power, and a GPU at its power limit then runs faster.)
     """
 
     group: dist.ProcessGroup
@@ -91,7 +91,7 @@ class ResidualStream:
         """
         if not self.by_sequence:
             return _SumOfGradients.apply(x, self.group) if self.communicates else x
-        gather = _Gather.apply if self.communicates else _Repeat.apply
+        gather = _Gather.apply if self.communicates else _repeated
         return self._gathered(gather(self._rows(x), self.group), x)
 
     def reduce_output(self, y_BTD: Tensor) -> Tensor:
@@ -269,19 +269,6 @@ class _SumOfGradients(torch.autograd.Function):
         return _backward(_Sum, all_reduce, gradient, ctx.group)
 
 
-class _Repeat(torch.autograd.Function):
-    """Takes the place of _Gather without communication."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _repeated(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _backward(_OwnRows, _copied_piece, gradient, ctx.group)
-
-
 class _OwnRows(torch.autograd.Function):
     """Takes the place of _ReduceScatter and _Split without communication."""
 
@@ -292,11 +279,13 @@ class _OwnRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _backward(_Repeat, _repeated, gradient, ctx.group)
+        return _repeated(gradient, ctx.group), None
 
 
 def _repeated(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return torch.cat([x] * group.size())
+    """Takes the place of _Gather without communication: the gradient is the rank's piece."""
+    others = x.detach()
+    return torch.cat([x if rank == group.rank() else others for rank in range(group.size())])
 
 
 def _copied_piece(x: Tensor, group: dist.ProcessGroup) -> Tensor:

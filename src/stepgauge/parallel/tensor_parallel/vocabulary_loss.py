@@ -133,16 +133,17 @@ def vocabulary_parallel_cross_entropy(
     first_row: int,
     vocab_size: int,
     stream: ResidualStream,
-    has_bias: bool = False,
+    may_rule_out: bool = True,
 ) -> Tensor:
     """Returns the mean cross-entropy in nats. `logits` (..., V) are those of this rank's rows of the
     vocabulary, which start at first_row; `targets` (...) are words. Targets of -100 do not count.
 
-    has_bias  a bias of -inf may rule out all words of this rank; the gradient then takes one more pass
+    may_rule_out  logits of -inf may rule out all words of this rank for a token. False, as without a bias,
+                  saves a pass over the gradient
     """
     require_in_vocabulary(targets, vocab_size, noun="target", ignored=IGNORED)
     loss: Tensor = _CrossEntropy.apply(
-        logits.flatten(0, -2), targets.flatten(), first_row, stream.active_group, has_bias
+        logits.flatten(0, -2), targets.flatten(), first_row, stream.active_group, may_rule_out
     )
     return loss
 
@@ -163,7 +164,7 @@ class _CrossEntropy(torch.autograd.Function):
         targets_N: Tensor,
         first_row: int,
         group: Any,
-        has_bias: bool = False,
+        may_rule_out: bool = True,
     ) -> Tensor:
         dtype = torch.promote_types(logits_NV.dtype, torch.float32)
         rows_N, is_local_N = _local_rows(targets_N, first_row, logits_NV.shape[1])
@@ -180,7 +181,7 @@ class _CrossEntropy(torch.autograd.Function):
         share_N = (log_sum_N - sum_N.log()).exp()
         counts_N, weights_N = _mean_weights(targets_N, dtype)
         ctx.save_for_backward(logits_NV, rows_N, is_local_N, share_N, weights_N)
-        ctx.ruled_out_N = ruled_out_N if has_bias else None
+        ctx.ruled_out_N = ruled_out_N if may_rule_out else None
         return ((sum_N.log() - target_N) * counts_N).sum() / counts_N.sum()
 
     @staticmethod
