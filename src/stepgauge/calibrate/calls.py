@@ -102,6 +102,12 @@ def cast(source: torch.dtype, target: torch.dtype, numel: int, device: torch.dev
     return rotating(lambda: (torch.randn(numel, device=device).to(source),), lambda x: x.to(target))
 
 
+def gradient_sum(dtype: torch.dtype, numel: int, device: torch.device) -> Call:
+    """Adds a gradient to that of earlier passes, in place."""
+    new = functools.partial(torch.randn, numel, device=device, dtype=dtype)
+    return rotating(lambda: (new(), new()), lambda total, gradient: total.add_(gradient))
+
+
 def strided_copy(numel: int, device: torch.device) -> Call:
     """Copies a tensor with its two outer dimensions swapped; rows stay contiguous."""
     rows = max(2, numel // STRIDED_WIDTH) // 2

@@ -119,6 +119,8 @@ def _passes(grid: Grid) -> dict[str, TimedOperation]:
         make = functools.partial(calls.cast, DTYPES[source], DTYPES[target])
         numbers = [(size // 8,) for size in grid.bytes]
         timed[f"cast {source} {target}"] = TimedOperation(("numel",), numbers, make, PRODUCTS)
+        make = functools.partial(calls.gradient_sum, DTYPES[source])
+        timed[f"gradient sum {source}"] = TimedOperation(("numel",), numbers, make, PRODUCTS)
     return timed
 
 

@@ -98,7 +98,7 @@ class StepOperations(ShareSizes):
         last = self._embedding_backward() if self.is_first else ()
         parts = first, itertools.chain(self._recomputed(), self._block_backward()), last
         before, block, after = self._at_pace("backward", *parts)
-        block += self._added(self.block_parameters)
+        block += self._added(self.block_parameters, weights=4)
         (after if self.is_first else before).extend(self._added(self.end_parameters))
         return before, block, after
 
@@ -295,10 +295,10 @@ class StepOperations(ShareSizes):
         nbytes = 4 if self.casts_logits else self.end_arithmetic.activation_bytes
         return v * nbytes / 4
 
-    def _added(self, numel: int) -> Iterator[Term]:
+    def _added(self, numel: int, *, weights: int = 1) -> Iterator[Term]:
         """Yields the accumulation of gradients; none in ZeRO 3, which accumulates small shards."""
         if not self.share.gathered:
-            yield from self.arithmetic.gradients_added(numel, self.share.passes)
+            yield from self.arithmetic.gradients_added(numel, self.share.passes, weights=weights)
 
     # Both
 

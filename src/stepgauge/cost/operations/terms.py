@@ -175,14 +175,18 @@ class Arithmetic:
         if cast_numel:
             yield Term(f"{name}.cast_input_gradient", "cast bf16 fp32", (cast_numel,))
 
-    def gradients_added(self, numel: int, passes: int) -> Iterator[Term]:
-        """Yields the addition of `numel` gradients to those of earlier passes.
+    def gradients_added(self, numel: int, passes: int, *, weights: int = 1) -> Iterator[Term]:
+        """Yields the addition of `numel` gradients of `weights` to those of earlier passes.
 
         The first of `passes` adds nothing. Each pass gets the average over all.
         """
         if passes > 1 and numel:
-            nbytes = 3 * self.weight_bytes * numel * (passes - 1) / passes
-            yield Term("gradients.add", TRAFFIC, (nbytes / 2,), 2, for_weights=True)
+            dtype = "fp32" if self.weight_bytes == 4 else "bf16"
+            each = numel * (passes - 1) / passes / weights
+            yield Term(
+                "gradients.add", f"gradient sum {dtype}", (each,), weights,
+                nbytes=3 * self.weight_bytes * each, for_weights=True,
+            )  # fmt: skip
 
     def norm(
         self, name: str, direction: str, kind: str, m: int, d: int, *, sums: bool = True

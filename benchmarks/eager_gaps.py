@@ -1,0 +1,117 @@
+"""Times short operations on a GPU in a CUDA graph, and launched one by one by a host that is ahead.
+
+    python benchmarks/eager_gaps.py OUT            # on one GPU, about 10 s
+
+`stepgauge calibrate` times short operations in CUDA graphs. How much longer does a kernel take from the start
+of the one before it, if each is launched by the host?
+
+Appends a line per operation to OUT/eager_gaps.jsonl, and one for all of them in turn. In µs per call:
+`graph` in a graph, `eager` launched while the GPU is still busy, and `kernels` the time of its kernels
+alone, from the profiler. `launches` is the number of kernels of a call.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from stepgauge.calibrate import calls
+from stepgauge.calibrate.timing import loop
+from stepgauge.runtime.recording import Call, on_capture_stream, record_repeated
+
+CALLS, ROUNDS = 60, 7
+BUSY_CYCLES = 60_000_000  # about 30 ms, in which the host launches all calls
+
+
+def operations(device: torch.device) -> dict[str, Call]:
+    """Returns calls of operations with the sizes of a block of 2.7b over 2560 tokens."""
+    bf16, fp32, numel = torch.bfloat16, torch.float32, 2560 * 2560
+    return {
+        "cast fp32 bf16": calls.cast(fp32, bf16, numel, device),
+        "cast bf16 fp32": calls.cast(bf16, fp32, 4 * numel, device),
+        "gradient sum fp32": calls.gradient_sum(fp32, 4 * numel, device),
+        "traffic": calls.traffic(8 * numel, device),
+        "residual mixed": calls.residual(numel, device),
+        "matmul nt bf16": calls.matmul("nt", bf16, 2560, 2560, 2560, device),
+        "matmul tn bf16": calls.matmul("tn", bf16, 2560, 2560, 2560, device),
+        "heads backward bf16": calls.eager_pass("heads", True, bf16, 2560, 5120, device),
+        "rmsnorm backward fp32": calls.norm("rmsnorm", True, fp32, 2560, 2560, device),
+    }
+
+
+def eager_us(call: Call, device: torch.device) -> float:
+    """Returns the median µs of a call among CALLS that are all launched before the first one runs."""
+    times = []
+    for _ in range(ROUNDS):
+        torch.cuda._sleep(BUSY_CYCLES)
+        times.append(loop(call, device, CALLS))
+    return statistics.median(times)
+
+
+def graph_us(call: Call, device: torch.device) -> float:
+    """Returns the median µs of a call in a CUDA graph of CALLS."""
+    replay = record_repeated(call, CALLS, device)
+    assert replay is not None, "these calls can be recorded"
+    for _ in range(3):
+        replay()
+    return statistics.median(loop(replay, device, 2) for _ in range(ROUNDS)) / CALLS
+
+
+def kernels_of(call: Call, device: torch.device) -> tuple[float, float]:
+    """Returns the µs of a call's kernels and their number."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        torch.cuda._sleep(BUSY_CYCLES)
+        loop(call, device, CALLS)
+    found = [
+        event
+        for event in profiler.key_averages()
+        if event.self_device_time_total and not event.key.startswith(("aten", "cuda", "spin"))
+    ]
+    us = sum(event.self_device_time_total for event in found)
+    return us / CALLS, sum(event.count for event in found) / CALLS
+
+
+def in_turn(all_calls: Sequence[Call]) -> Call:
+    def run() -> None:
+        for call in all_calls:
+            call()
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("out", type=Path)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("it needs a GPU")
+    device = torch.device("cuda", 0)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with on_capture_stream(device), (arguments.out / "eager_gaps.jsonl").open("a") as lines:
+        named = operations(device)
+        for name, call in {**named, "all in turn": in_turn(list(named.values()))}.items():
+            call()
+            kernels, launches = kernels_of(call, device)
+            row = {
+                "date": datetime.date.today().isoformat(),
+                "commit": os.environ.get("STEPGAUGE_COMMIT", ""),
+                "gpu": torch.cuda.get_device_name(device),
+                "torch": torch.__version__,
+                "operation": name,
+                "launches": launches,
+                "kernels": round(kernels, 2),
+                "graph": round(graph_us(call, device), 2),
+                "eager": round(eager_us(call, device), 2),
+            }
+            print(row)
+            lines.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
