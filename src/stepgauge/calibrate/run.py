@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from stepgauge.bench.ranks import OnRanks
 from stepgauge.bench.sweep import Job
-from stepgauge.calibrate import host, wrappers
+from stepgauge.calibrate import host, launch_gap, wrappers
 from stepgauge.calibrate.grids import grid_of
 from stepgauge.calibrate.operations import TRACED_CALLS, TimedOperation, operations, other_work
 from stepgauge.calibrate.timing import METRICS, Timing, clock_and_power, time_of, warm_up_ms_for
@@ -25,7 +25,13 @@ from stepgauge.measure import cpu_contention, devices
 from stepgauge.measure.cpu_contention import Span, missed_metric, span_since
 from stepgauge.measure.environment import environment
 from stepgauge.runtime.world import gathered_objects, this_world
-from stepgauge.spec.calibration import EXACT, OPERATORS, CalibrationSpec, OperationTable
+from stepgauge.spec.calibration import (
+    EXACT,
+    LAUNCH_GAP,
+    OPERATORS,
+    CalibrationSpec,
+    OperationTable,
+)
 from stepgauge.spec.disturbance import is_disturbed
 from stepgauge.spec.fallbacks import libraries_of
 from stepgauge.spec.hardware import HardwareFile
@@ -37,7 +43,7 @@ Row = tuple[Any, ...]
 def names(device: torch.device) -> list[str]:
     """Returns the operations of the device. On a CPU, the host launches nothing and is not timed."""
     known = list(operations(grid_of(device.type)))
-    return known if device.type == "cpu" else [*known, *host.names()]
+    return known if device.type == "cpu" else [*known, LAUNCH_GAP, *host.names()]
 
 
 def job(spec: CalibrationSpec) -> Job:
@@ -84,6 +90,8 @@ def _measured(spec: CalibrationSpec, device: torch.device) -> Timed:
         timed = _timed(host.measure(spec, device), device)
     elif spec.operation in wrappers.names():
         timed = _timed(wrappers.measure(spec, device), device)
+    elif spec.operation == LAUNCH_GAP:
+        timed = _timed(launch_gap.measure(device), device)
     else:
         timed = _times(spec, device)
     return dataclasses.replace(timed, span=span_since(before))

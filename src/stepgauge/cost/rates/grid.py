@@ -48,7 +48,9 @@ WORK: Mapping[str, Callable[..., float]] = {
         ),
         lambda m, n: m * n,
     ),
-    **dict.fromkeys(("cast", "gradient", "optimizer", "traffic", "residual", "strided"), lambda size: size),
+    **dict.fromkeys(
+        ("cast", "gradient", "optimizer", "traffic", "residual", "strided"), lambda size: size
+    ),
 }
 
 # Work beyond this many times the nearest timed sizes has the best rate of all shapes: small shapes near the edge

@@ -8,8 +8,10 @@ from typing import Any, Protocol
 from stepgauge.cost.operations.terms import COLLECTIVES, TRAFFIC, TRANSFER, Term
 from stepgauge.cost.rates.contention import COPIES_SLOWDOWN, ContentionTable, Slowdown
 from stepgauge.cost.rates.estimate import ASSUMED, UNTIMED, Estimate
+from stepgauge.cost.rates.launch_gaps import gap_us, kernels_of
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.network import Axis, axes_of
+from stepgauge.spec.calibration import LAUNCH_GAP
 from stepgauge.spec.comm import COPIED
 from stepgauge.spec.layout import Layout
 
@@ -63,6 +65,7 @@ class Prices:
     ):
         self.machine, self.layout, self.backend = machine, layout or Layout(), backend
         self._without, self._copies = without, copies
+        self._gap_us = gap_us(machine.table(LAUNCH_GAP))
         self.axes: Mapping[str, Axis] = axes_of(self.layout, machine.network.gpus_per_node)
         self.contention = ContentionTable(machine.hardware, self.axes)
         self._cache: dict[tuple[Any, ...], Estimate] = {}
@@ -126,6 +129,9 @@ class Prices:
             estimate = self.machine.traffic(term.nbytes)
         else:
             estimate = self.machine.time(term.operation, *term.sizes)
+        if not (term.axis or term.operator):  # how many kernels an operator launches is not known
+            gaps_us = self._gap_us * kernels_of(term.operation)
+            estimate = dataclasses.replace(estimate, us=estimate.us + gaps_us)
         return dataclasses.replace(estimate, source=UNTIMED) if term.is_rough else estimate
 
     def _message(self, term: Term) -> Estimate:

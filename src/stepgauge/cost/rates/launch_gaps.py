@@ -1,0 +1,32 @@
+"""The gaps between kernels that the host launches one by one.
+
+Short operations were timed in CUDA graphs, where a kernel starts about 1 µs sooner after the one before it
+(calibrate/launch_gap.py).
+"""
+
+from stepgauge.spec.calibration import OperationTable
+
+# Kernels of one call, in traces of torch 2.11 (docs/log/2026-11-30-launch-gaps.md); 1 for all others. A
+# product launches one or two, and takes no longer than in a graph.
+KERNELS = {
+    "heads forward": 4,
+    "heads backward": 8,
+    "gate forward": 2,
+    "gate backward": 4,
+    "rmsnorm backward": 2,
+    "layernorm backward": 2,
+    "attention sdpa backward": 3,
+    "cross-entropy": 2,
+    "matmul": 0,
+    "optimizer": 0,  # few and long
+}
+
+
+def kernels_of(operation: str) -> int:
+    """Returns the number of kernels of an operation that have a gap before them."""
+    return next((count for name, count in KERNELS.items() if operation.startswith(name)), 1)
+
+
+def gap_us(table: OperationTable | None) -> float:
+    """Returns the microseconds before each kernel; 0 if the hardware file has no LAUNCH_GAP."""
+    return float(table.rows[0][-1]) if table else 0.0
