@@ -99,7 +99,8 @@ _FEW_TOKENS = (512, 2048, 8192)
 _WIDTHS = (768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 10240)
 GPU = Grid(
     widths={
-        "bf16": (512, *_WIDTHS, 12288, 16384, 20480),
+        # Narrow outputs have so few tiles that widths between are up to 15 % slower than their neighbours.
+        "bf16": tuple(sorted((512, 1600, 1792, 2304, *_WIDTHS, 12288, 16384, 20480))),
         "tf32": _FEW_WIDTHS,
         "fp32": _WIDTHS,
     },
@@ -131,7 +132,7 @@ GPU = Grid(
     compiled_passes=("heads", "gate", "norm"),
     compiled_shapes=((4096, 4096),),
     alternates=True,
-    time_limit_s=60.0,  # FlashAttention-4 compiles for 10 to 20 s; products take 42 s
+    time_limit_s=90.0,  # products take 62 s on an H200
 )
 # Sizes of the presets nano to small, whose steps are short enough on a CPU. Triton kernels do not run.
 _CPU_WIDTHS = (64, 256, 1024, 3072)
