@@ -5,12 +5,13 @@ import math
 import pytest
 import torch
 
-from stepgauge.calibrate import timing
+from stepgauge.calibrate import launch_gap, timing
 from stepgauge.calibrate.grids import GPU
 from stepgauge.calibrate.operations import operations
+from stepgauge.calibrate.run import names
 from stepgauge.calibrate.timing import time_of
 from stepgauge.runtime.recording import on_capture_stream, record_repeated
-from stepgauge.spec.calibration import CalibrationSpec
+from stepgauge.spec.calibration import LAUNCH_GAP, CalibrationSpec
 from stepgauge.spec.fallbacks import requested_kernels
 from stepgauge.spec.record import Record
 
@@ -112,3 +113,16 @@ def test_a_failed_capture_leaves_no_trace():
         assert replay is not None
         replay()
         assert x.item() == count
+
+
+def test_the_gap_before_a_launched_kernel_is_timed_on_gpus_only():
+    with_gap = [name for name in ("cuda", "mps", "cpu") if LAUNCH_GAP in names(torch.device(name))]
+    assert with_gap == ["cuda"]
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_launched_kernel_starts_later_than_in_a_graph():
+    """1.1 to 1.6 us on H200s."""
+    ((_, us),) = launch_gap.measure(torch.device("cuda")).rows
+    assert 0.2 < us < 10.0

@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 
 from stepgauge.cost.data_parallel import predict_data_parallel
+from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.step_operations import StepOperations
+from stepgauge.cost.operations.terms import Arithmetic
 from stepgauge.cost.pipeline.step import predict_pipeline
 from stepgauge.cost.rates.contention import UPDATE_SLOWDOWN, ContentionTable
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.network import Axis
 from stepgauge.cost.rates.prices import Prices
-from stepgauge.spec.calibration import Contention, OperationTable
+from stepgauge.spec.calibration import LAUNCH_GAP, Contention, OperationTable
 from stepgauge.spec.data_parallel import DataParallelSpec
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.model import ModelSpec
@@ -144,3 +146,40 @@ def test_gpus_that_wait_for_other_stages_run_products_faster():
     scaled = CalibratedMachine(HardwareFile.read(ROOT / "hardware" / "dgx-a100.json"))
     faster, unknown = (per_micro_batch(2, m) / per_micro_batch(16, m) for m in (H200, scaled))
     assert 0.95 < faster / unknown < 0.98  # both add up gradients more rarely
+
+
+def test_each_kernel_starts_later_than_in_a_graph():
+    """Products launch no later. The numbers of kernels are those of traces."""
+    spec = StepSpec(model=ModelSpec.preset("2.7b"), size="2.7b", precision="bf16", device="cuda")
+    operations = StepOperations(spec, NetworkPart(batch=spec.batch))
+    gap = OperationTable(("kernels",), ((1, 2.5),))
+    without = {k: v for k, v in H200.hardware.operations.items() if k != LAUNCH_GAP}
+    later, sooner = (
+        Prices(CalibratedMachine(dataclasses.replace(H200.hardware, operations=tables)))
+        for tables in ({**without, LAUNCH_GAP: gap}, without)
+    )
+    kernels = {
+        term.operation: round((later.estimate(term).us - sooner.estimate(term).us) / 2.5, 6)
+        for term in (*operations.forward(), *operations.backward())
+    }
+    traced = {
+        "heads forward bf16": 4, "heads backward bf16": 8, "gate forward bf16": 2, "gate backward bf16": 4,
+        "rmsnorm forward fp32": 1, "rmsnorm backward fp32": 2, "attention sdpa forward bf16": 1,
+        "attention sdpa backward bf16": 3, "residual mixed": 1, "cast fp32 bf16": 1, "matmul nt bf16": 0,
+        "matmul tn bf16": 0,
+    }  # fmt: skip
+    assert traced.items() <= kernels.items()
+
+
+def test_sums_of_gradients_take_their_own_time():
+    """Each of 3 of 4 passes adds 2**24 gradients of each of 4 weights."""
+    table = OperationTable(("numel",), ((2**20, 10.0), (2**26, 640.0)))
+    tables = {
+        "traffic": OperationTable(("bytes",), ((1e6, 1e-3), (1e9, 1.0))),
+        "gradient sum fp32": table,
+    }
+    prices = Prices(CalibratedMachine(HardwareFile(name="made", operations=tables)))
+    arithmetic = Arithmetic.of("bf16", is_compiled=False, gathered=False)
+    terms = list(arithmetic.gradients_added(4 * 2**24, 4, weights=4))
+    assert prices.total_us(terms) == pytest.approx(4 * 160.0 * 3 / 4)
+    assert not list(arithmetic.gradients_added(4 * 2**24, 1, weights=4))

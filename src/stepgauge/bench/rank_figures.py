@@ -41,21 +41,15 @@ def time_steps(
     """Returns ms of each phase, one value per step, after the spec's warm-up, and readings of the CPU's
     load before and after. Calls `after_step` after each timed step.
 
-    The first step allocates optimizer state, communicators and library workspaces. In the second, DDP
-    divides its gradients into new buckets, while NCCL may still hold the old ones. Peak memory is counted
-    from then on, if there are two steps of warm-up.
+    Peak memory is counted over the timed steps. The first step allocates optimizer state, communicators and
+    library workspaces. In the second, DDP divides its gradients into new buckets, while NCCL may hold
+    the old ones for some time.
     """
     report_progress("first step" if spec.compile == "off" else "compiles in its first step")
-    settling = min(2, spec.warmup)
-    for _ in range(settling):
-        for phase in phases.values():
-            phase()
-    devices.synchronize(device)
+    time_phases(phases, device, warmup=spec.warmup, steps=0)
     devices.reset_peak_memory(device)
     before = cpu_contention.reading()
-    times = time_phases(
-        phases, device, warmup=spec.warmup - settling, steps=spec.steps, after_step=after_step
-    )
+    times = time_phases(phases, device, warmup=0, steps=spec.steps, after_step=after_step)
     return times, span_since(before)
 
 

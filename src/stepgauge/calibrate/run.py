@@ -43,7 +43,9 @@ Row = tuple[Any, ...]
 def names(device: torch.device) -> list[str]:
     """Returns the operations of the device. On a CPU, the host launches nothing and is not timed."""
     known = list(operations(grid_of(device.type)))
-    return known if device.type == "cpu" else [*known, LAUNCH_GAP, *host.names()]
+    if device.type == "cuda":
+        known.append(LAUNCH_GAP)
+    return known if device.type == "cpu" else [*known, *host.names()]
 
 
 def job(spec: CalibrationSpec) -> Job:
