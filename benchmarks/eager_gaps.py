@@ -7,7 +7,8 @@ of the one before it, if each is launched by the host?
 
 Appends a line per operation to OUT/eager_gaps.jsonl, and one for all of them in turn. In µs per call:
 `graph` in a graph, `eager` launched while the GPU is still busy, and `kernels` the time of its kernels
-alone, from the profiler. `launches` is the number of kernels of a call.
+alone, from the profiler. `launches` is the number of kernels of a call. Records of 2026-11-30 lack the last two,
+which counted the kernel that keeps the GPU busy.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from stepgauge.calibrate import calls
 from stepgauge.calibrate.timing import loop
 from stepgauge.runtime.recording import Call, on_capture_stream, record_repeated
 
-CALLS, ROUNDS = 60, 7
+MOST_LAUNCHES, ROUNDS = 300, 7  # the launch queue has room for about a thousand
 BUSY_CYCLES = 60_000_000  # about 30 ms, in which the host launches all calls
 
 
@@ -45,36 +46,35 @@ def operations(device: torch.device) -> dict[str, Call]:
     }
 
 
-def eager_us(call: Call, device: torch.device) -> float:
-    """Returns the median µs of a call among CALLS that are all launched before the first one runs."""
+def eager_us(call: Call, device: torch.device, count: int) -> float:
+    """Returns the median µs of a call among `count` that are all launched before the first one runs."""
     times = []
     for _ in range(ROUNDS):
         torch.cuda._sleep(BUSY_CYCLES)
-        times.append(loop(call, device, CALLS))
+        times.append(loop(call, device, count))
     return statistics.median(times)
 
 
-def graph_us(call: Call, device: torch.device) -> float:
-    """Returns the median µs of a call in a CUDA graph of CALLS."""
-    replay = record_repeated(call, CALLS, device)
+def graph_us(call: Call, device: torch.device, count: int) -> float:
+    """Returns the median µs of a call in a CUDA graph of `count`."""
+    replay = record_repeated(call, count, device)
     assert replay is not None, "these calls can be recorded"
     for _ in range(3):
         replay()
-    return statistics.median(loop(replay, device, 2) for _ in range(ROUNDS)) / CALLS
+    return statistics.median(loop(replay, device, 2) for _ in range(ROUNDS)) / count
 
 
-def kernels_of(call: Call, device: torch.device) -> tuple[float, float]:
+def kernels_of(call: Call, device: torch.device, count: int) -> tuple[float, float]:
     """Returns the µs of a call's kernels and their number."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        torch.cuda._sleep(BUSY_CYCLES)
-        loop(call, device, CALLS)
+        loop(call, device, count)
     found = [
         event
         for event in profiler.key_averages()
-        if event.self_device_time_total and not event.key.startswith(("aten", "cuda", "spin"))
+        if event.self_device_time_total and not event.key.startswith(("aten", "cuda"))
     ]
     us = sum(event.self_device_time_total for event in found)
-    return us / CALLS, sum(event.count for event in found) / CALLS
+    return us / count, sum(event.count for event in found) / count
 
 
 def in_turn(all_calls: Sequence[Call]) -> Call:
@@ -97,7 +97,9 @@ def main() -> None:
         named = operations(device)
         for name, call in {**named, "all in turn": in_turn(list(named.values()))}.items():
             call()
-            kernels, launches = kernels_of(call, device)
+            _, launches = kernels_of(call, device, 10)
+            count = max(1, MOST_LAUNCHES // max(1, round(launches)))
+            kernels, launches = kernels_of(call, device, count)
             row = {
                 "date": datetime.date.today().isoformat(),
                 "commit": os.environ.get("STEPGAUGE_COMMIT", ""),
@@ -106,8 +108,8 @@ def main() -> None:
                 "operation": name,
                 "launches": launches,
                 "kernels": round(kernels, 2),
-                "graph": round(graph_us(call, device), 2),
-                "eager": round(eager_us(call, device), 2),
+                "graph": round(graph_us(call, device, count), 2),
+                "eager": round(eager_us(call, device, count), 2),
             }
             print(row)
             lines.write(json.dumps(row) + "\n")

@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from stepgauge.cost.operations.terms import TRAFFIC, Term
-from stepgauge.cost.rates.estimate import ASSUMED, NEAR, TIMED_WHOLE, UNTIMED, Estimate
+from stepgauge.cost.rates.estimate import ASSUMED, CALIBRATED, NEAR, TIMED_WHOLE, UNTIMED, Estimate
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import Prices
 from stepgauge.cost.streams.outcome import Outcome
+from stepgauge.spec.calibration import LAUNCH_GAP
 
 HEADINGS = [
     "phase", "term", "operation", "sizes", "count", "us", "source", "times_away", "spread",
@@ -17,6 +18,7 @@ TERM, OPERATION, SIZES, US, SOURCE, TIMES_AWAY = map(
     HEADINGS.index, ("term", "operation", "sizes", "us", "source", "times_away")
 )
 BY = " × "  # between sizes
+GAPS = "gaps"  # the term of the gaps between kernels
 LEAST_NOTED_SHARE = 0.02  # of a step; a note on less would not help
 LONG = 4096  # tokens: attention of shorter sequences rarely runs in another package
 Row = Sequence[Any]
@@ -33,18 +35,24 @@ def row_of(
 def term_rows(
     phases: Mapping[str, Iterable[Term]], prices: Prices, *, times: int = 1
 ) -> list[list[object]]:
-    """Returns a row per term. Each phase runs `times` times."""
+    """Returns a row per term, and one for the gaps before the kernels of each phase. Each phase runs
+    `times` times.
+    """
     rows: list[list[object]] = []
     for phase, terms in phases.items():
+        gaps_us = 0.0
         for term in terms:
             operation, sizes = term.operation, BY.join(f"{size:g}" for size in term.sizes)
             if prices.is_plain_pass(term):
                 operation, sizes = TRAFFIC, f"{term.nbytes:g}"
-            us, count = prices.us(term) * times, term.count * times
+            gaps_us += prices.gaps_us(term) * times
+            us, count = (prices.us(term) - prices.gaps_us(term)) * times, term.count * times
             estimate = Estimate(us, TIMED_WHOLE)
             if term.pace == 1.0:
                 estimate = dataclasses.replace(prices.estimate(term), us=us)
             rows.append(row_of(phase, term.name, operation, estimate, sizes=sizes, count=count))
+        if gaps_us:
+            rows.append(row_of(phase, GAPS, LAUNCH_GAP, Estimate(gaps_us, CALIBRATED)))
     return rows
 
 

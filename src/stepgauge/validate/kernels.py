@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from stepgauge.report.kernel_names import short_name
 from stepgauge.report.table import Table
 from stepgauge.spec.analysis import Analysis, Cell
-from stepgauge.spec.calibration import kernel_class
+from stepgauge.spec.calibration import LAUNCH_GAP, kernel_class
 from stepgauge.spec.record import Record
 from stepgauge.trace.names import readable
 
@@ -81,7 +81,7 @@ def compare_parts(prediction: Record, trace: Analysis) -> list[Part]:
         return parts.setdefault((phase, part, kind), Part(phase, part, kind))
 
     for phase, term, operation, _sizes, _count, us, *_ in rows:
-        kind = WAITS if term == "host" else kernel_class(operation)
+        kind = WAITS if term == "host" or operation == LAUNCH_GAP else kernel_class(operation)
         of(phase, part_of(term), kind).predicted_ms += us / 1e3
     for cell in _on_device(trace.cells):
         module = cell.range.removeprefix("blocks.*").removeprefix(".")

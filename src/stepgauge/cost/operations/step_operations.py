@@ -10,7 +10,7 @@ Legend: M tokens, D model width, F feed-forward width, V vocabulary, N ranks of 
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from stepgauge.cost.operations.elementwise import Elementwise
 from stepgauge.cost.operations.fused_loss import fused_backward, fused_forward
@@ -98,8 +98,9 @@ class StepOperations(ShareSizes):
         last = self._embedding_backward() if self.is_first else ()
         parts = first, itertools.chain(self._recomputed(), self._block_backward()), last
         before, block, after = self._at_pace("backward", *parts)
-        block += self._added(self.block_parameters, weights=4)
-        (after if self.is_first else before).extend(self._added(self.end_parameters))
+        block += self._added(self.block_parameters, self.block_matrices)
+        ends = self._added(self.end_parameters, self.end_matrices)
+        (after if self.is_first else before).extend(ends)
         return before, block, after
 
     def _at_pace(
@@ -295,10 +296,11 @@ class StepOperations(ShareSizes):
         nbytes = 4 if self.casts_logits else self.end_arithmetic.activation_bytes
         return v * nbytes / 4
 
-    def _added(self, numel: int, *, weights: int = 1) -> Iterator[Term]:
+    def _added(self, numel: int, matrices: Sequence[int]) -> Iterator[Term]:
         """Yields the accumulation of gradients; none in ZeRO 3, which accumulates small shards."""
+        passes, tensors = self.share.passes, len(matrices)
         if not self.share.gathered:
-            yield from self.arithmetic.gradients_added(numel, self.share.passes, weights=weights)
+            yield from self.arithmetic.gradients_added(numel, passes, tensors=tensors)
 
     # Both
 

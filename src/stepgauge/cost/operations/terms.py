@@ -175,16 +175,16 @@ class Arithmetic:
         if cast_numel:
             yield Term(f"{name}.cast_input_gradient", "cast bf16 fp32", (cast_numel,))
 
-    def gradients_added(self, numel: int, passes: int, *, weights: int = 1) -> Iterator[Term]:
-        """Yields the addition of `numel` gradients of `weights` to those of earlier passes.
+    def gradients_added(self, numel: int, passes: int, *, tensors: int) -> Iterator[Term]:
+        """Yields the addition of gradients to those of earlier passes: `numel` values in `tensors`.
 
-        The first of `passes` adds nothing. Each pass gets the average over all.
+        The first of `passes` adds nothing. Each pass gets the mean over all passes.
         """
         if passes > 1 and numel:
             dtype = "fp32" if self.weight_bytes == 4 else "bf16"
-            each = numel * (passes - 1) / passes / weights
+            each = numel * (passes - 1) / passes / max(1, tensors)
             yield Term(
-                "gradients.add", f"gradient sum {dtype}", (each,), weights,
+                "gradients.add", f"gradient sum {dtype}", (each,), max(1, tensors),
                 nbytes=3 * self.weight_bytes * each, for_weights=True,
             )  # fmt: skip
 

@@ -171,7 +171,7 @@ class CalibratedMachine:
 
     @functools.cached_property
     def _traffic(self) -> tuple[float, float]:
-        """Microseconds of a launch, and bytes per microsecond, from the two largest sizes.
+        """Fixed microseconds of a pass, and bytes per microsecond, from the two largest sizes.
 
         Smaller ones measure the host, or stay in a cache. Raises ValueError if they give no rate.
         """

@@ -105,11 +105,20 @@ class Prices:
         return sum(map(self.us, terms))
 
     def us(self, term: Term) -> float:
-        """Returns the time of all runs of the term, at its pace."""
-        return term.count * term.pace * self.estimate(term).us
+        """Returns the time of all runs of the term, at its pace, with the gaps before its kernels."""
+        return term.count * term.pace * self.estimate(term).us + self.gaps_us(term)
+
+    def gaps_us(self, term: Term) -> float:
+        """Returns the gaps before the kernels of all runs of the term (launch_gaps.py).
+
+        Messages have none, and operators of traced networks: how many kernels they launch is not known.
+        """
+        if term.axis or term.operator:
+            return 0.0
+        return term.count * term.pace * self._gap_us * kernels_of(term.operation)
 
     def estimate(self, term: Term) -> Estimate:
-        """Returns the time of one run of the term; its count and its pace are left out."""
+        """Returns the time of one run of the term, without its count, its pace and gaps."""
         key = (
             term.operation, term.sizes, term.axis, term.hidden_by, term.copied_as, term.nbytes,
             term.operator, term.share, term.is_rough,
@@ -129,9 +138,6 @@ class Prices:
             estimate = self.machine.traffic(term.nbytes)
         else:
             estimate = self.machine.time(term.operation, *term.sizes)
-        if not (term.axis or term.operator):  # how many kernels an operator launches is not known
-            gaps_us = self._gap_us * kernels_of(term.operation)
-            estimate = dataclasses.replace(estimate, us=estimate.us + gaps_us)
         return dataclasses.replace(estimate, source=UNTIMED) if term.is_rough else estimate
 
     def _message(self, term: Term) -> Estimate:

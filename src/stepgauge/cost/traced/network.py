@@ -107,7 +107,9 @@ class TracedOperations:
     def _added(self) -> Iterator[Term]:
         """Yields the accumulation of gradients; none in ZeRO 3, which accumulates small shards."""
         if not self.share.gathered:
-            yield from self.arithmetic.gradients_added(self.num_parameters, self.share.passes)
+            yield from self.arithmetic.gradients_added(
+                self.num_parameters, self.share.passes, tensors=len(self.end_matrices)
+            )
 
 
 def _grouped(terms: Sequence[Term]) -> list[Term]:
