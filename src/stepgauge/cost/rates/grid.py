@@ -11,7 +11,7 @@ import collections
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from stepgauge.cost.rates.estimate import CALIBRATED, EXTRAPOLATED, INTERPOLATED, Estimate
 from stepgauge.spec.calibration import OperationTable
@@ -164,12 +164,23 @@ class Grid:
         return launch_bound
 
     def _nearest_shape(self, sizes: Sequence[float]) -> tuple[float, ...]:
-        """Returns the nearest shape, one that is not launch-bound if there is any."""
+        """Returns the nearest shape by the logarithms of its sizes, one that is not launch-bound if there is
+        any.
+        """
+        shapes, logarithms = self._candidates
+        distances = map(math.dist, logarithms, itertools.repeat(_logarithms(sizes)))
+        return min(zip(distances, shapes, strict=False))[1]
 
-        def distance(shape: Sequence[float]) -> float:
-            return sum(math.log(p / s) ** 2 for p, s in zip(shape, sizes, strict=True))
+    @functools.cached_property
+    def _candidates(self) -> tuple[Sequence[tuple[float, ...]], Sequence[Sequence[float]]]:
+        """The shapes that `_nearest_shape` chooses from, and the logarithms of their sizes."""
+        usable = [shape for shape in self._times if shape not in self._launch_bound]
+        shapes = usable or list(self._times)
+        return shapes, [_logarithms(shape) for shape in shapes]
 
-        return min(set(self._times) - self._launch_bound or self._times, key=distance)
+
+def _logarithms(sizes: Iterable[float]) -> list[float]:
+    return [math.log(size) for size in sizes]
 
 
 def _times_away(shape: Sequence[float], sizes: Sequence[float]) -> float:

@@ -238,8 +238,10 @@ class CalibratedMachine:
         between is on the line through both. With fewer products than calibrated it is no shorter: the
         power limit hardly matters there.
         """
-        alternating = self._required_table(operation).at(without_passes)
-        alternating_us = self._grid(f"{operation} {ALONE} too", alternating).time(sizes).us
+        name = f"{operation} {ALONE} too"
+        if name not in self._grids:
+            self._grid(name, self._required_table(operation).at(without_passes))
+        alternating_us = self._grids[name].time(sizes).us
         alone_us = self._grid(f"{operation} {ALONE}", without_passes).time(sizes).us
         longer = alone_us / alternating_us - 1
         position = (self._product_share - CALIBRATED_PRODUCT_SHARE) / (1 - CALIBRATED_PRODUCT_SHARE)
