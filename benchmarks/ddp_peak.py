@@ -10,23 +10,17 @@ Appends a line per run and rank to OUT/ddp_peak.jsonl, with the peak of each ste
 
 import argparse
 import dataclasses
-import datetime
 import json
-import os
 from pathlib import Path
 
 import torch
+from kernels_beside_collectives import built
+from versions import versions
 
-from stepgauge.bench.build import LEARNING_RATE
-from stepgauge.bench.layout import phases_of
 from stepgauge.measure import devices
 from stepgauge.runtime.launch import launch
-from stepgauge.runtime.world import joined_world
 from stepgauge.spec.layout_step import LayoutSpec
 from stepgauge.spec.model import ModelSpec
-from stepgauge.train.build import batch_for
-from stepgauge.train.layout import build_layout_step, stages_of
-from stepgauge.train.rank_share import RankShare
 
 RUNS, STEPS = 3, 6
 
@@ -47,22 +41,11 @@ def spec_of(*, trial: bool) -> LayoutSpec:
 
 def peaks(spec: LayoutSpec) -> list[float]:
     """Runs on each rank. Returns the peak of each step in GiB."""
-    world = joined_world()
-    assert world is not None
-    device, place = world.device(spec.device), RankShare.of(spec.parsed_layout, world.rank)
-    step = build_layout_step(
-        spec,
-        layout=spec.parsed_layout,
-        device=device,
-        recording=False,
-        stages=stages_of(spec, spec.parsed_layout, device),
-        lr=LEARNING_RATE,
-    )
-    batch = [part.to(device) for part in place.shares(batch_for(spec.network, spec.batch, 1))]
+    device, _, phases = built(spec)
     found = []
     for _ in range(STEPS):
         devices.reset_peak_memory(device)
-        for phase in phases_of(step, [batch]).values():
+        for phase in phases.values():
             phase()
         devices.synchronize(device)
         found.append(next(iter(devices.peak_memory(device).values())) / 2**30)
@@ -81,14 +64,8 @@ def main() -> None:
     with (arguments.out / "ddp_peak.jsonl").open("a") as lines:
         for run in range(RUNS):
             for rank, found in enumerate(launch(peaks, spec, ranks=2, device=spec.device)):
-                row = {
-                    "date": datetime.date.today().isoformat(),
-                    "commit": os.environ.get("STEPGAUGE_COMMIT", ""),
-                    "torch": torch.__version__,
-                    "run": run,
-                    "rank": rank,
-                    "peak_gib": [round(peak, 2) for peak in found],
-                }
+                row = {"run": run, "rank": rank, "peak_gib": [round(peak, 2) for peak in found]}
+                row |= versions(trial=arguments.trial)
                 print(row)
                 lines.write(json.dumps(row) + "\n")
 

@@ -12,15 +12,14 @@ which counted the kernel that keeps the GPU busy.
 """
 
 import argparse
-import datetime
 import json
-import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+from versions import versions
 
 from stepgauge.calibrate import calls
 from stepgauge.calibrate.timing import loop
@@ -101,10 +100,7 @@ def main() -> None:
             count = max(1, MOST_LAUNCHES // max(1, round(launches)))
             kernels, launches = kernels_of(call, device, count)
             row = {
-                "date": datetime.date.today().isoformat(),
-                "commit": os.environ.get("STEPGAUGE_COMMIT", ""),
-                "gpu": torch.cuda.get_device_name(device),
-                "torch": torch.__version__,
+                **versions(trial=False),
                 "operation": name,
                 "launches": launches,
                 "kernels": round(kernels, 2),

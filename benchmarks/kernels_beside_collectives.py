@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from layout_rows import PARTS, Rows
 
 from stepgauge.bench.build import LEARNING_RATE
@@ -44,6 +45,7 @@ from stepgauge.trace.events import load
 from stepgauge.train.build import batch_for
 from stepgauge.train.layout import build_layout_step, stages_of
 from stepgauge.train.rank_share import RankShare
+from stepgauge.train.step import TrainingStep
 from stepgauge.validate.rows import read_list
 
 LAYOUTS = ("dp2 bucketed", "tp2")
@@ -92,10 +94,8 @@ def as_layout(spec: Any) -> LayoutSpec:
     return LayoutSpec(**values, layout=layout, batch=spec.batch * spec.ranks)
 
 
-def profile_rank(spec: LayoutSpec) -> list[tuple[str, list[Work], list[float]]]:
-    """Runs on each rank. Returns ("communicating" or "without", the work of the profiled steps, ms of
-    the timed steps), once with and once without communication.
-    """
+def built(spec: LayoutSpec) -> tuple[torch.device, TrainingStep, Phases]:
+    """Returns this rank's device, its step, and the phases of the step with its batch."""
     world = joined_world()
     assert world is not None
     device, place = world.device(spec.device), RankShare.of(spec.parsed_layout, world.rank)
@@ -108,8 +108,15 @@ def profile_rank(spec: LayoutSpec) -> list[tuple[str, list[Work], list[float]]]:
         lr=LEARNING_RATE,
     )
     batch = [part.to(device) for part in place.shares(batch_for(spec.network, spec.batch, 1))]
-    phases, parallel = phases_of(step, [batch]), step.parallel
-    axes = parallel.without_axis.values()
+    return device, step, phases_of(step, [batch])
+
+
+def profile_rank(spec: LayoutSpec) -> list[tuple[str, list[Work], list[float]]]:
+    """Runs on each rank. Returns ("communicating" or "without", the work of the profiled steps, ms of
+    the timed steps), once with and once without communication.
+    """
+    device, step, phases = built(spec)
+    axes = step.parallel.without_axis.values()
     found = []
     with step.precision.matmul_mode():
         for how, contexts in (("communicating", []), ("without", axes)):

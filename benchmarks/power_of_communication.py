@@ -15,9 +15,7 @@ after it.
 """
 
 import argparse
-import datetime
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -26,11 +24,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from versions import versions
 
 from stepgauge.calibrate.timing import clock_and_power
 from stepgauge.measure import devices
 from stepgauge.runtime.launch import launch
-from stepgauge.runtime.world import joined_world
+from stepgauge.runtime.world import gathered_objects, joined_world
 
 ROUND_MS, WARM_UP_S, TIMED_S = 30.0, 0.8, 1.2
 ROUNDS_PER_WAIT = 4  # the host launches so far ahead
@@ -51,7 +50,8 @@ class Rounds:
         self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
         product, whole = self.ms_of(self.product), self.ms_of(lambda: self.pass_over(1.0))
         self.part = min(1.0, product * (1 - share) / share / whole)
-        self.pair_ms = product + self.part * whole
+        # the same on both ranks, because it decides how many messages a round has
+        self.pair_ms = statistics.fmean(gathered_objects(product + self.part * whole))
         self.receiver: torch.Tensor | None = None
 
     def product(self) -> None:
@@ -160,16 +160,12 @@ def main() -> None:
         parser.error("this needs two GPUs; --trial runs it small on a CPU")
     arguments.out.mkdir(parents=True, exist_ok=True)
     ranks = launch(measure, arguments.trial, ranks=2, device="cpu" if arguments.trial else "cuda")
-    versions = {
-        "torch": torch.__version__,
-        "device": "cpu" if arguments.trial else torch.cuda.get_device_name(),
-        "date": datetime.date.today().isoformat(),
-        "commit": os.environ.get("STEPGAUGE_COMMIT", ""),
-    }
     with (arguments.out / "power.jsonl").open("a") as lines:
         for rank, rows in enumerate(ranks):
             for row in rows:
-                lines.write(json.dumps({"rank": rank, **row} | versions) + "\n")
+                lines.write(
+                    json.dumps({"rank": rank, **row} | versions(trial=arguments.trial)) + "\n"
+                )
                 if "longer" in row:
                     print(rank, row)
 

@@ -9,9 +9,7 @@ and the relative error of the loss of the first tokens in fp64.
 """
 
 import argparse
-import datetime
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from versions import versions
 
 from stepgauge.measure import devices
 from stepgauge.parallel.tensor_parallel.vocabulary_loss import _CrossEntropy
@@ -81,12 +80,6 @@ def main() -> None:
         parser.error("this needs a GPU; --trial runs it small on a CPU")
     device = torch.device("cpu" if arguments.trial else "cuda")
     scale = 64 if arguments.trial else 1
-    versions = {
-        "torch": torch.__version__,
-        "device": "cpu" if arguments.trial else torch.cuda.get_device_name(),
-        "date": datetime.date.today().isoformat(),
-        "commit": os.environ.get("STEPGAUGE_COMMIT", ""),
-    }
     arguments.out.mkdir(parents=True, exist_ok=True)
     with (arguments.out / "passes.jsonl").open("a") as lines:
         for dtype in (torch.bfloat16, torch.float32):
@@ -94,7 +87,7 @@ def main() -> None:
                 if dtype == torch.float32 and tokens * words > MOST_FP32:
                     continue
                 row = row_of(tokens // scale, words // scale, dtype, device)
-                lines.write(json.dumps(row | versions) + "\n")
+                lines.write(json.dumps(row | versions(trial=arguments.trial)) + "\n")
                 print(row, flush=True)
 
 

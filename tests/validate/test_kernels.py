@@ -8,6 +8,7 @@ import pytest
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.step import predict
 from stepgauge.spec.analysis import Analysis, Cell, Idle
+from stepgauge.spec.calibration import LAUNCH_GAP, OperationTable
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.step import StepSpec
@@ -65,6 +66,20 @@ def test_each_part_has_its_terms_and_kernels_and_all_parts_add_up_to_the_step():
     )
     without_waits = comparison_table(prediction, dataclasses.replace(found, idle=[]))
     assert "waits" not in without_waits.caption  # as on a CPU
+
+
+def test_gaps_between_kernels_are_compared_with_waits():
+    """Kernels in a trace have no gaps. In this step the GPU never waits for the host."""
+    large = dataclasses.replace(STEP, batch=64)
+    gap = OperationTable(("kernels",), ((1, 2.0),))
+    later = dataclasses.replace(H100, operations={**H100.operations, LAUNCH_GAP: gap})
+    found = trace(cell("forward", "blocks.*.attention", "attention", 4000.0))
+    with_gaps, without = (
+        {(p.phase, p.part, p.kind): p.predicted_ms for p in compare_parts(prediction, found)}
+        for prediction in (predict(large, CalibratedMachine(file)) for file in (later, H100))
+    )
+    longer = {key for key, ms in with_gaps.items() if ms > without.get(key, 0.0) + 0.1}
+    assert longer == {("forward", "", "waits"), ("backward", "", "waits")}
 
 
 def test_a_compiled_step_is_compared_by_phase_and_class_because_it_has_no_ranges():

@@ -43,9 +43,10 @@ Row = tuple[Any, ...]
 def names(device: torch.device) -> list[str]:
     """Returns the operations of the device. On a CPU, the host launches nothing and is not timed."""
     known = list(operations(grid_of(device.type)))
-    if device.type == "cuda":
-        known.append(LAUNCH_GAP)
-    return known if device.type == "cpu" else [*known, *host.names()]
+    if device.type == "cpu":
+        return known
+    gap = [LAUNCH_GAP] if device.type == "cuda" else []
+    return [*known, *gap, *host.names()]
 
 
 def job(spec: CalibrationSpec) -> Job:

@@ -14,7 +14,7 @@ from stepgauge.spec.layout import Layout
 ALONE = "alone"
 # Suffix of a table of exactly the shapes that some steps use, timed for their predictions.
 EXACT = "exact"
-# The gap before a kernel that the host launches, beyond that of a CUDA graph.
+# The gap before a kernel that the host launches, beyond that in a CUDA graph of equal kernels.
 LAUNCH_GAP = "launch gap"
 
 # The table of traced operator calls, each timed with its own arguments.

@@ -182,11 +182,11 @@ class Arithmetic:
         """
         if passes > 1 and numel:
             dtype = "fp32" if self.weight_bytes == 4 else "bf16"
-            each = numel * (passes - 1) / passes / max(1, tensors)
-            yield Term(
-                "gradients.add", f"gradient sum {dtype}", (each,), max(1, tensors),
-                nbytes=3 * self.weight_bytes * each, for_weights=True,
-            )  # fmt: skip
+            count = max(1, tensors)  # a stage may have a norm only, which is no matrix
+            each = numel * (passes - 1) / passes / count
+            nbytes = 3 * self.weight_bytes * each
+            operation = f"gradient sum {dtype}"
+            yield Term("gradients.add", operation, (each,), count, nbytes=nbytes, for_weights=True)
 
     def norm(
         self, name: str, direction: str, kind: str, m: int, d: int, *, sums: bool = True

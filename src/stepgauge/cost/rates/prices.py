@@ -111,7 +111,8 @@ class Prices:
     def gaps_us(self, term: Term) -> float:
         """Returns the gaps before the kernels of all runs of the term (launch_gaps.py).
 
-        Messages have none, and operators of traced networks: how many kernels they launch is not known.
+        Messages have none. Neither have operators of traced networks that are timed as whole calls: how many
+        kernels they launch is not known.
         """
         if term.axis or term.operator:
             return 0.0
