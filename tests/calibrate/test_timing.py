@@ -13,6 +13,7 @@ from stepgauge.calibrate.timing import time_of
 from stepgauge.runtime.recording import on_capture_stream, record_repeated
 from stepgauge.spec.calibration import LAUNCH_GAP, CalibrationSpec
 from stepgauge.spec.fallbacks import requested_kernels
+from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.record import Record
 
 NAMES = list(operations(GPU))
@@ -118,6 +119,21 @@ def test_a_failed_capture_leaves_no_trace():
 def test_the_gap_before_a_launched_kernel_is_timed_on_gpus_only():
     with_gap = [name for name in ("cuda", "mps", "cpu") if LAUNCH_GAP in names(torch.device(name))]
     assert with_gap == ["cuda"]
+
+
+def test_a_gap_that_cannot_be_measured_is_still_a_time_that_a_file_may_have(monkeypatch, tmp_path):
+    """A graph that is slower than the launches, by noise."""
+    monkeypatch.setattr(launch_gap, "record_repeated", lambda call, count, device: "replay")
+    monkeypatch.setattr(
+        launch_gap,
+        "_behind_products",
+        lambda call, count, product: 9.0 if call == "replay" else 8.0,
+    )
+    monkeypatch.setattr(launch_gap, "NUMEL", 16)
+    monkeypatch.setattr(launch_gap, "WIDTH", 4)
+    table = launch_gap.measure(torch.device("cpu"))
+    HardwareFile(name="made", operations={LAUNCH_GAP: table}).write(tmp_path / "made.json")
+    assert HardwareFile.read(tmp_path / "made.json").operations[LAUNCH_GAP] == table
 
 
 @pytest.mark.gpu
