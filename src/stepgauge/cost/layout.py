@@ -14,9 +14,8 @@ from stepgauge.cost.memory.parts import Memory
 from stepgauge.cost.pipeline.layout_step import predict_pipelined, shortened_schedule
 from stepgauge.cost.pipeline.step import span_rows
 from stepgauge.cost.predicted import Predicted
-from stepgauge.cost.rank import peak_of, peak_of_stages
+from stepgauge.cost.rank import at_product_share, peak_of, peak_of_stages
 from stepgauge.cost.rates.machine import CalibratedMachine
-from stepgauge.cost.rates.prices import StageChain
 from stepgauge.cost.step import modelled, rates
 from stepgauge.cost.streams.ledger import step_rows
 from stepgauge.cost.streams.outcome import exposed_ms
@@ -85,8 +84,10 @@ def _with_waits(parts: LayoutParts, plan: Schedule | None) -> LayoutParts:
     """Returns the same step with prices of GPUs that wait for other stages, as they do in it."""
     if plan is None:
         return parts
-    network, busy = StageChain(parts.stages), simulate_layout(parts, plan).busy
-    return dataclasses.replace(parts, prices=parts.prices.at_product_share_of(network, busy=busy))
+    busy = simulate_layout(parts, plan).busy
+    return dataclasses.replace(
+        parts, prices=at_product_share(parts.prices, parts.stages, busy=busy)
+    )
 
 
 def simulate_layout(parts: LayoutParts, plan: Schedule | None = None) -> Predicted:

@@ -9,9 +9,14 @@ from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.cost.pipeline.cuts import blocks_of
 from stepgauge.cost.pipeline.stages import Halves
-from stepgauge.cost.rank import launch_costs_of, operations_of, with_block_times
+from stepgauge.cost.rank import (
+    at_product_share,
+    launch_costs_of,
+    operations_of,
+    with_block_times,
+)
 from stepgauge.cost.rates.machine import CalibratedMachine
-from stepgauge.cost.rates.prices import Prices, StageChain, library_of
+from stepgauge.cost.rates.prices import Prices, library_of
 from stepgauge.cost.streams.program import LaunchCost, Operations, RankStep
 from stepgauge.cost.timed_blocks import as_timed
 from stepgauge.cost.traced.network import TracedNetwork
@@ -44,13 +49,13 @@ class LayoutParts:
         share, prices = share_of(spec), Prices(machine, layout, library_of(spec))
         if traced:
             stages = [operations_of(work, share, stage) for stage in traced]
-            prices = prices.at_product_share_of(StageChain(stages))
+            prices = at_product_share(prices, stages)
         else:
             network = StepOperations(work, share)
             if layout.overlap and not network.overlapped:  # its messages are plain collectives
                 layout = dataclasses.replace(layout, overlap=False)
                 prices = Prices(machine, layout, library_of(spec))
-            prices = prices.at_product_share_of(network)
+            prices = at_product_share(prices, [network])
             times = None
             if spec.needs_times:
                 times = Halves.of(as_timed(network, prices)).times(prices)

@@ -9,13 +9,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stepgauge.cost.data_axis.ownership import num_updated
 from stepgauge.cost.host import launch_costs
 from stepgauge.cost.memory.parts import Memory
 from stepgauge.cost.memory.peak import pipeline_memory, step_memory
 from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.cost.rates.machine import CalibratedMachine
-from stepgauge.cost.rates.prices import NCCL, Prices
+from stepgauge.cost.rates.prices import NCCL, Prices, StageChain
 from stepgauge.cost.streams.program import LaunchCost, Operations, RankStep
 from stepgauge.cost.timed_blocks import as_timed
 from stepgauge.cost.traced.memory import traced_memory, traced_pipeline_memory
@@ -49,6 +50,21 @@ def launch_costs_of(
     return {**costs, "forward": LaunchCost(), "backward": LaunchCost()} if replayed else costs
 
 
+def at_product_share(prices: Prices, stages: Sequence[Operations], *, busy: float = 1.0) -> Prices:
+    """Returns prices at the share of products in a step of a pipeline's stages, or of the only one.
+
+    `busy` as in Prices.at_product_share_of.
+    """
+    layout, updates = prices.layout, []
+    if stages[0].spec.phases == "step":
+        updates = [
+            stage.optimizer(num_updated(stage, layout.wrapper, layout.num_replicas))
+            for stage in stages
+        ]
+    passes = stages[0].share.passes
+    return prices.at_product_share_of(StageChain(stages), passes=passes, updates=updates, busy=busy)
+
+
 def rank_step_of(
     work: Any,
     share: NetworkPart,
@@ -61,7 +77,7 @@ def rank_step_of(
 ) -> RankStep:
     """Returns the step of a rank in a layout without a pipeline, with its prices and launch costs."""
     operations = operations_of(work, share, traced)
-    prices = Prices(machine, layout, library).at_product_share_of(operations)
+    prices = at_product_share(Prices(machine, layout, library), [operations])
     operations = with_block_times(operations, prices)
     host = launch_costs_of(operations, machine, layout, replayed=replayed)
     return RankStep(operations, prices, host)

@@ -6,6 +6,7 @@ Both follow the plans that the wrappers execute (spec/plan/buckets.py, spec/plan
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from stepgauge.cost.data_axis.ownership import most_owned
 from stepgauge.cost.data_axis.wrapper_host import Hooks, hooks_of
 from stepgauge.cost.operations.terms import TRAFFIC, Term
 from stepgauge.cost.rates.prices import Prices
@@ -19,8 +20,7 @@ from stepgauge.cost.streams.program import (
 )
 from stepgauge.spec.layout import WRAPPERS
 from stepgauge.spec.plan.buckets import Bucket, Parameter
-from stepgauge.spec.plan.shards import deal_out, num_update_parts, plan_launches, plan_owners
-from stepgauge.spec.units import ceil_div
+from stepgauge.spec.plan.shards import num_update_parts, plan_launches, plan_owners
 
 REDUCE_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2}  # by a spec's reduce_dtype
 
@@ -57,16 +57,6 @@ def parameters_of(step: RankStep, reduce_dtype: str = "own") -> list[Parameter]:
 def num_gradients(step: RankStep) -> int:
     """Returns the number of parameters that get a gradient."""
     return sum(group.gradients for group in step.groups("backward"))
-
-
-def most_owned(operations: Operations, ranks: int) -> int:
-    """Returns the number of parameters of the rank that owns most (spec/plan/shards.py).
-
-    Tensors are not split, so it is at least as many as the largest tensor has.
-    """
-    matrices = operations.block_matrices * len(operations.blocks) + operations.end_matrices
-    vectors = operations.num_parameters - sum(matrices)
-    return max(deal_out(matrices, [0] * ranks)[0]) + ceil_div(vectors, ranks)
 
 
 class Bucketed(DataParallelCost):

@@ -6,8 +6,9 @@ computation. Their host time is unknown, unless whole blocks were timed under th
 
 from collections.abc import Mapping
 
-from stepgauge.cost.data_axis.buckets import Bucketed, Owned, Sending, most_owned
+from stepgauge.cost.data_axis.buckets import Bucketed, Owned, Sending
 from stepgauge.cost.data_axis.fully_sharded import FullySharded
+from stepgauge.cost.data_axis.ownership import most_owned
 from stepgauge.cost.operations.terms import TRAFFIC, Term
 from stepgauge.cost.rates.prices import Prices
 from stepgauge.cost.streams.program import (

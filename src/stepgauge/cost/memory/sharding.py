@@ -1,6 +1,6 @@
 """The bytes of weights, gradients and optimizer state that a data parallel rank holds."""
 
-from stepgauge.cost.data_axis.buckets import most_owned
+from stepgauge.cost.data_axis.ownership import most_owned
 from stepgauge.cost.streams.program import Operations
 from stepgauge.spec.layout import WRAPPERS, Layout
 

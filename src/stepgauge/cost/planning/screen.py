@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Iterator
 
-from stepgauge.cost.data_axis.buckets import most_owned
+from stepgauge.cost.data_axis.ownership import num_updated
 from stepgauge.cost.host import launch_costs
 from stepgauge.cost.memory.parts import Memory
 from stepgauge.cost.memory.peak import stage_memory, step_memory
@@ -183,7 +183,7 @@ class Screen:
         self._prices = functools.cache(self._priced)
         self._times = functools.cache(self._timed)
         self._hosts = functools.cache(self._launched)
-        self._most_owned = functools.cache(most_owned)
+        self._num_updated = functools.cache(num_updated)
 
     def of(self, candidate: Candidate) -> Screened:
         """Estimates a candidate. Raises ValueError for what the machine has no times for."""
@@ -198,7 +198,8 @@ class Screen:
             forward, backward = max((forward, backward), self._times(last, prices), key=sum)
         passes = layout.microbatches * candidate.accumulation
         exposed, slowed = self._data_us(stage, prices, layout, forward, backward, passes)
-        update = prices.us(stage.optimizer(self._num_updated(stage, layout)))
+        updated = self._num_updated(stage, layout.wrapper, layout.num_replicas)
+        update = prices.us(stage.optimizer(updated))
         pass_us = max(forward + backward, self._hosts(stage, prices))
         step_us = passes * pass_us + bubble + exposed + slowed + update
         return Screened(candidate, step_us, self.memory(candidate))
@@ -224,15 +225,6 @@ class Screen:
             gathered=layout.gathers_weights,
         )  # fmt: skip
         return self._stages(share, candidate.checkpointing)
-
-    def _num_updated(self, stage: StepOperations, layout: Layout) -> float:
-        """Returns the number of parameters that a rank updates."""
-        wrapper = WRAPPERS[layout.wrapper]
-        if wrapper.shards("weights"):
-            return stage.num_parameters / layout.num_replicas
-        if wrapper.shards("optimizer state"):
-            return self._most_owned(stage, layout.num_replicas)
-        return stage.num_parameters
 
     def _timed(self, stage: StepOperations, prices: Prices) -> tuple[float, float]:
         """Returns the microseconds of forward and backward of a micro-batch."""

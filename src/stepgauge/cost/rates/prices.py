@@ -70,20 +70,31 @@ class Prices:
         self.contention = ContentionTable(machine.hardware, self.axes)
         self._cache: dict[tuple[Any, ...], Estimate] = {}
 
-    def at_product_share_of(self, network: ForwardBackward, *, busy: float = 1.0) -> "Prices":
-        """Returns prices at which products take the share of the time that they have in the network.
+    def at_product_share_of(
+        self,
+        network: ForwardBackward,
+        *,
+        passes: int = 1,
+        updates: Iterable[Term] = (),
+        busy: float = 1.0,
+    ) -> "Prices":
+        """Returns prices at which products take the share of the time that they have in a step.
 
-        busy  fraction of the time in which the busiest rank computes. While a GPU waits it draws little
-              power, and its limit is on an average, so that it runs products faster afterwards. On a device
-              whose times are another's this is not known
+        A GPU draws less power in passes and while it waits, and its limit is on an average of tens of
+        milliseconds, so that products run faster beside them.
+
+        passes   forwards and backwards of the network
+        updates  of the optimizer
+        busy     fraction of the passes in which the busiest rank computes. On a device whose times are
+                 another's, it is not known what waiting brings
         """
         terms = [t for t in (*network.forward(), *network.backward()) if not t.axis]
-        products_us = self.total_us(term for term in terms if term.is_product)
-        share = products_us / (self.total_us(terms) or 1.0)
-        machine = self.machine.at_product_share(
-            share if self.machine.is_transferred else busy * share
-        )
-        return self._on(machine, self._without)
+        products_us = passes * self.total_us(term for term in terms if term.is_product)
+        passes_us = passes * self.total_us(terms)
+        if not self.machine.is_transferred:
+            passes_us /= busy
+        share = products_us / (passes_us + self.total_us(updates) or 1.0)
+        return self._on(self.machine.at_product_share(share), self._without)
 
     def without(self, axis: str) -> "Prices":
         """Returns prices at which communication on the axis takes no time."""
