@@ -102,10 +102,10 @@ GPU = Grid(
         # Narrow outputs have few tiles: products of widths between took up to 26 % longer than interpolated.
         "bf16": tuple(sorted((512, 1600, 1792, 2304, *_WIDTHS, 12288, 16384, 20480))),
         "tf32": _FEW_WIDTHS,
-        "fp32": _WIDTHS,
+        "fp32": tuple(sorted((1600, *_WIDTHS))),
     },
     tokens={
-        "bf16": (256, 512, 1024, 1536, 2048, 2560, 3072, 4096, 6144, 8192),
+        "bf16": (256, 512, 1024, 1536, 2048, 2560, 3072, 4096, 6144, 8192, 16384, 32768),
         "tf32": _FEW_TOKENS,
         # Powers of two fill 132 multiprocessors with tiles of 128 rows, others do not.
         "fp32": (512, 1024, 1536, 2048, 2560, 3072, 4096, 6144, 8192),
