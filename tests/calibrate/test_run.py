@@ -151,7 +151,7 @@ def test_shapes_stay_within_the_grids_limits(grid):
         )
     for name in grid.attentions:
         shapes = grid.attention_shapes(name, "bf16")
-        assert max(h * t for h, t, _ in shapes) <= grid.max_positions
+        assert max(h * t * t for h, t, _ in shapes) <= grid.max_pairs
 
 
 def test_the_file_of_a_device_is_found_by_its_name(tmp_path, monkeypatch):

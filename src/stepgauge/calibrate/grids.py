@@ -19,7 +19,8 @@ class Grid:
     max_aspect_ratio     one width of a layer divided by the other
     batched              heads times batch, lengths and head widths of eager attention's products
     grouped              experts, tokens and both widths of the products of experts in bf16
-    heads                heads times batch of attention; `max_positions` limits heads times length
+    heads                heads times batch of attention, by dtype; `max_pairs` limits the pairs of positions
+                         of all heads
     slow_attentions      attentions that take long to build or are rarely used; timed in bf16, over few
                          shapes
     max_logits           of a loss
@@ -39,10 +40,10 @@ class Grid:
     max_aspect_ratio: int
     batched: tuple[Shape, Shape, Shape]
     grouped: tuple[Shape, Shape, Shape, Shape]
-    heads: Shape
+    heads: Mapping[str, Shape]
     lengths: Shape
     head_widths: Shape
-    max_positions: int
+    max_pairs: int
     attentions: tuple[str, ...]
     slow_attentions: tuple[str, ...]
     vocabularies: Shape
@@ -84,8 +85,8 @@ class Grid:
             few = itertools.product((32,), (512, 4096, LONG), (64, 128))
             return list(few) if dtype == "bf16" else []
         lengths = (*self.lengths, LONG) if dtype == "bf16" else self.lengths
-        shapes = itertools.product(self.heads, lengths, self.head_widths)
-        return [(h, t, d) for h, t, d in shapes if h * t <= self.max_positions]
+        shapes = itertools.product(self.heads[dtype], lengths, self.head_widths)
+        return [(h, t, d) for h, t, d in shapes if h * t * t <= self.max_pairs]
 
     def losses(self) -> list[Shape]:
         """Returns (tokens, vocabulary) of losses."""
@@ -111,16 +112,16 @@ GPU = Grid(
         "fp32": (512, 1024, 1536, 2048, 2560, 3072, 4096, 6144, 8192),
     },
     coarse_widths=_FEW_WIDTHS,
-    coarse_tokens=(512, 1024, 2048, 4096, 8192),
+    coarse_tokens=(512, 1024, 2048, 4096, 8192, 32768),
     max_multiply_adds={"bf16": 2**40, "tf32": 2**40, "fp32": 2**36},
     max_weight=2**26,
     max_aspect_ratio=8,
     batched=((32, 128), (512, 1024, 2048), (64, 128)),
     grouped=((4, 8), (4096, 16384), (1024, 4096, 8192), (1024, 4096)),
-    heads=(8, 16, 32, 64, 128),
+    heads={"bf16": (8, 16, 32, 64, 128, 512), "fp32": (8, 16, 32, 64, 128)},
     lengths=(128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192),
     head_widths=(64, 80, 128),
-    max_positions=2**20,
+    max_pairs=2**35,
     attentions=("sdpa", "sdpa-full", "triton", "triton-full", "sdpa-flash", "sdpa-cudnn"),
     slow_attentions=("sdpa-full", "triton", "triton-full", "sdpa-flash", "sdpa-cudnn"),
     vocabularies=(10_000, 32_000, 128_256),
@@ -130,7 +131,7 @@ GPU = Grid(
     bytes=tuple(2**power for power in range(14, 31, 2)),
     passes=("heads", "split", "gate", "gelu"),
     compiled_passes=("heads", "gate", "norm"),
-    compiled_shapes=((4096, 4096),),
+    compiled_shapes=((4096, 4096), (32768, 1024)),
     alternates=True,
     time_limit_s=90.0,  # products take 62 s on an H200
 )
@@ -146,10 +147,10 @@ CPU = Grid(
     max_aspect_ratio=160,
     batched=((4, 16), (64, 256), (32, 64)),
     grouped=((), (), (), ()),
-    heads=(4, 16, 64),
+    heads=dict.fromkeys(("fp32", "bf16"), (4, 16, 64)),
     lengths=(64, 128, 256, 512, 1024),
     head_widths=(32, 64),
-    max_positions=2**14,
+    max_pairs=2**24,
     attentions=("sdpa",),
     slow_attentions=(),
     vocabularies=(1000, 10_000, 32_000),
