@@ -131,7 +131,7 @@ GPU = Grid(
     bytes=tuple(2**power for power in range(14, 31, 2)),
     passes=("heads", "split", "gate", "gelu"),
     compiled_passes=("heads", "gate", "norm"),
-    compiled_shapes=((4096, 4096), (32768, 1024)),
+    compiled_shapes=tuple(itertools.product((4096, 32768), (1024, 2048, 4096, 8192))),
     alternates=True,
     time_limit_s=90.0,  # products take 62 s on an H200
 )
