@@ -18,6 +18,7 @@ class Grid:
     max_weight           elements of a product's weight
     max_aspect_ratio     one width of a layer divided by the other
     batched              heads times batch, lengths and head widths of eager attention's products
+    unaligned            tokens, vocabularies (plus 1 or 2) and widths of the head's products in 16 bits
     grouped              experts, tokens and both widths of the products of experts in bf16
     heads                heads times batch of attention, by dtype; `max_pairs` limits the pairs of positions
                          of all heads
@@ -39,6 +40,7 @@ class Grid:
     max_weight: int
     max_aspect_ratio: int
     batched: tuple[Shape, Shape, Shape]
+    unaligned: tuple[Shape, Shape, Shape]
     grouped: tuple[Shape, Shape, Shape, Shape]
     heads: Mapping[str, Shape]
     lengths: Shape
@@ -117,6 +119,7 @@ GPU = Grid(
     max_weight=2**26,
     max_aspect_ratio=8,
     batched=((32, 128), (512, 1024, 2048), (64, 128)),
+    unaligned=((2048, 8192), (10_000, 50_256), (768, 4096)),
     grouped=((4, 8), (4096, 16384), (1024, 4096, 8192), (1024, 4096)),
     heads={"bf16": (8, 16, 32, 64, 128, 512), "fp32": (8, 16, 32, 64, 128)},
     lengths=(128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192),
@@ -146,6 +149,7 @@ CPU = Grid(
     max_weight=2**31,
     max_aspect_ratio=160,
     batched=((4, 16), (64, 256), (32, 64)),
+    unaligned=((), (), ()),
     grouped=((), (), (), ()),
     heads=dict.fromkeys(("fp32", "bf16"), (4, 16, 64)),
     lengths=(64, 128, 256, 512, 1024),

@@ -14,7 +14,7 @@ from stepgauge.calibrate import calls
 from stepgauge.calibrate.grids import Grid
 from stepgauge.calibrate.timing import OtherWork, loop
 from stepgauge.runtime.recording import Call, on_capture_stream
-from stepgauge.spec.calibration import ALONE, BATCHED, GROUPED
+from stepgauge.spec.calibration import ALIGNMENTS, ALONE, BATCHED, GROUPED
 
 PRODUCTS, PASSES = "products", "passes"  # kinds of other work
 DIRECTIONS = ("forward", "backward")
@@ -56,7 +56,8 @@ TRACED_CALLS = TimedOperation(("call",), (), calls.traced_call, PRODUCTS)
 def operations(grid: Grid) -> Mapping[str, TimedOperation]:
     """Returns the operations that are calibrated on a kind of device, by name."""
     return {
-        **_products(grid), **_batched_products(grid), **_grouped_products(grid), **_passes(grid),
+        **_products(grid), **_unaligned_products(grid), **_batched_products(grid),
+        **_grouped_products(grid), **_passes(grid),
         **_elementwise(grid), **_norms(grid), **_attentions(grid), **_ends(grid),
     }  # fmt: skip
 
@@ -79,6 +80,20 @@ def _products(grid: Grid) -> dict[str, TimedOperation]:
             timed[name] = operation._replace(alternates_with=PASSES)
             few = [s for s in shapes if set(s) <= {*grid.coarse_tokens, *grid.coarse_widths}]
             timed[f"{name} {ALONE}"] = operation._replace(grid=few)
+    return timed
+
+
+def _unaligned_products(grid: Grid) -> dict[str, TimedOperation]:
+    """Returns the head's products with vocabularies that are no multiple of ALIGNED, on GPUs."""
+    timed = {}
+    orders = {"nt": (0, 1, 2), "nn": (0, 2, 1), "tn": (1, 2, 0)}  # of tokens, vocabulary and width
+    for alignment, layout in itertools.product((1, 2), orders):
+        heads = [(m, v + alignment, d) for m, v, d in itertools.product(*grid.unaligned)]
+        shapes = [tuple(head[i] for i in orders[layout]) for head in heads]
+        make = functools.partial(calls.matmul, layout, torch.bfloat16)
+        if shapes:
+            name = f"matmul {ALIGNMENTS[alignment]}{layout} bf16"
+            timed[name] = TimedOperation(("m", "n", "k"), shapes, make, PASSES)
     return timed
 
 

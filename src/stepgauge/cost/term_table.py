@@ -1,15 +1,16 @@
-"""The table of a predicted step's terms, and notes on those that are known least."""
+"""The table of a predicted step's terms, and notes on what slows it down or is known least."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from stepgauge.cost.operations.terms import TRAFFIC, Term
+from stepgauge.cost.rates.alignment import with_alignment
 from stepgauge.cost.rates.estimate import ASSUMED, CALIBRATED, NEAR, TIMED_WHOLE, UNTIMED, Estimate
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import Prices
 from stepgauge.cost.streams.outcome import Outcome
-from stepgauge.spec.calibration import LAUNCH_GAP
+from stepgauge.spec.calibration import ALIGNED, LAUNCH_GAP
 
 HEADINGS = [
     "phase", "term", "operation", "sizes", "count", "us", "source", "times_away", "spread",
@@ -72,8 +73,10 @@ def host_rows(
 
 
 def notes_on(rows: Sequence[Row], machine: CalibratedMachine) -> list[str]:
-    """Returns notes on the terms that are known least; none on a small part of the step."""
-    notes = []
+    """Returns notes on products with unaligned rows, and on the terms that are known least; none on a small
+    part of the step.
+    """
+    notes = _unaligned(rows, machine)
     ms, longest = _longest(rows, lambda row: row[SOURCE] == UNTIMED)
     if longest:
         notes.append(
@@ -88,6 +91,25 @@ def notes_on(rows: Sequence[Row], machine: CalibratedMachine) -> list[str]:
             f"extrapolated, to sizes up to {most:,.0f} times as large or small"
         )
     return [*notes, *_few_shapes(rows, machine), *_libraries(rows, machine)]
+
+
+def _unaligned(rows: Sequence[Row], machine: CalibratedMachine) -> list[str]:
+    """Returns a note on bf16 products that are slow because a width is no multiple of ALIGNED."""
+
+    def is_slow(row: Row) -> bool:
+        if not row[OPERATION].startswith("matmul "):
+            return False
+        timed_as = with_alignment(row[OPERATION], [float(n) for n in row[SIZES].split(BY)])
+        return timed_as != row[OPERATION] and machine.table(timed_as) is not None
+
+    ms, longest = _longest(rows, is_slow)
+    if not longest:
+        return []
+    return [
+        f"slow products: {ms:,.2f} ms of the step ({', '.join(longest)}) have a width that is no multiple "
+        f"of {ALIGNED}, for which cuBLAS has kernels of half to a seventh of the usual speed; pad it (a "
+        f"vocabulary of 50,257 to 50,304), or use --loss fused for the head"
+    ]
 
 
 def _few_shapes(rows: Sequence[Row], machine: CalibratedMachine) -> list[str]:

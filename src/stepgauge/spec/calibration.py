@@ -25,6 +25,11 @@ BATCHED = "batched "
 # Grouped products, one per expert: the first size is the number of experts, m the rows of all.
 GROUPED = "grouped "
 
+# Products in 16 bits are fast if widths are multiples of this, so that rows start at multiples of 16 bytes.
+# Others, by the largest power of two that divides their widths: "matmul 2-byte nt bf16".
+ALIGNED = 8
+ALIGNMENTS = {1: "2-byte ", 2: "4-byte ", 4: "4-byte "}
+
 # Suffix of attention without a causal mask: "attention sdpa-full forward bf16".
 FULL_MASK = "-full"
 

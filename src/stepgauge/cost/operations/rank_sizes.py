@@ -4,6 +4,7 @@ import dataclasses
 
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.model_fields import NORMS
+from stepgauge.spec.units import ceil_div
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,11 @@ class ShareSizes:
         if self.is_last and not (model.tied_head and self.is_first):
             sizes.append(vocabulary)
         return sizes
+
+    @property
+    def words(self) -> int:
+        """Words of the vocabulary on the rank that has most."""
+        return ceil_div(self.model.vocab_size, self.share.tensor)
 
     @property
     def norm_parameters(self) -> int:

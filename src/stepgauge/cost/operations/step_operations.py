@@ -25,11 +25,13 @@ from stepgauge.cost.operations.vocabulary_loss import (
     vocabulary_loss_forward,
 )
 from stepgauge.cost.streams.program import LaunchCost, LaunchGroup
+from stepgauge.spec.calibration import ALIGNED
 from stepgauge.spec.fused_loss import torch_computes
 from stepgauge.spec.model_fields import NORMS
 from stepgauge.spec.plan.tensor import KINDS, Rule, overlaps
 from stepgauge.spec.plan.tensor_tables import table_of
 from stepgauge.spec.step import WorkSpec
+from stepgauge.spec.units import round_up
 
 
 class StepOperations(ShareSizes):
@@ -145,16 +147,14 @@ class StepOperations(ShareSizes):
         yield from self._collectives("embedding", "forward", self.arithmetic.residual_bytes)
 
     def _head_forward(self) -> Iterator[Term]:
-        d, v = self.model.d_model, self.model.vocab_size // self.share.tensor
         yield from self._norm("head.norm", "forward", "norm")
         yield from self._collectives("head", "forward")
         if self._fuses_loss:
-            yield from fused_forward(self.end_arithmetic, self.tokens, v, d, self.spec.device)
+            sizes = self.tokens, self.words, self.model.d_model
+            yield from fused_forward(self.end_arithmetic, *sizes, self.spec.device)
             return
-        yield from self.end_arithmetic.linear_forward(
-            "head", self.tokens, v, d, self.end_arithmetic.autocast_numel(self.own_tokens * d)
-        )
-        yield from self._loss_forward(v)
+        yield from self.end_arithmetic.linear_forward(*self._head)
+        yield from self._loss_forward(self.words)
 
     def _block_forward(self) -> Iterator[Term]:
         model, arithmetic, m = self.model, self.arithmetic, self.tokens
@@ -222,14 +222,11 @@ class StepOperations(ShareSizes):
         return term.is_product or is_kept_message or term.name.startswith(RING)
 
     def _head_backward(self) -> Iterator[Term]:
-        d, v = self.model.d_model, self.model.vocab_size // self.share.tensor
         if self._fuses_loss:
-            yield from fused_backward(v, d)
+            yield from fused_backward(self.words, self.model.d_model)
         else:
-            yield from self._loss_backward(v)
-            yield from self.end_arithmetic.linear_backward(
-                "head", self.tokens, v, d, self.end_arithmetic.autocast_numel(self.own_tokens * d)
-            )
+            yield from self._loss_backward(self.words)
+            yield from self.end_arithmetic.linear_backward(*self._head)
         yield from self._collectives("head", "backward")
         yield from self._norm("head.norm", "backward", "norm")
 
@@ -303,6 +300,13 @@ class StepOperations(ShareSizes):
             yield from self.arithmetic.gradients_added(numel, passes, tensors=tensors)
 
     # Both
+
+    @property
+    def _head(self) -> tuple[str, int, int, int, int]:
+        """Name, tokens, outputs, inputs and casts of the head. The fused loss of parts pads its outputs."""
+        is_padded = self.model.loss == "fused" and self.share.tensor > 1
+        rows, d = round_up(self.words, ALIGNED) if is_padded else self.words, self.model.d_model
+        return "head", self.tokens, rows, d, self.end_arithmetic.autocast_numel(self.own_tokens * d)
 
     @property
     def _fuses_loss(self) -> bool:

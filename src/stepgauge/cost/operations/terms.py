@@ -9,7 +9,9 @@ Legend: M tokens, D model width, N and K outputs and inputs of a linear layer.
 import dataclasses
 from collections.abc import Iterator
 
+from stepgauge.spec.calibration import ALIGNED
 from stepgauge.spec.model_fields import NORMS
+from stepgauge.spec.units import round_up
 
 TRAFFIC = "traffic"  # elementwise work, priced by the bytes that it reads and writes
 # By precision: dtype of matrix products, bytes of an activation, bytes of a weight.
@@ -149,6 +151,11 @@ class Arithmetic:
         """
         return numel if self.casts and not self.is_compiled else 0
 
+    def padded(self, width: int) -> int:
+        """Returns the width in products: torch.compile pads it in 16 bits."""
+        is_padded = self.is_compiled and self.activation_bytes == 2
+        return round_up(width, ALIGNED) if is_padded else width
+
     def linear_forward(self, name: str, m: int, n: int, k: int, cast_numel: int) -> Iterator[Term]:
         """Yields the product of inputs (M, K) and a weight (N, K), and the casts before it.
 
@@ -158,13 +165,18 @@ class Arithmetic:
             yield self.cast(f"{name}.cast_weight", "cast fp32 bf16", n * k)
         if cast_numel:
             yield Term(f"{name}.cast_input", "cast fp32 bf16", (cast_numel,))
+        n, k = self.padded(n), self.padded(k)
         yield Term(name, f"matmul nt {self.dtype}", (m, n, k))
 
     def linear_backward(self, name: str, m: int, n: int, k: int, cast_numel: int) -> Iterator[Term]:
         """Yields the products for the input's and the weight's gradient, and the casts after them."""
-        yield Term(f"{name}.input_gradient", f"matmul nn {self.dtype}", (m, k, n))
+        wide_n, wide_k = self.padded(n), self.padded(k)
+        yield Term(f"{name}.input_gradient", f"matmul nn {self.dtype}", (m, wide_k, wide_n))
         product = Term(
-            f"{name}.weight_gradient", f"matmul tn {self.dtype}", (n, k, m), for_weights=True
+            f"{name}.weight_gradient",
+            f"matmul tn {self.dtype}",
+            (wide_n, wide_k, m),
+            for_weights=True,
         )
         if self.casts:
             yield product

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from stepgauge.cost.operations.terms import TRAFFIC
+from stepgauge.cost.rates.alignment import with_alignment
 from stepgauge.cost.rates.attention_time import attention_time
 from stepgauge.cost.rates.estimate import (
     CALIBRATED,
@@ -121,7 +122,10 @@ class CalibratedMachine:
         if variant and not self.knows(operation, sizes):
             return self._without_variant(operation.replace(variant, ""), variant, sizes)
         self.requested.add((operation, sizes))
-        estimate = self._exact(operation, sizes) or self._interpolated(operation, sizes)
+        exact, aligned = self._exact(operation, sizes), with_alignment(operation, sizes)
+        if not exact and self.table(aligned):
+            operation = aligned
+        estimate = exact or self._interpolated(operation, sizes)
         is_product = operation.startswith("matmul") and GROUPED not in operation
         is_outside = is_product and estimate.source == EXTRAPOLATED
         if without_passes := self.table(f"{operation} {ALONE}"):
