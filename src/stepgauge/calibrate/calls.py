@@ -154,19 +154,24 @@ def norm(
     return rotating(make, backward if is_backward else forward)
 
 
-def loss(is_backward: bool, m: int, v: int, device: torch.device) -> Call:
-    """Cross-entropy of fp32 logits, as under autocast."""
+def loss(is_backward: bool, autocasts: bool, m: int, v: int, device: torch.device) -> Call:
+    """Cross-entropy of fp32 logits, or of bf16 logits under autocast."""
+    dtype = torch.bfloat16 if autocasts else torch.float32
+
+    def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocasts):
+            return F.cross_entropy(logits, targets)
 
     def make() -> tuple[Tensor, ...]:
-        logits = torch.randn(m, v, device=device, requires_grad=True)
+        logits = torch.randn(m, v, device=device, dtype=dtype, requires_grad=True)
         targets = torch.randint(v, (m,), device=device)
-        return logits, targets, F.cross_entropy(logits, targets)
+        return logits, targets, mean_loss(logits, targets)
 
     def backward(logits: Tensor, targets: Tensor, loss: Tensor) -> object:
         return torch.autograd.grad(loss, logits, retain_graph=True)
 
     def forward(logits: Tensor, targets: Tensor, loss: Tensor) -> object:
-        return F.cross_entropy(logits.detach(), targets)
+        return mean_loss(logits.detach(), targets)
 
     return rotating(make, backward if is_backward else forward)
 

@@ -200,11 +200,12 @@ def _ends(grid: Grid) -> dict[str, TimedOperation]:
     timed = {
         "embedding backward": TimedOperation(("m", "n"), shapes, calls.embedding_backward, PRODUCTS)
     }
-    for direction in DIRECTIONS:
-        make = functools.partial(calls.loss, direction == "backward")
-        timed[f"cross-entropy {direction}"] = TimedOperation(
-            ("m", "v"), grid.losses(), make, PRODUCTS
-        )
+    # On a CPU, autocast casts logits to fp32 first, which are priced as casts.
+    losses = {"cross-entropy": False, "cross-entropy autocast": True}
+    for name, direction in itertools.product(losses, DIRECTIONS):
+        make = functools.partial(calls.loss, direction == "backward", losses[name])
+        if grid.alternates or not losses[name]:
+            timed[f"{name} {direction}"] = TimedOperation(("m", "v"), grid.losses(), make, PRODUCTS)
     for name, dtype in itertools.product(grid.optimizers, ("fp32", "bf16")):
         make = functools.partial(calls.optimizer, name, DTYPES[dtype])
         counts = [(number,) for number in grid.parameters]

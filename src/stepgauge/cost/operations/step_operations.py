@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from stepgauge.cost.operations.cross_entropy import CrossEntropy
 from stepgauge.cost.operations.elementwise import Elementwise
 from stepgauge.cost.operations.fused_loss import fused_backward, fused_forward
 from stepgauge.cost.operations.head_exchange import HeadExchanges
@@ -187,12 +188,8 @@ class StepOperations(ShareSizes):
         m = self.tokens
         if self.share.tensor > 1:
             yield from vocabulary_loss_forward(m, v, self.end_arithmetic.activation_bytes)
-        elif self.end_arithmetic.is_compiled:
-            yield Term("loss", TRAFFIC, (m * v * 2 * self.end_arithmetic.activation_bytes,))
         else:
-            if self.casts_logits:
-                yield Term("loss.cast", "cast bf16 fp32", (m * v,))
-            yield Term("loss", "cross-entropy forward", (m, self._timed_words(v)))
+            yield from self._cross_entropy.forward(m, v)
 
     # Backward
 
@@ -276,22 +273,17 @@ class StepOperations(ShareSizes):
         m = self.tokens
         if self.share.tensor > 1:
             yield from vocabulary_loss_backward(m, v)
-        elif self.end_arithmetic.is_compiled:
-            yield Term("loss", TRAFFIC, (m * v * 2 * self.end_arithmetic.activation_bytes,))
         else:
-            yield Term("loss", "cross-entropy backward", (m, self._timed_words(v)))
-            if self.casts_logits:
-                yield Term("loss.cast", "cast fp32 bf16", (m * v,))
+            yield from self._cross_entropy.backward(m, v)
+
+    @property
+    def _cross_entropy(self) -> CrossEntropy:
+        return CrossEntropy(self.end_arithmetic, self.casts_logits, self.spec.device)
 
     @property
     def casts_logits(self) -> bool:
         """True if torch's loss computes in fp32 from bf16 logits, as autocast wants."""
         return self.spec.precision in AUTOCAST and not self.end_arithmetic.is_compiled
-
-    def _timed_words(self, v: int) -> float:
-        """Returns how many words of fp32 logits, which were timed, have as many bytes as those of the loss."""
-        nbytes = 4 if self.casts_logits else self.end_arithmetic.activation_bytes
-        return v * nbytes / 4
 
     def _added(self, numel: int, matrices: Sequence[int]) -> Iterator[Term]:
         """Yields the accumulation of gradients; none in ZeRO 3, which accumulates small shards."""
