@@ -75,7 +75,7 @@ def test_layouts_are_cut_between_whole_blocks():
         for balance in ("time", "step")
     )  # fmt: skip
     assert by_load.median("step_ms") > 1.02 * by_step.median("step_ms")
-    assert by_step.note.startswith("stages of 2, 2, 2, 2, 3, ")
+    assert by_step.note.startswith("stages of 3, 2, 2, 2, ")
     assert by_step.note.endswith(" blocks, for the shortest step by predicted time")
 
 

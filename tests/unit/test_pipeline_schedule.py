@@ -280,6 +280,8 @@ def test_parsing_matches_the_longest_kind():
 def test_balance_cuts_by_weight_and_adds_up_the_stages_of_a_rank():
     assert balance([1.0] * 8, [0, 1, 2, 3]) == [2, 2, 2, 2]
     assert balance([1, 1, 1, 1, 1, 3], [0, 1]) == [4, 2]
+    # From equal stages, every border has to move to give the last stage's part to the first.
+    assert balance([3.4, *[3.1] * 22, 13.7], [0, 1, 2, 3]) == [7, 7, 7, 3]
     # In a V rank 0 has the first and the last stage: a heavy last part makes both shorter.
     parts = [1.0] * 15 + [3.0]
     sizes = balance(parts, [0, 1, 1, 0])

@@ -9,16 +9,19 @@ from collections.abc import Sequence
 
 from stepgauge.spec.calibration import ALIGNED, ALIGNMENTS
 
+WEIGHT_GRADIENT = "matmul tn bf16"
+PRODUCTS = ("matmul nt bf16", "matmul nn bf16", WEIGHT_GRADIENT)
+
 
 def with_alignment(operation: str, sizes: Sequence[float]) -> str:
     """Returns the name under which such a product is calibrated: "matmul 2-byte nt bf16".
 
     Aligned products and all other operations keep their name.
     """
-    kind, *layout, dtype = operation.split()
-    if (kind, dtype) != ("matmul", "bf16") or len(layout) != 1:
+    if operation not in PRODUCTS:
         return operation
     m, n, k = (int(size) for size in sizes)
     # The lengths of the rows of both factors and of the result; tokens are not among them.
-    word = ALIGNMENTS.get(math.gcd(n, m if layout[0] == "tn" else k, ALIGNED), "")
-    return f"matmul {word}{layout[0]} bf16"
+    length = math.gcd(n, m if operation == WEIGHT_GRADIENT else k)
+    word = ALIGNMENTS.get(math.gcd(length, ALIGNED), "")
+    return operation.replace("matmul ", f"matmul {word}")

@@ -1,7 +1,7 @@
 """Cuts the parts of a network into pipeline stages so that every rank has about the same load."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 
 def balance(weights: Sequence[float], owners: Sequence[int]) -> list[int]:
@@ -9,8 +9,8 @@ def balance(weights: Sequence[float], owners: Sequence[int]) -> list[int]:
 
     A rank's load is the sum over all its stages. In a V, for example, the last stage has the head,
     and the first stage of the same rank can be made shorter in exchange. The search starts from
-    stages of equal length and moves one or two borders by one part for as long as that reduces,
-    in this order: the load of the heaviest rank, the spread over ranks, the spread over stages.
+    stages of equal length and moves borders by one part (see `moves`) for as long as that reduces, in
+    this order: the load of the heaviest rank, the spread over ranks, the spread over stages.
 
     weights  load of each part, in any unit
     owners   the rank of each stage
@@ -51,13 +51,24 @@ def _squares(loads: Sequence[float]) -> float:
 
 
 def moves(borders: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yields the borders themselves and all variants with one or two inner borders moved by one."""
+    """Yields the borders themselves and all variants in which one or two inner borders, or several
+    neighbours together, are moved by one part. With neighbours, a stage can give a part to one that is not
+    next to it.
+    """
     inner = range(1, len(borders) - 1)
     yield borders
     for first, second in itertools.product(inner, repeat=2):
         for a, b in itertools.product((-1, 0, 1), repeat=2):
-            moved = list(borders)
-            moved[first] += a
-            moved[second] += b
-            if all(x < y for x, y in itertools.pairwise(moved)):
-                yield tuple(moved)
+            yield from _moved(borders, ((first, a), (second, b)))
+    for first, last in itertools.combinations_with_replacement(inner, 2):
+        for a in (-1, 1):
+            yield from _moved(borders, [(border, a) for border in range(first, last + 1)])
+
+
+def _moved(borders: tuple[int, ...], by: Iterable[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
+    """Yields the borders, each moved by so many parts, unless a stage would be left without any."""
+    moved = list(borders)
+    for border, parts in by:
+        moved[border] += parts
+    if all(x < y for x, y in itertools.pairwise(moved)):
+        yield tuple(moved)

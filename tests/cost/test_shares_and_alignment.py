@@ -1,0 +1,112 @@
+"""Prices that depend on the rest of the step or on a product's alignment: clock, unaligned rows, loss."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from stepgauge.calibrate.grids import GPU
+from stepgauge.calibrate.operations import operations
+from stepgauge.cost.operations.step_operations import NetworkPart, StepOperations
+from stepgauge.cost.rank import at_product_share
+from stepgauge.cost.rates.alignment import with_alignment
+from stepgauge.cost.rates.machine import CalibratedMachine
+from stepgauge.cost.rates.prices import Prices
+from stepgauge.cost.step import predict
+from stepgauge.spec.hardware import HardwareFile
+from stepgauge.spec.layout import Layout
+from stepgauge.spec.model import ModelSpec
+from stepgauge.spec.step import StepSpec
+
+ROOT = Path(__file__).parents[2]
+FILE = HardwareFile.read(ROOT / "hardware" / "h200-sxm.json")
+H200 = CalibratedMachine(FILE)
+PRODUCT = ("matmul nt bf16", 8192, 4096, 4096)
+
+
+def spec(size="2.7b", *, vocab_size=10_000, loss="cross-entropy", **changes):
+    model = ModelSpec.preset(size, context_length=1024, vocab_size=vocab_size, loss=loss)
+    asked = {"batch": 8, "precision": "bf16", "device": "cuda", "compile": "blocks", **changes}
+    return StepSpec(model=model, size=size, **asked)
+
+
+def product_us(asked, layout=None, **share):
+    """The time of one product at the share of products in a step."""
+    part = NetworkPart(batch=asked.batch, **share)
+    prices = at_product_share(Prices(H200, layout), [StepOperations(asked, part)])
+    return prices.machine.time(*PRODUCT).us
+
+
+def test_products_are_faster_beside_a_longer_update():
+    """At the power limit, the optimizer lets the GPU rest: the more of it, the faster are products."""
+    whole, alone = product_us(spec()), product_us(spec(phases="backward"))
+    assert 1.01 * whole < alone
+    often = product_us(spec(), passes=8)  # one update for eight passes
+    assert whole < often < alone
+    owned = product_us(spec(), Layout(data=8, wrapper="zero1"))  # each rank updates an eighth
+    assert whole < owned < alone
+
+
+def test_waiting_for_other_stages_counts_as_rest():
+    stages = [StepOperations(spec(), NetworkPart(batch=8))]
+    busy, idle = (
+        at_product_share(Prices(H200), stages, busy=busy).machine.time(*PRODUCT).us
+        for busy in (1.0, 0.8)
+    )
+    assert idle < 0.99 * busy
+
+
+@pytest.mark.parametrize(
+    ("operation", "sizes", "name"),
+    [
+        ("matmul nt bf16", (512, 50_257, 768), "matmul 2-byte nt bf16"),
+        ("matmul nn bf16", (512, 768, 50_258), "matmul 4-byte nn bf16"),
+        ("matmul tn bf16", (50_260, 768, 512), "matmul 4-byte tn bf16"),
+        ("matmul nt bf16", (511, 50_264, 768), "matmul nt bf16"),  # tokens are no length of a row
+        ("matmul tn bf16", (768, 768, 511), "matmul tn bf16"),
+        ("matmul nt fp32", (512, 50_257, 768), "matmul nt fp32"),
+        ("matmul grouped nt bf16", (4, 512, 50_257, 768), "matmul grouped nt bf16"),
+        ("traffic", (1e6,), "traffic"),
+    ],
+)
+def test_products_are_named_by_the_alignment_of_their_rows(operation, sizes, name):
+    assert with_alignment(operation, sizes) == name
+
+
+def test_unaligned_products_are_calibrated_under_the_names_that_predictions_use():
+    named = {name: timed for name, timed in operations(GPU).items() if "-byte" in name}
+    assert len(named) == 6
+    for name, timed in named.items():
+        _, _, layout, dtype = name.split()
+        assert {with_alignment(f"matmul {layout} {dtype}", shape) for shape in timed.grid} == {name}
+
+
+def test_unaligned_products_are_slow_as_measured_and_without_their_times_like_others():
+    """Measured with 8192 tokens, 1600 wide: 13.4 ms with 50,257 words, 4.9 with 50,258, 1.82 with 50,264."""
+    odd, even, aligned = (
+        H200.time("matmul nt bf16", 8192, words, 1600).us for words in (50_257, 50_258, 50_264)
+    )
+    assert (odd, even, aligned) == pytest.approx((13_430, 4_902, 1_823), rel=0.06)
+    tables = {name: table for name, table in FILE.operations.items() if "-byte" not in name}
+    older = CalibratedMachine(dataclasses.replace(FILE, operations=tables))
+    assert older.time("matmul nt bf16", 8192, 50_257, 1600).us == pytest.approx(aligned, rel=0.001)
+
+
+def test_a_note_names_slow_products_and_padding_avoids_them():
+    slow = predict(spec("small", vocab_size=50_257), H200)
+    assert "slow products: " in slow.note and "(head" in slow.note and "50,304" in slow.note
+    for asked in (
+        spec("small", vocab_size=50_264),
+        spec("small", vocab_size=50_257, loss="fused"),  # the kernel pads
+        spec("small", vocab_size=50_257, compile="on"),  # torch.compile pads
+    ):
+        fast = predict(asked, H200)
+        assert "slow products" not in fast.note
+        assert fast.median("step_ms") < 0.75 * slow.median("step_ms")
+
+
+def test_small_with_a_large_vocabulary_takes_as_long_as_measured():
+    """Measured on an H200, eager, 16 sequences: 60.30 ms with 50,264 words, 85.45 with 50,257."""
+    for words, measured_ms in ((50_264, 60.30), (50_257, 85.45)):
+        asked = spec("small", vocab_size=words, batch=16, compile="off")
+        assert predict(asked, H200).median("step_ms") == pytest.approx(measured_ms, rel=0.06)
