@@ -24,7 +24,7 @@ LINKS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv")
 CONTENTION_BYTES = {"cuda": 2**27, "cpu": 2**25}
 CONTENTION_MS = 20.0
 MOST_NAMED = 3  # operations of which few shapes were timed; the others are counted
-TIMED_MS = 3.0  # per shape; all shapes take three minutes on an H200
+TIMED_MS = 3.0  # per shape
 # Dense where NCCL changes its protocol, which is where the messages of most steps are.
 MESSAGE_BYTES = {
     "cuda": [*sizes(2**10, 2**20, 4), *sizes(2**21, 2**30, 2)],

@@ -44,7 +44,7 @@ def calibrate(
 
     Times matrix products, attention, norms, memory traffic, optimizers and kernel launches of the
     host, each over a grid of shapes and at the clock rates that the device sustains under load; with
-    --ranks also collectives, and the host while ranks share it. Takes about 6 minutes on a GPU and 2 on
+    --ranks also collectives, and the host while ranks share it. Takes about 9 minutes on a GPU and 2 on
     a CPU; for each number of --ranks, 2 to 3 more. Each row is saved as soon as it is measured; rerun
     the command to continue. With the default file, bench commands on this device then print predictions
     next to measurements; with another file, give them --hardware.

@@ -39,7 +39,7 @@ BATCH, CONTEXT = 4, 96
 def needs(machine: StudyMachine) -> str | None:
     if machine.is_gpu and file_of(machine.name, 0) is None:
         return (
-            "there is no hardware file of this device; stepgauge calibrate makes one in 6 minutes"
+            "there is no hardware file of this device; stepgauge calibrate makes one in 9 minutes"
         )
     return None
 
