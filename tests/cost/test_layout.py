@@ -117,12 +117,13 @@ def test_overlapped_collectives_expose_what_products_do_not_hide(monkeypatch):
     assert buffers[0][1] == 4 * 16 * 512 * 2560 * 2
 
 
-def test_stages_are_balanced_by_the_times_of_the_hardware_file():
-    """Small products are slow for their FLOPs, so that blocks count more relative to the head."""
+@pytest.mark.parametrize("layout", ["pp2 1f1b m4", "pp4 1f1b m4"])
+def test_stages_are_balanced_by_the_times_of_the_hardware_file(layout):
+    """Small products are slow for their FLOPs, and the loss for its own."""
     narrow = {"num_layers": 24, "d_model": 512, "d_ff": 2048, "num_heads": 8}
-    small = ModelSpec.preset("small", context_length=4096, vocab_size=128_000, **narrow)
+    small = ModelSpec.preset("small", context_length=4096, vocab_size=60_000, **narrow)
     by_flops, by_time = (
-        step("pp2 1f1b m4", wired(), model=small, balance=balance) for balance in ("flops", "time")
+        step(layout, wired(), model=small, balance=balance) for balance in ("flops", "time")
     )
     assert by_time.median("busiest_rank_ms") < by_flops.median("busiest_rank_ms")
     assert by_time.note.endswith("blocks, by predicted time") and not by_flops.note

@@ -13,6 +13,7 @@ from stepgauge.cost.operations.rank_sizes import NetworkPart
 from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.cost.operations.terms import Arithmetic
 from stepgauge.cost.pipeline.step import predict_pipeline
+from stepgauge.cost.rank import at_step_share
 from stepgauge.cost.rates.contention import UPDATE_SLOWDOWN, ContentionTable
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.network import Axis
@@ -95,7 +96,7 @@ def test_compiled_passes_of_xl_take_as_long_as_in_its_trace():
         size="xl", batch=8, precision="bf16-master", compile="blocks", optimizer="fused", device="cuda",
     )  # fmt: skip
     operations = StepOperations(spec)
-    prices = Prices(H200).at_product_share_of(operations)
+    prices = at_step_share(Prices(H200), [operations])
     for parts, traced_ms in ((operations.forward_parts, 17.6), (operations.backward_parts, 26.1)):
         passes = [term for term in parts()[1] if not term.is_product]
         assert 48 * prices.total_us(passes) / 1e3 == pytest.approx(traced_ms, rel=0.06)

@@ -7,12 +7,16 @@ import pytest
 
 from stepgauge.calibrate.grids import GPU
 from stepgauge.calibrate.operations import operations
+from stepgauge.cost.operations.cross_entropy import CrossEntropy
 from stepgauge.cost.operations.step_operations import NetworkPart, StepOperations
-from stepgauge.cost.rank import at_product_share
+from stepgauge.cost.operations.terms import Arithmetic, Term, padded
+from stepgauge.cost.rank import at_step_share
 from stepgauge.cost.rates.alignment import with_alignment
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import Prices
 from stepgauge.cost.step import predict
+from stepgauge.measure.fusion import TracedTerm, fuse
+from stepgauge.spec.calibration import OperationTable
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.layout import Layout
 from stepgauge.spec.model import ModelSpec
@@ -21,6 +25,7 @@ from stepgauge.spec.step import StepSpec
 ROOT = Path(__file__).parents[2]
 FILE = HardwareFile.read(ROOT / "hardware" / "h200-sxm.json")
 H200 = CalibratedMachine(FILE)
+ARITHMETIC = Arithmetic.of("bf16", is_compiled=False)
 PRODUCT = ("matmul nt bf16", 8192, 4096, 4096)
 
 
@@ -33,7 +38,7 @@ def spec(size="2.7b", *, vocab_size=10_000, loss="cross-entropy", **changes):
 def product_us(asked, layout=None, **share):
     """The time of one product at the share of products in a step."""
     part = NetworkPart(batch=asked.batch, **share)
-    prices = at_product_share(Prices(H200, layout), [StepOperations(asked, part)])
+    prices = at_step_share(Prices(H200, layout), [StepOperations(asked, part)])
     return prices.machine.time(*PRODUCT).us
 
 
@@ -50,7 +55,7 @@ def test_products_are_faster_beside_a_longer_update():
 def test_waiting_for_other_stages_counts_as_rest():
     stages = [StepOperations(spec(), NetworkPart(batch=8))]
     busy, idle = (
-        at_product_share(Prices(H200), stages, busy=busy).machine.time(*PRODUCT).us
+        at_step_share(Prices(H200), stages, busy=busy).machine.time(*PRODUCT).us
         for busy in (1.0, 0.8)
     )
     assert idle < 0.99 * busy
@@ -90,6 +95,47 @@ def test_unaligned_products_are_slow_as_measured_and_without_their_times_like_ot
     tables = {name: table for name, table in FILE.operations.items() if "-byte" not in name}
     older = CalibratedMachine(dataclasses.replace(FILE, operations=tables))
     assert older.time("matmul nt bf16", 8192, 50_257, 1600).us == pytest.approx(aligned, rel=0.001)
+    note = predict(spec("small", vocab_size=50_257), older).note
+    assert "slow products: " in note and "which this hardware file does not know" in note
+
+
+def test_an_exact_time_of_an_unaligned_product_does_not_depend_on_the_clock():
+    """It does not reach the power limit, so that the share of products does not matter."""
+    size, name = (8192, 50_257, 1600), "matmul nt bf16"
+    exact = OperationTable(("m", "n", "k"), ((*size, 13_000.0),))
+    tables = {**FILE.operations, f"{name} exact": exact}
+    timed = CalibratedMachine(dataclasses.replace(FILE, operations=tables))
+    for machine, us in ((timed, 13_000), (H200, H200.time(name, *size).us)):
+        assert machine.at_product_share(0.9).time(name, *size).us == pytest.approx(us)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "words"), [(50_270, 25_135), (50_271, 25_135), (50_272, 25_136)]
+)
+def test_tensor_parallel_ranks_wait_for_the_one_with_unaligned_words(vocabulary, words):
+    asked = spec("small", vocab_size=vocabulary)
+    assert StepOperations(asked, NetworkPart(batch=8, tensor=2)).words == words
+
+
+def test_compiled_products_are_padded_in_formulas_and_in_traces():
+    traced = TracedTerm(Term("mm", "matmul nt bf16", (2048, 50_257, 768)))
+    (fused,) = fuse({"forward": [traced]})["forward"]
+    asked = spec("small", vocab_size=50_257, compile="on", batch=2)
+    (head,) = (term for term in StepOperations(asked).forward() if term.name == "head")
+    assert fused.sizes == head.sizes == (2048, 50_264, 768)
+    weight = padded(Term("mm", "matmul tn bf16", (50_257, 768, 2047)))
+    assert weight.sizes == (50_264, 768, 2047)  # tokens are not padded
+    assert padded(Term("mm", "matmul nt fp32", (1, 50_257, 768))).sizes == (1, 50_257, 768)
+
+
+def test_the_loss_under_autocast_costs_as_many_bytes_as_without_its_table():
+    tables = {name: table for name, table in FILE.operations.items() if "autocast" not in name}
+    older = CalibratedMachine(dataclasses.replace(FILE, operations=tables))
+    for term in (
+        *CrossEntropy(ARITHMETIC, autocasts=True, on_gpu=True).forward(8192, 32_000),
+        *CrossEntropy(ARITHMETIC, autocasts=True, on_gpu=True).backward(8192, 32_000),
+    ):
+        assert Prices(older).us(term) == pytest.approx(Prices(H200).us(term), rel=0.05)
 
 
 def test_a_note_names_slow_products_and_padding_avoids_them():

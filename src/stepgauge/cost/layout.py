@@ -14,7 +14,7 @@ from stepgauge.cost.memory.parts import Memory
 from stepgauge.cost.pipeline.layout_step import predict_pipelined, shortened_schedule
 from stepgauge.cost.pipeline.step import span_rows
 from stepgauge.cost.predicted import Predicted
-from stepgauge.cost.rank import at_product_share, peak_of, peak_of_stages
+from stepgauge.cost.rank import at_step_share, peak_of, peak_of_stages
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.step import modelled, rates
 from stepgauge.cost.streams.ledger import step_rows
@@ -85,9 +85,7 @@ def _with_waits(parts: LayoutParts, plan: Schedule | None) -> LayoutParts:
     if plan is None:
         return parts
     busy = simulate_layout(parts, plan).busy
-    return dataclasses.replace(
-        parts, prices=at_product_share(parts.prices, parts.stages, busy=busy)
-    )
+    return dataclasses.replace(parts, prices=at_step_share(parts.prices, parts.stages, busy=busy))
 
 
 def simulate_layout(parts: LayoutParts, plan: Schedule | None = None) -> Predicted:

@@ -10,7 +10,7 @@ from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.cost.pipeline.cuts import blocks_of
 from stepgauge.cost.pipeline.stages import Halves
 from stepgauge.cost.rank import (
-    at_product_share,
+    at_step_share,
     launch_costs_of,
     operations_of,
     with_block_times,
@@ -49,13 +49,13 @@ class LayoutParts:
         share, prices = share_of(spec), Prices(machine, layout, library_of(spec))
         if traced:
             stages = [operations_of(work, share, stage) for stage in traced]
-            prices = at_product_share(prices, stages)
+            prices = at_step_share(prices, stages)
         else:
             network = StepOperations(work, share)
             if layout.overlap and not network.overlapped:  # its messages are plain collectives
                 layout = dataclasses.replace(layout, overlap=False)
                 prices = Prices(machine, layout, library_of(spec))
-            prices = at_product_share(prices, [network])
+            prices = at_step_share(prices, [network])
             times = None
             if spec.needs_times:
                 times = Halves.of(as_timed(network, prices)).times(prices)

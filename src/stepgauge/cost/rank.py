@@ -50,7 +50,7 @@ def launch_costs_of(
     return {**costs, "forward": LaunchCost(), "backward": LaunchCost()} if replayed else costs
 
 
-def at_product_share(prices: Prices, stages: Sequence[Operations], *, busy: float = 1.0) -> Prices:
+def at_step_share(prices: Prices, stages: Sequence[Operations], *, busy: float = 1.0) -> Prices:
     """Returns prices at the share of products in a step of a pipeline's stages, or of the only one.
 
     `busy` as in Prices.at_product_share_of.
@@ -77,7 +77,7 @@ def rank_step_of(
 ) -> RankStep:
     """Returns the step of a rank in a layout without a pipeline, with its prices and launch costs."""
     operations = operations_of(work, share, traced)
-    prices = at_product_share(Prices(machine, layout, library), [operations])
+    prices = at_step_share(Prices(machine, layout, library), [operations])
     operations = with_block_times(operations, prices)
     host = launch_costs_of(operations, machine, layout, replayed=replayed)
     return RankStep(operations, prices, host)

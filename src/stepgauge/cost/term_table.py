@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from stepgauge.cost.operations.terms import TRAFFIC, Term
+from stepgauge.cost.operations.terms import BF16_PRODUCTS, TRAFFIC, Term
 from stepgauge.cost.rates.alignment import with_alignment
 from stepgauge.cost.rates.estimate import ASSUMED, CALIBRATED, NEAR, TIMED_WHOLE, UNTIMED, Estimate
 from stepgauge.cost.rates.machine import CalibratedMachine
@@ -94,21 +94,28 @@ def notes_on(rows: Sequence[Row], machine: CalibratedMachine) -> list[str]:
 
 
 def _unaligned(rows: Sequence[Row], machine: CalibratedMachine) -> list[str]:
-    """Returns a note on bf16 products that are slow because a width is no multiple of ALIGNED."""
+    """Returns a note on a GPU's bf16 products that are slow because a width is no multiple of ALIGNED."""
+
+    def timed_as(row: Row) -> str:
+        name: str = row[OPERATION]
+        if name not in BF16_PRODUCTS:
+            return name
+        return with_alignment(name, [float(size) for size in row[SIZES].split(BY)])
 
     def is_slow(row: Row) -> bool:
-        if not row[OPERATION].startswith("matmul "):
-            return False
-        timed_as = with_alignment(row[OPERATION], [float(n) for n in row[SIZES].split(BY)])
-        return timed_as != row[OPERATION] and machine.table(timed_as) is not None
+        return timed_as(row) != row[OPERATION]
 
     ms, longest = _longest(rows, is_slow)
-    if not longest:
+    if not longest or machine.hardware.threads:
         return []
+    speed = "a third to a seventh of the usual speed"
+    if any(machine.table(timed_as(row)) is None for row in filter(is_slow, rows)):
+        speed += ", which this hardware file does not know (stepgauge calibrate times them)"
+    head = any(name.startswith("head") for name in longest)
+    advice = "a vocabulary of 50,257 becomes 50,304, or take --loss fused" if head else "pad them"
     return [
-        f"slow products: {ms:,.2f} ms of the step ({', '.join(longest)}) have a width that is no multiple "
-        f"of {ALIGNED}, for which cuBLAS has kernels of half to a seventh of the usual speed; pad it (a "
-        f"vocabulary of 50,257 to 50,304), or use --loss fused for the head"
+        f"slow products: {ms:,.2f} ms of the step ({', '.join(longest)}) have widths that {ALIGNED} does not "
+        f"divide, for which cuBLAS has kernels of {speed}: {advice}"
     ]
 
 

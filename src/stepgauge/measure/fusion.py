@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from stepgauge.cost.operations.terms import TRAFFIC, Term
+from stepgauge.cost.operations.terms import TRAFFIC, Term, padded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _fused(traced: Sequence[TracedTerm], start: int, last: Mapping[int, int]) ->
         else:
             yield from _one_pass(passes, position, last)
             yield from gradients
-            yield each.term
+            yield padded(each.term)
             passes, gradients = [], []
     yield from _one_pass(passes, start + len(traced), last)
     yield from gradients

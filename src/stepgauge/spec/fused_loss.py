@@ -7,6 +7,9 @@ one H200: benchmarks/results/2026-11-21-h200-kernels-third.jsonl.
 
 from typing import NamedTuple
 
+from stepgauge.spec.calibration import ALIGNED
+from stepgauge.spec.units import round_up
+
 
 class Measured(NamedTuple):
     tokens: int
@@ -34,6 +37,21 @@ def torch_computes(tokens: int, width: int, vocabulary: int, *, compiled: bool) 
     logits = tokens * vocabulary
     is_small = compiled or logits * width <= MOST_PRODUCTS_EAGER
     return is_small and logits <= MOST_LOGITS
+
+
+# Rows of logits begin at multiples of 128 bytes, which matmuls and 16-byte loads need if the vocabulary is
+# odd (50,257).
+ROW_MULTIPLE = 64
+
+
+def operand_rows(words: int, itemsize: int) -> int:
+    """Returns the rows of the weight in products: a multiple of ROW_MULTIPLE in 16 bits if ALIGNED does not
+    divide the words. With 50,257 rows, cuBLAS selects kernels that run at a seventh of the rate.
+
+    Padding costs a copy of the weight, which a cast would need anyway.
+    """
+    is_unaligned = itemsize == 2 and words % ALIGNED
+    return round_up(words, ROW_MULTIPLE) if is_unaligned else words
 
 
 # With this limit, 16,384 tokens and a vocabulary of 128,256 in bf16 make 8 chunks of 2048 tokens.

@@ -10,9 +10,7 @@ import math
 from collections.abc import Iterator
 
 from stepgauge.cost.operations.terms import TRAFFIC, Arithmetic, Term
-from stepgauge.spec.calibration import ALIGNED
-from stepgauge.spec.fused_loss import logits_bytes
-from stepgauge.spec.units import round_up
+from stepgauge.spec.fused_loss import logits_bytes, operand_rows
 
 # Sizes of kernels/linear_cross_entropy. Between the products, a chunk's logits are read and written
 # once if a row fits into registers, otherwise read twice and written once. On a CPU, plain PyTorch
@@ -31,7 +29,7 @@ def fused_forward(arithmetic: Arithmetic, m: int, v: int, d: int, device: str) -
     chunk_bytes = MAX_LOGITS_BYTES_PLAIN if is_plain else logits_bytes(m, d, v * itemsize)
     chunks = math.ceil(m * v * itemsize / chunk_bytes)
     c = math.ceil(m / chunks)
-    rows = round_up(v, ALIGNED) if itemsize == 2 else v
+    rows = operand_rows(v, itemsize)
     yield Term("head", f"matmul nt {arithmetic.dtype}", (c, rows, d), chunks)
     passes = 2 if v <= MAX_ROW_IN_REGISTERS else 3
     value_bytes = 4 * PASSES_PLAIN if is_plain else passes * itemsize

@@ -1,7 +1,9 @@
 """Sizes of one rank's share of a network: its tokens, its parameters, its part of each layer."""
 
 import dataclasses
+import math
 
+from stepgauge.spec.calibration import ALIGNED
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.model_fields import NORMS
 from stepgauge.spec.units import ceil_div
@@ -85,8 +87,10 @@ class ShareSizes:
 
     @property
     def words(self) -> int:
-        """Words of the vocabulary on the rank that has most."""
-        return ceil_div(self.model.vocab_size, self.share.tensor)
+        """Words of the vocabulary on the rank whose products with them are slowest."""
+        fewest = self.model.vocab_size // self.share.tensor
+        most = ceil_div(self.model.vocab_size, self.share.tensor)
+        return min((most, fewest), key=lambda words: math.gcd(words, ALIGNED))
 
     @property
     def norm_parameters(self) -> int:

@@ -26,13 +26,11 @@ from stepgauge.cost.operations.vocabulary_loss import (
     vocabulary_loss_forward,
 )
 from stepgauge.cost.streams.program import LaunchCost, LaunchGroup
-from stepgauge.spec.calibration import ALIGNED
-from stepgauge.spec.fused_loss import torch_computes
+from stepgauge.spec.fused_loss import operand_rows, torch_computes
 from stepgauge.spec.model_fields import NORMS
 from stepgauge.spec.plan.tensor import KINDS, Rule, overlaps
 from stepgauge.spec.plan.tensor_tables import table_of
 from stepgauge.spec.step import WorkSpec
-from stepgauge.spec.units import round_up
 
 
 class StepOperations(ShareSizes):
@@ -278,11 +276,12 @@ class StepOperations(ShareSizes):
 
     @property
     def _cross_entropy(self) -> CrossEntropy:
-        return CrossEntropy(self.end_arithmetic, self.casts_logits, self.spec.device)
+        on_gpu = self.spec.device.startswith("cuda")
+        return CrossEntropy(self.end_arithmetic, self.autocasts_loss, on_gpu)
 
     @property
-    def casts_logits(self) -> bool:
-        """True if torch's loss computes in fp32 from bf16 logits, as autocast wants."""
+    def autocasts_loss(self) -> bool:
+        """True if autocast computes part of torch's loss in fp32, from logits in 16 bits."""
         return self.spec.precision in AUTOCAST and not self.end_arithmetic.is_compiled
 
     def _added(self, numel: int, matrices: Sequence[int]) -> Iterator[Term]:
@@ -296,9 +295,10 @@ class StepOperations(ShareSizes):
     @property
     def _head(self) -> tuple[str, int, int, int, int]:
         """Name, tokens, outputs, inputs and casts of the head. The fused loss of parts pads its outputs."""
-        is_padded = self.model.loss == "fused" and self.share.tensor > 1
-        rows, d = round_up(self.words, ALIGNED) if is_padded else self.words, self.model.d_model
-        return "head", self.tokens, rows, d, self.end_arithmetic.autocast_numel(self.own_tokens * d)
+        rows, d, arithmetic = self.words, self.model.d_model, self.end_arithmetic
+        if self.model.loss == "fused" and self.share.tensor > 1:
+            rows = operand_rows(rows, arithmetic.activation_bytes)
+        return "head", self.tokens, rows, d, arithmetic.autocast_numel(self.own_tokens * d)
 
     @property
     def _fuses_loss(self) -> bool:

@@ -8,6 +8,7 @@ Legend: M tokens, D model width, N and K outputs and inputs of a linear layer.
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from stepgauge.spec.calibration import ALIGNED
 from stepgauge.spec.model_fields import NORMS
@@ -29,6 +30,8 @@ AUTOCAST = ("bf16", "fp16", "bf16-master")  # precisions in which the loss reads
 # (docs/log/2026-11-23-predictions.md).
 STRIDED_BYTES = 12
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+WEIGHT_GRADIENT = "matmul tn bf16"
+BF16_PRODUCTS = ("matmul nt bf16", "matmul nn bf16", WEIGHT_GRADIENT)
 TRANSFER = "send_recv"  # each rank of an axis sends to the next one
 
 
@@ -76,6 +79,20 @@ class Term:
 def strided_copy(name: str, numel: int) -> Term:
     """Returns the term of a copy that changes the order of dimensions."""
     return Term(name, "strided copy bf16", (numel,), nbytes=STRIDED_BYTES * numel)
+
+
+def padded(product: Term) -> Term:
+    """Returns a bf16 product with its widths rounded up to multiples of ALIGNED, as torch.compile runs it on
+    GPUs. Other terms are returned as they are.
+    """
+    if product.operation not in BF16_PRODUCTS:
+        return product
+    m, n, k = product.sizes
+    if product.operation == WEIGHT_GRADIENT:
+        sizes = round_up(int(m), ALIGNED), round_up(int(n), ALIGNED), k
+    else:
+        sizes = m, round_up(int(n), ALIGNED), round_up(int(k), ALIGNED)
+    return dataclasses.replace(product, sizes=sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,10 +168,9 @@ class Arithmetic:
         """
         return numel if self.casts and not self.is_compiled else 0
 
-    def padded(self, width: int) -> int:
-        """Returns the width in products: torch.compile pads it in 16 bits."""
-        is_padded = self.is_compiled and self.activation_bytes == 2
-        return round_up(width, ALIGNED) if is_padded else width
+    def product(self, name: str, layout: str, sizes: tuple[int, int, int], **fields: Any) -> Term:
+        term = Term(name, f"matmul {layout} {self.dtype}", sizes, **fields)
+        return padded(term) if self.is_compiled else term
 
     def linear_forward(self, name: str, m: int, n: int, k: int, cast_numel: int) -> Iterator[Term]:
         """Yields the product of inputs (M, K) and a weight (N, K), and the casts before it.
@@ -165,19 +181,12 @@ class Arithmetic:
             yield self.cast(f"{name}.cast_weight", "cast fp32 bf16", n * k)
         if cast_numel:
             yield Term(f"{name}.cast_input", "cast fp32 bf16", (cast_numel,))
-        n, k = self.padded(n), self.padded(k)
-        yield Term(name, f"matmul nt {self.dtype}", (m, n, k))
+        yield self.product(name, "nt", (m, n, k))
 
     def linear_backward(self, name: str, m: int, n: int, k: int, cast_numel: int) -> Iterator[Term]:
         """Yields the products for the input's and the weight's gradient, and the casts after them."""
-        wide_n, wide_k = self.padded(n), self.padded(k)
-        yield Term(f"{name}.input_gradient", f"matmul nn {self.dtype}", (m, wide_k, wide_n))
-        product = Term(
-            f"{name}.weight_gradient",
-            f"matmul tn {self.dtype}",
-            (wide_n, wide_k, m),
-            for_weights=True,
-        )
+        yield self.product(f"{name}.input_gradient", "nn", (m, k, n))
+        product = self.product(f"{name}.weight_gradient", "tn", (n, k, m), for_weights=True)
         if self.casts:
             yield product
             cast = self.cast(f"{name}.cast_gradient", "cast bf16 fp32", n * k, for_weights=True)

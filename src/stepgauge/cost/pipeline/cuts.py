@@ -34,7 +34,7 @@ def shortest_cut(
     """Returns the parts of each stage, as `cut_parts` does.
 
     The search starts once with equally many parts per stage and once with balanced weights, and moves
-    one or two borders at a time while the step gets shorter. F, I and W of a part each take a third of
+    borders (pipeline/balance.py) while the step gets shorter. F, I and W of a part each take a third of
     its weight, and transfers take no time. Raises ValueError for fewer parts than stages.
     """
     loads = balance(weights, list(schedule.rank_of.values()))

@@ -10,7 +10,7 @@ from stepgauge.cost.pipeline.cuts import stages_of
 from stepgauge.cost.pipeline.fill import fill_bubbles
 from stepgauge.cost.pipeline.stages import Halves, durations
 from stepgauge.cost.pipeline.timeline import Durations, Timeline, simulate
-from stepgauge.cost.rank import at_product_share, launch_costs_of, operations_of, peak_of_stages
+from stepgauge.cost.rank import at_step_share, launch_costs_of, operations_of, peak_of_stages
 from stepgauge.cost.rates.estimate import ASSUMED, Estimate
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.prices import ForwardBackward, Prices, StageChain
@@ -85,7 +85,7 @@ def _traced_stages(
     share = NetworkPart(batch=work.batch, passes=spec.micro_batches)
     stages = [operations_of(work, share, stage) for stage in traced]
     network = StageChain(stages)
-    prices = at_product_share(prices, stages, busy=busy)
+    prices = at_step_share(prices, stages, busy=busy)
     host = launch_costs_of(stages[0], prices.machine, Layout(), replayed=spec.cuda_graphs)
     memory = None
     if not spec.cuda_graphs:  # CUDA graphs have their own memory pool, which is not predicted
@@ -99,7 +99,7 @@ def _stages_of_halves(spec: PipelineSpec, prices: Prices, busy: float) -> Stages
     """Returns the stages of a Transformer, which can be cut between halves of blocks."""
     work = work_of(spec)
     network = StepOperations(work, NetworkPart(batch=work.batch, passes=spec.micro_batches))
-    prices, halves = at_product_share(prices, [network], busy=busy), Halves.of(network)
+    prices, halves = at_step_share(prices, [network], busy=busy), Halves.of(network)
     parts = stages_of(spec, halves.times(prices))
     host = launch_costs_of(network, prices.machine, Layout(), replayed=spec.cuda_graphs)
     taken = halves.durations(parts, prices, nbytes=network.stream_bytes, host=host)

@@ -7,10 +7,8 @@ and with 50,264 at 700 (docs/log/2026-11-30-larger-grids.md). fp32 products do n
 import math
 from collections.abc import Sequence
 
+from stepgauge.cost.operations.terms import BF16_PRODUCTS, WEIGHT_GRADIENT
 from stepgauge.spec.calibration import ALIGNED, ALIGNMENTS
-
-WEIGHT_GRADIENT = "matmul tn bf16"
-PRODUCTS = ("matmul nt bf16", "matmul nn bf16", WEIGHT_GRADIENT)
 
 
 def with_alignment(operation: str, sizes: Sequence[float]) -> str:
@@ -18,7 +16,7 @@ def with_alignment(operation: str, sizes: Sequence[float]) -> str:
 
     Aligned products and all other operations keep their name.
     """
-    if operation not in PRODUCTS:
+    if operation not in BF16_PRODUCTS:
         return operation
     m, n, k = (int(size) for size in sizes)
     # The lengths of the rows of both factors and of the result; tokens are not among them.

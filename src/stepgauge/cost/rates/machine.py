@@ -123,7 +123,7 @@ class CalibratedMachine:
             return self._without_variant(operation.replace(variant, ""), variant, sizes)
         self.requested.add((operation, sizes))
         exact, aligned = self._exact(operation, sizes), with_alignment(operation, sizes)
-        if not exact and self.table(aligned):
+        if self.table(aligned):
             operation = aligned
         estimate = exact or self._interpolated(operation, sizes)
         is_product = operation.startswith("matmul") and GROUPED not in operation

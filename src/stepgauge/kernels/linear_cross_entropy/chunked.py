@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepgauge.spec.fused_loss import logits_bytes
+from stepgauge.spec.fused_loss import ROW_MULTIPLE, logits_bytes, operand_rows
 
 from . import plain
 from .plain import Loss
@@ -30,11 +30,7 @@ ACCUMULATIONS = ("auto", "weight", "fp32")
 MAX_ROUNDED_CHUNKS = 8
 # Smaller than on CUDA, because plain PyTorch holds several fp32 copies of a chunk.
 MAX_LOGITS_BYTES_PLAIN = 64 * 2**20
-# Rows of logits begin at multiples of 128 bytes, which matmuls and 16-byte loads need if the
-# vocabulary is odd (50,257).
-ROW_MULTIPLE = 64
 CHUNK_MULTIPLE = 128
-ALIGNED = 8  # 16-bit numbers in 16 bytes
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -80,22 +76,13 @@ def transient_bytes(arguments: Sequence[Any]) -> int:
     """
     hidden_ND, weight_VD, _, compute_dtype, *_ = arguments
     C, P = chunk_shape(hidden_ND, len(weight_VD), compute_dtype, arguments[9])
-    rows = operand_rows(len(weight_VD), P, compute_dtype)
+    rows = operand_rows(len(weight_VD), compute_dtype.itemsize)
     values = min(C, len(hidden_ND)) * P
     if hidden_ND.dtype != compute_dtype:
         values += hidden_ND.numel()
     if weight_VD.dtype != compute_dtype or rows != len(weight_VD):
         values += rows * weight_VD.shape[1]
     return values * compute_dtype.itemsize
-
-
-def operand_rows(V: int, P: int, compute_dtype: torch.dtype) -> int:
-    """Returns the rows of the weight that matmuls use: P in 16-bit types if V is no multiple of 8,
-    otherwise V. With 50,257 rows, cuBLAS selects kernels that run at a quarter of the rate.
-
-    Padding costs a copy of the weight, which a cast would need anyway.
-    """
-    return P if compute_dtype.itemsize == 2 and V % ALIGNED else V
 
 
 def as_operand(weight_VD: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
@@ -154,7 +141,7 @@ def loss_and_gradients(
     held_hidden = held_dtype(hidden_ND.dtype, compute_dtype)
     grad_hidden = hidden_ND.new_empty(hidden_ND.shape if need_hidden else 0, dtype=held_hidden)
     grad_weight = hidden_ND.new_empty(weight_VD.shape if need_weight else 0, dtype=sum_dtype)
-    R = operand_rows(V, P, compute_dtype)
+    R = operand_rows(V, compute_dtype.itemsize)
     hidden_ND, weight_RD = hidden_ND.to(compute_dtype), as_operand(weight_VD, R, compute_dtype)
     logits_CP = hidden_ND.new_empty(min(C, N), P)
     for first in range(0, N, C):

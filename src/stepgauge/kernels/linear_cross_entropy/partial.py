@@ -13,6 +13,8 @@ logits in memory, R rows of the weight that the matmuls use.
 import torch
 from torch import Tensor
 
+from stepgauge.spec.fused_loss import operand_rows
+
 from . import chunked
 from .chunked import _aligned_and_rest, _matmul_
 
@@ -77,7 +79,7 @@ def _operands(hidden_ND: Tensor, weight_VD: Tensor) -> tuple[Tensor, int, int]:
             f"hidden is {hidden_ND.dtype} and weight is {weight_VD.dtype}: expected one type"
         )
     C, P = chunked.chunk_shape(hidden_ND, len(weight_VD), hidden_ND.dtype, 0)
-    rows = chunked.operand_rows(len(weight_VD), P, hidden_ND.dtype)
+    rows = operand_rows(len(weight_VD), hidden_ND.dtype.itemsize)
     return chunked.as_operand(weight_VD, rows, hidden_ND.dtype), C, P
 
 

@@ -51,18 +51,17 @@ def _squares(loads: Sequence[float]) -> float:
 
 
 def moves(borders: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yields the borders themselves and all variants in which one or two inner borders, or several
-    neighbours together, are moved by one part. With neighbours, a stage can give a part to one that is not
-    next to it.
+    """Yields the borders themselves, and all variants in which a run of neighbouring inner borders, or any
+    two, are moved by one part. A run gives a part of one stage to another that is not next to it.
     """
     inner = range(1, len(borders) - 1)
     yield borders
-    for first, second in itertools.product(inner, repeat=2):
-        for a, b in itertools.product((-1, 0, 1), repeat=2):
-            yield from _moved(borders, ((first, a), (second, b)))
     for first, last in itertools.combinations_with_replacement(inner, 2):
         for a in (-1, 1):
             yield from _moved(borders, [(border, a) for border in range(first, last + 1)])
+    for pair in itertools.combinations(inner, 2):
+        for directions in itertools.product((-1, 1), repeat=2):
+            yield from _moved(borders, zip(pair, directions, strict=True))
 
 
 def _moved(borders: tuple[int, ...], by: Iterable[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
