@@ -87,11 +87,10 @@ def padded(product: Term) -> Term:
     """
     if product.operation not in BF16_PRODUCTS:
         return product
-    m, n, k = product.sizes
-    if product.operation == WEIGHT_GRADIENT:
-        sizes = round_up(int(m), ALIGNED), round_up(int(n), ALIGNED), k
-    else:
-        sizes = m, round_up(int(n), ALIGNED), round_up(int(k), ALIGNED)
+    m, _, k = product.sizes
+    wide_m, wide_n, wide_k = (round_up(int(size), ALIGNED) for size in product.sizes)
+    tokens_last = product.operation == WEIGHT_GRADIENT
+    sizes = (wide_m, wide_n, k) if tokens_last else (m, wide_n, wide_k)
     return dataclasses.replace(product, sizes=sizes)
 
 
