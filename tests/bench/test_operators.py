@@ -338,7 +338,7 @@ def test_launches_are_counted_in_blocks_of_an_equally_sharded_network(presets):
 
 def test_a_fused_pass_reads_its_inputs_and_writes_what_is_read_later():
     def term(operation, reads, writes):
-        return TracedTerm(Term(operation, operation, (1.0,)), reads, writes)
+        return TracedTerm(Term(operation, operation, (1.0, 1.0, 1.0)), reads, writes)
 
     forward = [
         term("traffic", {1: 10}, {2: 10}),
