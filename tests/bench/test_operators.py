@@ -369,6 +369,13 @@ def test_convolutions_are_their_implicit_products(nets):
     assert sorted(network.parameters) == [8, 16, 8 * 27, 16 * 72]
 
 
+def test_convolutions_in_16_bits_are_not_priced_as_products_with_unaligned_rows(nets):
+    """Three channels in a kernel of nine are 27 summands, but no matrix has rows of 27 numbers."""
+    [network] = traced(StepSpec(model=nets("convolutions"), precision="bf16"), "cpu")
+    forward = [t.sizes for t in network.terms("forward") if t.operation == "matmul nt bf16"]
+    assert forward == [(2 * 64, 8, 32), (2 * 64, 16, 8 * 9)]
+
+
 def test_a_transposed_convolution_is_a_product_at_the_positions_of_its_input(nets):
     [network] = traced(StepSpec(model=nets("transposed")), "cpu")
     *_, last = [t for t in network.terms("forward") if t.operation.startswith("matmul")]

@@ -85,12 +85,15 @@ def test_an_update_of_master_weights_takes_as_long_as_one_of_fp32_weights():
     name = "optimizer fused master"
     without = {key: table for key, table in file.operations.items() if key != name}
     older = CalibratedMachine(dataclasses.replace(file, operations=without))
-    for machine in (H200, older):
-        assert machine.time(name, numel).us == pytest.approx(24.1e3, rel=0.05)
+    assert older.time(name, numel).us == pytest.approx(24.1e3, rel=0.03)
+    assert H200.time(name, numel).us == pytest.approx(24.1e3, rel=0.04)  # from 5.4e8 parameters
 
 
 def test_compiled_passes_of_xl_take_as_long_as_in_its_trace():
-    """2026-11-23-h200-xl-profiles, d6870e9: ms of the elementwise, norm and reduction kernels of all blocks."""
+    """2026-11-23-h200-xl-profiles, d6870e9: ms of the elementwise, norm and reduction kernels of all blocks.
+
+    Interpolated between eight shapes, they are 3.4 and 4.4 % too short; from one shape, they were within 3.
+    """
     spec = StepSpec(
         model=dataclasses.replace(ModelSpec.preset("xl"), context_length=2048, attention="triton"),
         size="xl", batch=8, precision="bf16-master", compile="blocks", optimizer="fused", device="cuda",
@@ -99,7 +102,7 @@ def test_compiled_passes_of_xl_take_as_long_as_in_its_trace():
     prices = at_step_share(Prices(H200), [operations])
     for parts, traced_ms in ((operations.forward_parts, 17.6), (operations.backward_parts, 26.1)):
         passes = [term for term in parts()[1] if not term.is_product]
-        assert 48 * prices.total_us(passes) / 1e3 == pytest.approx(traced_ms, rel=0.06)
+        assert 48 * prices.total_us(passes) / 1e3 == pytest.approx(traced_ms, rel=0.045)
 
 
 def test_updates_beside_broadcasts_take_as_long_as_measured():

@@ -112,7 +112,8 @@ def _unaligned(rows: Sequence[Row], machine: CalibratedMachine) -> list[str]:
     if any(machine.table(timed_as(row)) is None for row in filter(is_slow, rows)):
         speed += ", which this hardware file does not know (stepgauge calibrate times them)"
     head = any(name.startswith("head") for name in longest)
-    advice = "a vocabulary of 50,257 becomes 50,304, or take --loss fused" if head else "pad them"
+    loss = " (50,257 words to 50,304), or take --loss fused"
+    advice = f"pad them{loss if head else ''}"
     return [
         f"slow products: {ms:,.2f} ms of the step ({', '.join(longest)}) have widths that {ALIGNED} does not "
         f"divide, for which cuBLAS has kernels of {speed}: {advice}"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from stepgauge.cost.operations.terms import TRAFFIC, Term
+from stepgauge.cost.operations.terms import TRAFFIC, Term, padded
 from stepgauge.measure import own_operators
 from stepgauge.measure.collective_operators import NAMESPACE, Axis, CollectiveOperators
 from stepgauge.measure.footprint import tensors_in
@@ -184,7 +184,10 @@ class OperatorTrace(TorchDispatchMode):
         if calibrated := list(self._calibrated(func, name, args, inputs, outputs)):
             if name in NORMS:
                 yield from contiguous_copies(name, inputs)
-            yield from (Term(name, *sized) for sized in calibrated)
+            terms = (Term(name, *sized) for sized in calibrated)
+            yield from (
+                map(padded, terms) if name in CONVOLUTIONS else terms
+            )  # they have no such rows
         elif _is_unpriced(name):
             raise ValueError(unpriced)
         elif name != "nll_loss_backward":  # part of the calibrated loss's backward
@@ -371,9 +374,7 @@ def _bytes(x: Tensor) -> int:
 
 
 def _read(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
-    """Returns the tensors that an operator reads. A gather reads only as much of its first input as it
-    writes.
-    """
+    """Returns the tensors that an operator reads. A gather reads as much of its first as it writes."""
     return [*outputs, *inputs[1:]] if name in GATHERS else inputs
 
 

@@ -161,7 +161,7 @@ def end_parts(operations: StepOperations) -> Parts:
     # Compiled, and if ranks have parts of the vocabulary, the logits are kept instead.
     parts["log-softmax"] = m * v * arithmetic.activation_bytes
     if operations.autocasts_loss and operations.share.tensor == 1:
-        parts["logits in fp32"] = m * v * 4
+        parts["log-softmax in fp32"] = m * v * 4
     if arithmetic.casts:
         parts["bf16 copy of the head"] = v * d * arithmetic.activation_bytes
     return parts

@@ -24,7 +24,7 @@ PRECISION: dict[str, tuple[str, int, int]] = {
     "bf16-pure": ("bf16", 2, 2),
     "bf16-master": ("bf16", 2, 2),
 }
-AUTOCAST = ("bf16", "fp16", "bf16-master")  # precisions in which the loss reads logits in fp32
+AUTOCAST = ("bf16", "fp16", "bf16-master")  # precisions in which part of the loss is in fp32
 # A strided copy takes as long per value as a plain pass over this many bytes, whatever the dtype:
 # 297 to 352 G values/s in six kernels of three steps on an H200, where plain passes run at 3.9 TB/s
 # (docs/log/2026-11-23-predictions.md).
@@ -82,8 +82,8 @@ def strided_copy(name: str, numel: int) -> Term:
 
 
 def padded(product: Term) -> Term:
-    """Returns a bf16 product with its widths rounded up to multiples of ALIGNED, as torch.compile runs it on
-    GPUs. Other terms are returned as they are.
+    """Returns a bf16 product with its widths rounded up to multiples of ALIGNED, as torch.compile and cuDNN
+    run it on GPUs. Other terms are returned as they are.
     """
     if product.operation not in BF16_PRODUCTS:
         return product
@@ -168,6 +168,7 @@ class Arithmetic:
         return numel if self.casts and not self.is_compiled else 0
 
     def product(self, name: str, layout: str, sizes: tuple[int, int, int], **fields: Any) -> Term:
+        """Returns a product of these M, N and K; compiled, with padded widths."""
         term = Term(name, f"matmul {layout} {self.dtype}", sizes, **fields)
         return padded(term) if self.is_compiled else term
 
