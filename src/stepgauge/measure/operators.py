@@ -185,9 +185,8 @@ class OperatorTrace(TorchDispatchMode):
             if name in NORMS:
                 yield from contiguous_copies(name, inputs)
             terms = (Term(name, *sized) for sized in calibrated)
-            yield from (
-                map(padded, terms) if name in CONVOLUTIONS else terms
-            )  # they have no such rows
+            # the summands of a convolution are no rows that could be unaligned
+            yield from map(padded, terms) if name in CONVOLUTIONS else terms
         elif _is_unpriced(name):
             raise ValueError(unpriced)
         elif name != "nll_loss_backward":  # part of the calibrated loss's backward
@@ -392,7 +391,7 @@ def _bytes_moved(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
 
 
 def _cast(inputs: list[Tensor], outputs: list[Tensor]) -> str:
-    """Returns the calibrated cast, or "" for other copies and for those below all calibrated sizes."""
+    """Returns the calibrated cast, or "" for other copies and those below all calibrated sizes."""
     if outputs[0].numel() < SMALLEST_CAST:
         return ""
     source, target = (KINDS.get(x.dtype, x.dtype) for x in (inputs[0], outputs[0]))
