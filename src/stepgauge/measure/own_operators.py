@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stepgauge.cost.operations.elementwise import GATE_BESIDE_PRODUCT
-from stepgauge.cost.operations.fused_loss import fused_forward
+from stepgauge.cost.operations.fused_loss import FusedLoss
 from stepgauge.cost.operations.tensor_overlap import OverlappedLayer
 from stepgauge.cost.operations.terms import TRAFFIC, Arithmetic, Term
 from stepgauge.measure.collective_operators import Axis
@@ -110,7 +110,7 @@ def _loss(arguments: Arguments) -> Iterator[Term]:
     dtype = arguments["compute_dtype"]
     how = Arithmetic(_kind(dtype), dtype.itemsize, hidden_ND.itemsize, weight_VD.itemsize, False)
     v, d = weight_VD.shape
-    yield from fused_forward(how, len(hidden_ND), v, d, hidden_ND.device.type)
+    yield from FusedLoss(how, len(hidden_ND), v, d, hidden_ND.device.type == "cpu").forward()
 
 
 def _gated_product(arguments: Arguments) -> Iterator[Term]:

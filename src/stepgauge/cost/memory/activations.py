@@ -8,7 +8,6 @@ import math
 
 from stepgauge.cost.operations.step_operations import StepOperations
 from stepgauge.cost.operations.terms import Arithmetic
-from stepgauge.spec.fused_loss import logits_bytes
 from stepgauge.spec.model import ModelSpec
 from stepgauge.spec.plan.tensor import MOST_COPIED_LOGITS
 
@@ -55,6 +54,12 @@ def kept(operations: StepOperations) -> KeptBytes:
     return KeptBytes(inputs, ends, size * whole)
 
 
+def kept_without_checkpoints(operations: StepOperations) -> float:
+    """Returns what autograd keeps of one micro-batch if nothing is recomputed."""
+    blocks = len(operations.blocks) * sum(block_parts(operations).values())
+    return blocks + sum(end_parts(operations).values())
+
+
 def block_parts(operations: StepOperations) -> Parts:
     """Returns everything that autograd keeps of a block without checkpointing.
 
@@ -87,7 +92,9 @@ def block_parts(operations: StepOperations) -> Parts:
     if operations.share.ulysses:  # attention keeps its own heads, the layer after it all heads
         parts["exchanged attention output"] = parts["attention output"]
     keeps_product = operations.spec.checkpointing in ("selective", "feed-forward")
-    if model.positions == "rope" and (keeps_product or model.qk_norm or not arithmetic.is_compiled):
+    # if heads are exchanged, attention keeps the rotated ones in place of the product
+    keeps_both = keeps_product or model.qk_norm or not (arithmetic.is_compiled or operations.share.ulysses)
+    if model.positions == "rope" and keeps_both:
         parts["rotated queries and keys"] = m * operations.rotated_width * itemsize
     if arithmetic.casts:
         parts["bf16 copies of weights"] = weight_copy_bytes(operations)
@@ -156,8 +163,10 @@ def end_parts(operations: StepOperations) -> Parts:
         "last norm": operations.stream_bytes + operations.own_tokens * STATISTIC,
         "input of the head": m * d * arithmetic.activation_bytes,
     }
-    if _is_fused(operations):  # forward computes the gradient, in chunks of logits
+    if operations.fused_loss and operations.share.tensor == 1:  # forward computes the gradient
         return {**parts, "gradient of the head": v * d * arithmetic.residual_bytes}
+    if operations.fused_loss:
+        return {**parts, "bf16 copy of the head": v * d * arithmetic.activation_bytes if arithmetic.casts else 0.0}
     # Compiled, and if ranks have parts of the vocabulary, the logits are kept instead.
     parts["log-softmax"] = m * v * arithmetic.activation_bytes
     if operations.autocasts_loss and operations.share.tensor == 1:
@@ -167,21 +176,17 @@ def end_parts(operations: StepOperations) -> Parts:
     return parts
 
 
-def _is_fused(operations: StepOperations) -> bool:
-    return operations.model.loss == "fused" and not operations.loss_by_torch
-
-
 def loss_bytes(operations: StepOperations) -> float:
     """Returns the most that the loss holds in addition to what is kept.
 
-    That is the gradient of the logits in its backward, or a chunk of logits of the fused loss.
+    That is the gradient of the logits in its backward, or what the fused loss holds.
     """
     if not operations.is_last:
         return 0.0
+    if fused := operations.fused_loss:
+        return fused.held_bytes_of_part if operations.share.tensor > 1 else fused.held_bytes
     m, v = operations.tokens, operations.model.vocab_size // operations.share.tensor
     itemsize = operations.arithmetic.activation_bytes
-    if _is_fused(operations):
-        return min(logits_bytes(m, operations.model.d_model, v * itemsize), m * v * 4)
     if operations.compiles_ends:  # the gradient overwrites the logits
         return 0.0
     if operations.share.tensor > 1:
@@ -193,7 +198,7 @@ def loss_forward_bytes(operations: StepOperations) -> float:
     """Returns what the loss holds in addition at the end of forward."""
     if operations.share.tensor == 1:  # bf16 logits, half as large as their gradients
         return loss_bytes(operations) / 2
-    if not operations.is_last or _is_fused(operations):
+    if not operations.is_last or operations.fused_loss:
         return loss_bytes(operations)
     m, v = operations.tokens, operations.model.vocab_size // operations.share.tensor
     # log_softmax in fp32, and from bf16 also the copy that it reads

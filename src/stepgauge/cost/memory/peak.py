@@ -12,6 +12,7 @@ from stepgauge.cost.memory.activations import (
     KeptBytes,
     block_backward_bytes,
     kept,
+    kept_without_checkpoints,
     loss_bytes,
     loss_forward_bytes,
     weight_copy_bytes,
@@ -238,14 +239,17 @@ def _levels(
 
 
 def _for_weights(stage: StepOperations) -> float:
-    """Returns what a W (weight gradient) needs of a micro-batch: both factors of every product."""
+    """Returns what a W (weight gradient) needs of a micro-batch: both factors of every product.
+
+    With checkpointing that can be more than forward has kept, because backward recomputes factors.
+    """
     m, itemsize, model = stage.tokens, stage.arithmetic.activation_bytes, stage.model
     outputs = stage.qkv_rows + model.d_model + stage.up_rows + model.d_model
     inputs = 2 * model.d_model + stage.attention_width + stage.feed_forward_width
     nbytes = len(stage.blocks) * m * itemsize * (outputs + inputs)
     if stage.is_last:
         nbytes += m * itemsize * (model.vocab_size // stage.share.tensor + model.d_model)
-    return min(nbytes, kept(stage).total)
+    return min(nbytes, kept_without_checkpoints(stage))
 
 
 def _memory(

@@ -1,11 +1,14 @@
-"""The fused head and loss (kernels/linear_cross_entropy/chunked.py).
+"""The fused head and loss (kernels/linear_cross_entropy).
 
-It loops over chunks of tokens and computes the gradients in forward already, so that backward has
-nothing left to compute.
+Both loop over chunks of tokens, so that only a chunk's logits are in memory. With the whole vocabulary on one
+rank (chunked.py), forward computes the gradients as well, and backward has nothing left to compute. A
+tensor-parallel rank, with a part of the vocabulary (partial.py), knows the loss only when all ranks have
+exchanged their sums, so its backward computes the logits a second time.
 
-Legend: M tokens, D model width, V vocabulary, C tokens of a chunk.
+Legend: M tokens, D model width, V words of this rank, C tokens of a chunk.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -13,35 +16,125 @@ from stepgauge.cost.operations.terms import TRAFFIC, Arithmetic, Term
 from stepgauge.spec.fused_loss import logits_bytes, operand_rows
 
 # Sizes of kernels/linear_cross_entropy. Between the products, a chunk's logits are read and written
-# once if a row fits into registers, otherwise read twice and written once. On a CPU, plain PyTorch
-# keeps fp32 copies, and eight elementwise operations read and write each of them.
+# once if a row fits into registers, otherwise read twice and written once; those of a part of the vocabulary are
+# read once in forward, and read and written once in backward. On a CPU, plain PyTorch keeps fp32 copies, and
+# elementwise operations read and write each of them so many times.
 MAX_LOGITS_BYTES_PLAIN = 64 * 2**20
 MAX_ROW_IN_REGISTERS = 16_384
 PASSES_PLAIN = 16
+PASSES_PLAIN_OF_PART = {"forward": 8, "backward": 11}
+PASSES_OF_PART = {"forward": 1, "backward": 2}
+# The logits of targets are computed in fp32: bytes that this reads and writes per value of the hidden states.
+TARGET_BYTES = 32
 
 
-def fused_forward(arithmetic: Arithmetic, m: int, v: int, d: int, device: str) -> Iterator[Term]:
-    """Yields logits, loss and both gradients, in chunks of tokens."""
-    is_plain, itemsize = device.startswith("cpu"), arithmetic.activation_bytes
-    if arithmetic.casts:
-        yield arithmetic.cast("head.cast_weight", "cast fp32 bf16", v * d)
-        yield arithmetic.cast("head.cast_input", "cast fp32 bf16", m * d)
-    chunk_bytes = MAX_LOGITS_BYTES_PLAIN if is_plain else logits_bytes(m, d, v * itemsize)
-    chunks = math.ceil(m * v * itemsize / chunk_bytes)
-    c = math.ceil(m / chunks)
-    rows = operand_rows(v, itemsize)
-    yield Term("head", f"matmul nt {arithmetic.dtype}", (c, rows, d), chunks)
-    passes = 2 if v <= MAX_ROW_IN_REGISTERS else 3
-    value_bytes = 4 * PASSES_PLAIN if is_plain else passes * itemsize
-    yield Term("loss", TRAFFIC, (c * v * value_bytes,), chunks)
-    yield Term("head.input_gradient", f"matmul nn {arithmetic.dtype}", (c, d, rows), chunks)
-    yield Term("head.weight_gradient", f"matmul tn {arithmetic.dtype}", (rows, d, c), chunks)
-    if chunks > 1:  # all but the first add to the weight gradient
-        yield Term(
-            "head.add_gradient", TRAFFIC, (2 * v * d * arithmetic.residual_bytes,), chunks - 1
-        )
+@dataclasses.dataclass(frozen=True)
+class FusedLoss:
+    """The terms of the fused head and loss of a rank with M tokens and V words of width D."""
 
+    arithmetic: Arithmetic
+    m: int
+    v: int
+    d: int
+    is_plain: bool  # in plain PyTorch, as on CPUs
 
-def fused_backward(v: int, d: int) -> Iterator[Term]:
-    """Yields the one launch of backward: it finds that the gradients are to be multiplied by 1."""
-    yield Term("head.gradient", TRAFFIC, (0,), gradient=v * d)
+    def forward(self) -> Iterator[Term]:
+        """Yields logits, loss and both gradients."""
+        yield from self._casts(self.m * self.d)
+        passes = 2 if self.v <= MAX_ROW_IN_REGISTERS else 3
+        yield self._logits("head")
+        yield self._passes(passes, PASSES_PLAIN)
+        yield from self._gradients(self.arithmetic.residual_bytes)
+
+    def backward(self) -> Iterator[Term]:
+        """Yields the one launch of backward: it finds that the gradients are to be multiplied by 1."""
+        yield Term("head.gradient", TRAFFIC, (0,), gradient=self.v * self.d)
+
+    def forward_of_part(self, own_tokens: int) -> Iterator[Term]:
+        """Yields logits, the sums of this rank's words, and what ranks exchange. Of the hidden states, a
+        rank casts those of its `own_tokens`.
+        """
+        yield from self._casts(own_tokens * self.d)
+        yield Term("loss.targets", TRAFFIC, (self.m * self.d * TARGET_BYTES,))
+        yield self._logits("head")
+        yield self._passes(PASSES_OF_PART["forward"], PASSES_PLAIN_OF_PART["forward"])
+        yield Term("loss.max", "all_reduce", (self.m * 4,), axis="tensor")
+        yield Term("loss.sum", "all_reduce", (self.m * 8,), axis="tensor")
+
+    def backward_of_part(self, own_tokens: int) -> Iterator[Term]:
+        """Yields the logits again, and both gradients. The weight's gradient is summed in fp32 if there are
+        several chunks.
+        """
+        arithmetic, numel = self.arithmetic, self.v * self.d
+        yield self._logits("head.again")
+        yield self._passes(PASSES_OF_PART["backward"], PASSES_PLAIN_OF_PART["backward"])
+        if self._chunks > 1:
+            yield Term("head.clear_gradient", TRAFFIC, (numel * 4,))
+        yield from self._gradients(4)
+        if self._chunks > 1 and arithmetic.activation_bytes < 4:
+            yield Term("head.round_gradient", TRAFFIC, (numel * (4 + arithmetic.activation_bytes),))
+        if arithmetic.casts:
+            cast = arithmetic.cast("head.cast_gradient", "cast bf16 fp32", numel)
+            yield dataclasses.replace(cast, gradient=numel)
+        else:
+            yield Term("head.gradient", TRAFFIC, (0,), gradient=numel)
+        if own := arithmetic.autocast_numel(own_tokens * self.d):
+            yield Term("head.cast_input_gradient", "cast bf16 fp32", (own,))
+
+    @property
+    def held_bytes(self) -> float:
+        """A chunk's logits, and the weight as the products read it, if that is a copy."""
+        is_copy = self.arithmetic.casts or self._rows != self.v
+        copied = self._rows * self.d * self.arithmetic.activation_bytes if is_copy else 0
+        return self._chunk_bytes + copied
+
+    @property
+    def held_bytes_of_part(self) -> float:
+        """A chunk's logits in backward, and both gradients; that of the weight also as the sum of chunks."""
+        itemsize = self.arithmetic.activation_bytes
+        sum_bytes = 4 if self._chunks > 1 and itemsize < 4 else 0
+        return self._chunk_bytes + self.m * self.d * itemsize + self.v * self.d * (itemsize + sum_bytes)
+
+    def _casts(self, hidden_numel: int) -> Iterator[Term]:
+        if self.arithmetic.casts:
+            yield self.arithmetic.cast("head.cast_weight", "cast fp32 bf16", self.v * self.d)
+            yield self.arithmetic.cast("head.cast_input", "cast fp32 bf16", hidden_numel)
+
+    def _logits(self, name: str) -> Term:
+        return self._product(name, "nt", (self._c, self._rows, self.d))
+
+    def _passes(self, passes: int, plain: int) -> Term:
+        value_bytes = 4 * plain if self.is_plain else passes * self.arithmetic.activation_bytes
+        return Term("loss", TRAFFIC, (self._c * self.v * value_bytes,), self._chunks)
+
+    def _gradients(self, sum_bytes: int) -> Iterator[Term]:
+        """Yields the products with the logits' gradient. All chunks but the first add to the weight's gradient,
+        a sum in so many bytes per value.
+        """
+        yield self._product("head.input_gradient", "nn", (self._c, self.d, self._rows))
+        yield self._product("head.weight_gradient", "tn", (self._rows, self.d, self._c))
+        if self._chunks > 1:
+            nbytes = 2 * self.v * self.d * sum_bytes
+            yield Term("head.add_gradient", TRAFFIC, (nbytes,), self._chunks - 1)
+
+    def _product(self, name: str, layout: str, sizes: tuple[int, int, int]) -> Term:
+        return Term(name, f"matmul {layout} {self.arithmetic.dtype}", sizes, self._chunks)
+
+    @property
+    def _chunk_bytes(self) -> int:
+        return self._c * self.v * self.arithmetic.activation_bytes
+
+    @property
+    def _chunks(self) -> int:
+        row_bytes = self.v * self.arithmetic.activation_bytes
+        limit = MAX_LOGITS_BYTES_PLAIN if self.is_plain else logits_bytes(self.m, self.d, row_bytes)
+        return math.ceil(self.m * row_bytes / limit)
+
+    @property
+    def _c(self) -> int:
+        return math.ceil(self.m / self._chunks)
+
+    @property
+    def _rows(self) -> int:
+        """Rows of the weight in products, which kernels pad if the words are not aligned."""
+        return operand_rows(self.v, self.arithmetic.activation_bytes)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from stepgauge.cost.operations.cross_entropy import CrossEntropy
 from stepgauge.cost.operations.elementwise import Elementwise
-from stepgauge.cost.operations.fused_loss import fused_backward, fused_forward
+from stepgauge.cost.operations.fused_loss import FusedLoss
 from stepgauge.cost.operations.head_exchange import HeadExchanges
 from stepgauge.cost.operations.rank_sizes import NetworkPart, ShareSizes
 from stepgauge.cost.operations.ring_attention import RING, Ring
@@ -26,7 +26,7 @@ from stepgauge.cost.operations.vocabulary_loss import (
     vocabulary_loss_forward,
 )
 from stepgauge.cost.streams.program import LaunchCost, LaunchGroup
-from stepgauge.spec.fused_loss import operand_rows, torch_computes
+from stepgauge.spec.fused_loss import torch_computes
 from stepgauge.spec.model_fields import NORMS
 from stepgauge.spec.plan.tensor import KINDS, Rule, overlaps
 from stepgauge.spec.plan.tensor_tables import table_of
@@ -148,12 +148,13 @@ class StepOperations(ShareSizes):
     def _head_forward(self) -> Iterator[Term]:
         yield from self._norm("head.norm", "forward", "norm")
         yield from self._collectives("head", "forward")
-        if self._fuses_loss:
-            sizes = self.tokens, self.words, self.model.d_model
-            yield from fused_forward(self.end_arithmetic, *sizes, self.spec.device)
-            return
-        yield from self.end_arithmetic.linear_forward(*self._head)
-        yield from self._loss_forward(self.words)
+        if self.fused_loss is None:
+            yield from self.end_arithmetic.linear_forward(*self._head)
+            yield from self._loss_forward(self.words)
+        elif self.share.tensor > 1:
+            yield from self.fused_loss.forward_of_part(self.own_tokens)
+        else:
+            yield from self.fused_loss.forward()
 
     def _block_forward(self) -> Iterator[Term]:
         model, arithmetic, m = self.model, self.arithmetic, self.tokens
@@ -217,11 +218,13 @@ class StepOperations(ShareSizes):
         return term.is_product or is_kept_message or term.name.startswith(RING)
 
     def _head_backward(self) -> Iterator[Term]:
-        if self._fuses_loss:
-            yield from fused_backward(self.words, self.model.d_model)
-        else:
+        if self.fused_loss is None:
             yield from self._loss_backward(self.words)
             yield from self.end_arithmetic.linear_backward(*self._head)
+        elif self.share.tensor > 1:
+            yield from self.fused_loss.backward_of_part(self.own_tokens)
+        else:
+            yield from self.fused_loss.backward()
         yield from self._collectives("head", "backward")
         yield from self._norm("head.norm", "backward", "norm")
 
@@ -294,20 +297,18 @@ class StepOperations(ShareSizes):
 
     @property
     def _head(self) -> tuple[str, int, int, int, int]:
-        """Name, tokens, outputs, inputs and casts of the head. The fused loss of parts pads its outputs."""
-        rows, d, arithmetic = self.words, self.model.d_model, self.end_arithmetic
-        if self.model.loss == "fused" and self.share.tensor > 1:
-            rows = operand_rows(rows, arithmetic.activation_bytes)
-        return "head", self.tokens, rows, d, arithmetic.autocast_numel(self.own_tokens * d)
+        """Name, tokens, outputs, inputs and casts of the head."""
+        d = self.model.d_model
+        casts = self.end_arithmetic.autocast_numel(self.own_tokens * d)
+        return "head", self.tokens, self.words, d, casts
 
     @property
-    def _fuses_loss(self) -> bool:
-        """True if the head and loss run as one fused loop.
-
-        Tensor-parallel ranks fuse the loss over their part of the vocabulary, which is priced like
-        their usual loss.
-        """
-        return self.model.loss == "fused" and self.share.tensor == 1 and not self.loss_by_torch
+    def fused_loss(self) -> FusedLoss | None:
+        """The fused head and loss, if the network has it and does not leave small sizes to torch."""
+        if self.model.loss != "fused" or self.loss_by_torch:
+            return None
+        sizes, is_plain = (self.tokens, self.words, self.model.d_model), self.spec.device == "cpu"
+        return FusedLoss(self.end_arithmetic, *sizes, is_plain)
 
     @property
     def compiles_ends(self) -> bool:

@@ -38,7 +38,7 @@ class Held:
     """Memory that one micro-batch of one stage holds, in any unit.
 
     activations  held from F until I or B
-    for_weights  the part of them that W needs, held until W
+    for_weights  what W needs, held from I until W: a part of the activations, or also what I recomputes
     temporary    what an action of a kind holds only while it runs; none if the kind is missing
     """
 
