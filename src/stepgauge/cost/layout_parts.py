@@ -86,7 +86,10 @@ class LayoutParts:
 
     def without(self, axis: str) -> "LayoutParts":
         """Returns the same step with communication on the axis taking no time."""
-        return dataclasses.replace(self, prices=self.prices.without(axis))
+        prices = self.prices.without(axis)
+        if len(self.stages) == 1:  # products are slower if the GPU does not rest while it waits for messages
+            prices = at_step_share(prices, self.stages)
+        return dataclasses.replace(self, prices=prices)
 
 
 def share_of(spec: LayoutSpec) -> NetworkPart:
@@ -101,4 +104,5 @@ def share_of(spec: LayoutSpec) -> NetworkPart:
         ulysses=layout.ulysses,
         gathered=layout.gathers_weights,
         passes=spec.accumulation * (layout.microbatches if layout.pipeline > 1 else 1),
+        averaged=layout.num_replicas > 1,
     )

@@ -22,6 +22,7 @@ class NetworkPart:
     ulysses   context-parallel ranks exchange heads for attention
     gathered  weights are gathered from other ranks in the activations' dtype (ZeRO 3)
     passes    forwards and backwards per step, whose gradients are accumulated
+    averaged  a data axis reads each gradient during backward, to average it
     """
 
     batch: int
@@ -33,6 +34,7 @@ class NetworkPart:
     ulysses: bool = False
     gathered: bool = False
     passes: int = 1
+    averaged: bool = False
 
 
 class ShareSizes:

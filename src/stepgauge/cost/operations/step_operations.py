@@ -99,6 +99,7 @@ class StepOperations(ShareSizes):
         last = self._embedding_backward() if self.is_first else ()
         parts = first, itertools.chain(self._recomputed(), self._block_backward()), last
         before, block, after = self._at_pace("backward", *parts)
+        after += self._combined_sum()
         block += self._added(self.block_parameters, self.block_matrices)
         ends = self._added(self.end_parameters, self.end_matrices)
         (after if self.is_first else before).extend(ends)
@@ -259,9 +260,8 @@ class StepOperations(ShareSizes):
         yield from arithmetic.linear_backward("attention.output", m, d, width, 0)
         yield from self._attention("backward")
         yield from self._elementwise.heads_backward()
-        if model.qk_norm and self.share.tensor > 1:  # each rank has the sums over its heads only
-            nbytes = NORMS[model.norm].parameters * model.head_width * arithmetic.weight_bytes
-            yield Term("attention.qk_norm.sum", "all_reduce", (nbytes,), 2, axis="tensor")
+        if self.share.averaged:
+            yield from self._gradient_sum("attention.qk_norm", self._summed_of_heads, 2)
         yield from arithmetic.linear_backward("attention.input", m, qkv, d, cast)
         if biases := self.biases:  # sums over the tokens
             nbytes = m * biases * arithmetic.activation_bytes
@@ -358,10 +358,35 @@ class StepOperations(ShareSizes):
         sums = self.spec.compile != "blocks" or name == "feed_forward.norm"  # in the same graph
         arithmetic = self.end_arithmetic if name == "head.norm" else self.arithmetic
         yield from arithmetic.norm(name, direction, *sizes, sums=sums)
+        if direction == "backward" and self.share.averaged:
+            yield from self._gradient_sum(name, self._summed_of_norm(module))
+
+    def _combined_sum(self) -> Iterator[Term]:
+        """Yields the sum over tensor ranks of all gradients of norms, in one message at the end of backward
+        (parallel/tensor_parallel/gradient_sums.py). A data axis needs each sum during backward.
+        """
+        if not self.share.averaged:
+            of_block = sum(map(self._summed_of_norm, ("attention_norm", "feed_forward_norm")))
+            of_block += 2 * self._summed_of_heads
+            of_end = self._summed_of_norm("norm") if self.is_last else 0
+            yield from self._gradient_sum("gradients", len(self.blocks) * of_block + of_end)
+
+    def _gradient_sum(self, name: str, numel: int, count: int = 1) -> Iterator[Term]:
+        if numel:
+            nbytes = numel * self.arithmetic.weight_bytes
+            yield Term(f"{name}.sum", "all_reduce", (nbytes,), count, axis="tensor")
+
+    def _summed_of_norm(self, module: str) -> int:
+        """Returns the parameters of a norm of which each tensor rank has a summand of the gradient."""
         rule = self._rule(module)
-        if direction == "backward" and rule and KINDS[rule.kind].sums:
-            nbytes = self.norm_parameters * self.arithmetic.weight_bytes
-            yield Term(f"{name}.sum", "all_reduce", (nbytes,), axis="tensor")
+        return self.norm_parameters if rule and KINDS[rule.kind].sums else 0
+
+    @property
+    def _summed_of_heads(self) -> int:
+        """Parameters of the norm of queries, or of keys; each rank has the sums over its heads only."""
+        model = self.model
+        is_summed = model.qk_norm and self.share.tensor > 1
+        return NORMS[model.norm].parameters * model.head_width if is_summed else 0
 
     def _rule(self, module: str) -> Rule | None:
         """Returns how tensor parallelism shards the module; None if it does not."""

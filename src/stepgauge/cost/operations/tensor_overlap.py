@@ -38,7 +38,7 @@ class OverlappedLayer:
         gather = dataclasses.replace(collective, operation="all_gather", copied_as="all_gather")
         if collective.operation == "all_gather":
             hidden_by = self._product(phase, self.tokens - len(groups[-1]) * piece)
-            yield dataclasses.replace(gather, hidden_by=(hidden_by,))
+            yield dataclasses.replace(gather, hidden_by=(hidden_by,), waits=len(groups))
             if phase == "backward":
                 yield self._own_rows(collective)
             return

@@ -43,6 +43,7 @@ class Term:
     for_weights  part of a weight gradient: no other pipeline stage waits for it
     axis         communication: the mesh axis of the ranks that take part
     hidden_by    communication in pieces: the products that run at the same time
+    waits        communication: how often computation waits for a piece of it
     copied_as    communication: the collective that copy engines run instead between GPUs of one
                  machine, as bench comm names it; "" if NCCL always runs it
     nbytes       bytes of a plain pass that takes as long; used if the hardware file has no times of
@@ -63,6 +64,7 @@ class Term:
     for_weights: bool = False
     axis: str = ""
     hidden_by: tuple["Term", ...] = ()
+    waits: int = 1
     copied_as: str = ""
     nbytes: float = 0.0
     pace: float = 1.0

@@ -18,8 +18,9 @@ from stepgauge.spec.layout import Layout
 NCCL, GLOO = "nccl", "gloo"
 PIPELINE = "pipeline"  # an axis whose transfers are copies within a machine
 SINGLE_PROCESS = "host eager bf16"  # in the file of every calibrated GPU
-# A collective that products hide still costs a copy, a flag and a wait before it and after it.
-LEAST_EXPOSED_US = 10.0
+# On GPUs, between the kernel before a message and the kernel that waits for it, beside the message's own time:
+# 11 to 13 us in traces of tp2, tp4 and overlapped tp2 on H200s (docs/log/2026-11-30-tensor-waits.md).
+MESSAGE_GAP_US = 12.0
 
 
 def library_of(spec: Any) -> str:
@@ -81,14 +82,15 @@ class Prices:
         """Returns prices at which products take the share of the time that they have in a step.
 
         A GPU draws less power in passes and while it waits, and its limit is on an average of tens of
-        milliseconds, so that products run faster beside them.
+        milliseconds, so that products run faster beside them. A rank waits for messages of a tensor or
+        context axis, and does not compute until they have arrived.
 
         passes   forwards and backwards of the network
         updates  of the optimizer
         busy     fraction of the passes in which the busiest rank computes. On a device whose times are
                  another's, it is not known what waiting brings
         """
-        terms = [t for t in (*network.forward(), *network.backward()) if not t.axis]
+        terms = [*network.forward(), *network.backward()]
         products_us = passes * self.total_us(term for term in terms if term.is_product)
         passes_us = passes * self.total_us(terms)
         if not self.machine.is_transferred:
@@ -122,10 +124,13 @@ class Prices:
     def gaps_us(self, term: Term) -> float:
         """Returns the gaps before the kernels of all runs of the term (launch_gaps.py).
 
-        Messages have none. Neither have operators of traced networks that are timed as whole calls: how many
-        kernels they launch is not known.
+        Operators of traced networks that are timed as whole calls have none: how many kernels they launch is
+        not known.
         """
-        if term.axis or term.operator:
+        if term.axis:
+            is_sent = self._gap_us and term.axis != self._without
+            return term.count * term.waits * MESSAGE_GAP_US if is_sent else 0.0
+        if term.operator:
             return 0.0
         return term.count * term.pace * self._gap_us * kernels_of(term.operation)
 
@@ -229,7 +234,7 @@ class Prices:
 
 def exposed_us(message_us: float, products: Iterable[tuple[float, Slowdown]]) -> float:
     """Returns by how much communication lengthens products that run at the same time, plus what is left
-    of it after the last one; at least LEAST_EXPOSED_US.
+    of it after the last one.
 
     With a slowdown of k for a product and s for the message: while both run, the message progresses at 1/s
     of its speed, and the product at 1/k. So a product of P us is lengthened by (k-1) P if the message
@@ -244,4 +249,4 @@ def exposed_us(message_us: float, products: Iterable[tuple[float, Slowdown]]) ->
         both_us = min(slowdown.kernel * us, slowdown.collective * left_us)
         lengthened_us += both_us * (1 - 1 / slowdown.kernel)
         left_us -= both_us / slowdown.collective
-    return max(lengthened_us + left_us, LEAST_EXPOSED_US)
+    return lengthened_us + left_us
