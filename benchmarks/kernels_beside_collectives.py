@@ -6,7 +6,8 @@
     python benchmarks/kernels_beside_collectives.py OUT --layouts tp2 \\
         --list benchmarks/validation/device_two_gpus.toml
 
-The last two commands profile rows of a part of layout_rows.py, or of a list of `stepgauge validate`. Two steps of each row are profiled, then two steps without its communication.
+The last two commands profile rows of a part of layout_rows.py, or of a list of `stepgauge validate`. Two
+steps of each row are profiled, then two steps without its communication.
 
 OUT/beside.jsonl has a line per layout, rank and kernel: the number of calls and their mean time in
 µs `beside` a collective (more than 90 % of the kernel's time), `partly` beside one, and `alone`

@@ -13,7 +13,7 @@ from stepgauge.cost.rates.contention import ContentionTable, Slowdown
 from stepgauge.cost.rates.estimate import ASSUMED, CALIBRATED
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.network import Axis
-from stepgauge.cost.rates.prices import GLOO, LEAST_EXPOSED_US, Prices, exposed_us
+from stepgauge.cost.rates.prices import GLOO, MESSAGE_GAP_US, Prices, exposed_us
 from stepgauge.spec.calibration import Contention, OperationTable
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.hardware_files import file_named
@@ -71,30 +71,36 @@ def test_a_message_beside_products_by_hand():
         10 + 150 - 110 / 1.5 - 50
     )
     assert exposed_us(150.0, [(120.0, quiet)]) == 30.0
-    assert exposed_us(150.0, [(149.0, quiet)]) == LEAST_EXPOSED_US
+    assert exposed_us(150.0, [(151.0, quiet)]) == 0.0
 
 
 @pytest.mark.parametrize("term", [GATHER, SCATTER])
 def test_overlapped_messages_are_copies_if_the_file_has_them(term):
     """80 MB: 400 us by copies, 800 by NCCL, of which the product hides 200."""
-    assert prices("tp4 overlap", *BY_NCCL, *BY_COPIES).us(term) == pytest.approx(200.0)
-    assert prices("tp4 overlap", *BY_NCCL).us(term) == pytest.approx(600.0)
+    assert prices("tp4 overlap", *BY_NCCL, *BY_COPIES).us(term) == pytest.approx(
+        200.0 + MESSAGE_GAP_US
+    )
+    assert prices("tp4 overlap", *BY_NCCL).us(term) == pytest.approx(600.0 + MESSAGE_GAP_US)
     assert prices("tp4 overlap", *BY_NCCL, *BY_COPIES).without("tensor").us(term) == 0
     alone = dataclasses.replace(term, hidden_by=())
     found = prices("tp4 overlap", *BY_NCCL, *BY_COPIES).estimate(alone)
     assert (found.us, found.source) == (pytest.approx(400.0), CALIBRATED)
     plain = dataclasses.replace(alone, copied_as="")
-    assert prices("tp4 overlap", *BY_NCCL, *BY_COPIES).us(plain) == pytest.approx(800.0)
+    assert prices("tp4 overlap", *BY_NCCL, *BY_COPIES).us(plain) == pytest.approx(
+        800.0 + MESSAGE_GAP_US
+    )
 
 
 def test_the_files_contention_lengthens_both():
     rows = [Contention("matmul", "copied all_gather", 1.25, 1.6, 4)]
     found = prices("tp4 overlap", *BY_NCCL, *BY_COPIES, contention=rows)
     # the product takes 250 us, in which the copies do 250 / 1.6 us of their work
-    assert found.us(GATHER) == pytest.approx(50 + 400 - 250 / 1.6)
-    assert found.us(SCATTER) == pytest.approx(200.0), "of which the file says nothing"
+    assert found.us(GATHER) == pytest.approx(50 + 400 - 250 / 1.6 + MESSAGE_GAP_US)
+    assert found.us(SCATTER) == pytest.approx(200.0 + MESSAGE_GAP_US), (
+        "of which the file says nothing"
+    )
     only_nccl = prices("tp4 overlap", *BY_NCCL, contention=rows)
-    assert only_nccl.us(GATHER) == pytest.approx(600.0)
+    assert only_nccl.us(GATHER) == pytest.approx(600.0 + MESSAGE_GAP_US)
 
 
 def test_copies_do_not_slow_products_down_unless_the_file_says_so():
@@ -117,14 +123,17 @@ def test_a_gather_is_hidden_by_the_products_before_its_last_pieces(ranks, replay
 
 def test_exchanged_heads_are_copies_within_a_machine():
     """A rank sends 60 of 80 MB, three quarters, to the three others."""
-    assert prices("cp4 ulysses zero1", *BY_NCCL, *BY_COPIES).us(HEADS) == pytest.approx(400.0)
-    assert prices("cp4 ulysses zero1", *BY_NCCL).us(HEADS) == pytest.approx(600.0)
+
+    def us(layout, term, *links, **settings):
+        return prices(layout, *links, **settings).us(term) - MESSAGE_GAP_US
+
+    assert us("cp4 ulysses zero1", HEADS, *BY_NCCL, *BY_COPIES) == pytest.approx(400.0)
+    assert us("cp4 ulysses zero1", HEADS, *BY_NCCL) == pytest.approx(600.0)
     gloo = [link("send_recv", 10e9, backend="gloo")]
-    assert prices("cp4 ulysses zero1", *gloo, *BY_COPIES, backend=GLOO).us(HEADS) == pytest.approx(
-        6e3
-    )
+    found = us("cp4 ulysses zero1", HEADS, *gloo, *BY_COPIES, backend=GLOO)
+    assert found == pytest.approx(6e3)
     ring = dataclasses.replace(HEADS, copied_as="")
-    assert prices("cp4 zero1", *BY_NCCL, *BY_COPIES).us(ring) == pytest.approx(600.0)
+    assert us("cp4 zero1", ring, *BY_NCCL, *BY_COPIES) == pytest.approx(600.0)
 
 
 def test_pipeline_transfers_are_copies_unless_messages_are_asked_for():

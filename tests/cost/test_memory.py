@@ -147,21 +147,42 @@ def test_a_compiled_loss_holds_bf16_logits_only():
 
 def test_measured_peaks_of_compiled_layouts():
     """Without rows whose blocks ran eagerly (docs/log/2026-11-28-four-gpus.md), and without those of
-    overlapped layers that still returned the parts of all ranks, which selective checkpointing kept.
+    overlapped layers that still returned the parts of all ranks: with checkpointing, and on four ranks
+    (later ones are in the next test).
     """
     machine = CalibratedMachine(HardwareFile.read(ROOT / "hardware" / "dgx-h100.json"))
     errors = {}
     for row in records("2026-11-28-h100-layouts.jsonl", "layout"):
         layout, checkpointing = row.spec["layout"], row.spec["checkpointing"]
         keeps = checkpointing != "none"
-        if "cp" in layout or (keeps and ("zbv" in layout or "overlap" in layout)):
+        returned_parts = "overlap" in layout and (keeps or "tp4" in layout)
+        if "cp" in layout or returned_parts or (keeps and "zbv" in layout):
             continue
         spec = LayoutSpec(**{**row.spec, "model": ModelSpec(**row.spec["model"])})
         found = predict_layout(spec, machine).median("peak_bytes") / row.median("peak_bytes") - 1
         errors[layout, row.spec["batch"], checkpointing] = abs(found)
-    assert len(errors) == 18
-    assert statistics.fmean(errors.values()) < 0.009
-    assert max(errors.values()) < 0.031, errors
+    assert len(errors) == 17
+    assert statistics.fmean(errors.values()) < 0.006
+    assert max(errors.values()) < 0.016, errors
+
+
+def test_measured_peaks_of_rare_layouts():
+    """Heads that ranks exchange, checkpointing with a delayed weight gradient, the fused loss over parts of
+    the vocabulary, overlapped layers on four ranks.
+    """
+    errors = {}
+    for name in ("kinds", "more-kinds", "rests"):
+        for row in records(f"2026-11-30-h200-validation-{name}.jsonl", "layout"):
+            layout, checkpointing = row.spec["layout"], row.spec["checkpointing"]
+            is_rare = "cp" in layout or checkpointing != "none" or layout == "tp4 overlap"
+            if is_rare or row.spec["model"]["loss"] == "fused":
+                spec = LayoutSpec(**{**row.spec, "model": ModelSpec(**row.spec["model"])})
+                found = predict_layout(spec, H200).median("peak_bytes")
+                error = found / row.median("peak_bytes") - 1
+                errors[layout, row.spec["size"], checkpointing] = abs(error)
+    assert len(errors) == 14
+    assert statistics.fmean(errors.values()) < 0.005
+    assert max(errors.values()) < 0.015, errors
 
 
 def operations(**share):

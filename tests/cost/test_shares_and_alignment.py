@@ -1,6 +1,7 @@
-"""Prices that depend on the rest of the step or on a product's alignment: clock, unaligned rows, loss."""
+"""Prices that depend on the rest of the step or on a product's alignment: clock, messages, unaligned rows, loss."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,12 @@ from stepgauge.calibrate.grids import GPU
 from stepgauge.calibrate.operations import operations
 from stepgauge.cost.operations.cross_entropy import CrossEntropy
 from stepgauge.cost.operations.step_operations import NetworkPart, StepOperations
+from stepgauge.cost.operations.tensor_overlap import OverlappedLayer
 from stepgauge.cost.operations.terms import Arithmetic, Term, padded
 from stepgauge.cost.rank import at_step_share
 from stepgauge.cost.rates.alignment import with_alignment
 from stepgauge.cost.rates.machine import CalibratedMachine
-from stepgauge.cost.rates.prices import Prices
+from stepgauge.cost.rates.prices import MESSAGE_GAP_US, Prices
 from stepgauge.cost.step import predict
 from stepgauge.measure.fusion import TracedTerm, fuse
 from stepgauge.spec.calibration import OperationTable
@@ -156,3 +158,77 @@ def test_small_with_a_large_vocabulary_takes_as_long_as_measured():
     for words, measured_ms in ((50_264, 60.30), (50_257, 85.45)):
         asked = spec("small", vocab_size=words, batch=16, compile="off")
         assert predict(asked, H200).median("step_ms") == pytest.approx(measured_ms, rel=0.06)
+
+
+def test_waiting_for_messages_of_a_tensor_axis_counts_as_rest():
+    layout = Layout(tensor=2)
+    stages = [StepOperations(spec(), NetworkPart(batch=8, tensor=2))]
+    prices = Prices(H200, layout)
+    waiting, not_sent = (
+        at_step_share(each, stages).machine.time(*PRODUCT).us
+        for each in (prices, prices.without("tensor"))
+    )
+    assert 1.01 * waiting < not_sent
+    again = at_step_share(at_step_share(prices, stages), stages)
+    assert again.machine.time(*PRODUCT).us == waiting, (
+        "prices of a step do not depend on earlier ones"
+    )
+
+
+def test_each_piece_that_computation_waits_for_costs_a_gap():
+    layer, tokens = (3072, 4096), 32_768
+    sent = Term("g", "all_gather", (8.0,), axis="tensor")
+    for ranks, pieces in ((2, 1), (4, 3)):
+        terms = OverlappedLayer(layer, tokens, ranks, "bf16").terms(sent, "forward")
+        assert [term.waits for term in terms] == [pieces]
+    prices = Prices(H200, Layout(tensor=2))
+    more = prices.us(dataclasses.replace(sent, waits=3)) - prices.us(sent)
+    assert more == pytest.approx(2 * MESSAGE_GAP_US)
+    assert prices.without("tensor").us(sent) == 0
+
+
+def sums_over_ranks(model, **share):
+    """Name, bytes and count of the messages with gradients of norms, without those of the loss."""
+    asked = dataclasses.replace(spec(compile="off"), model=model)
+    terms = StepOperations(asked, NetworkPart(batch=8, tensor=2, **share)).backward()
+    return [(t.name, t.sizes[0], t.count) for t in terms if t.operation == "all_reduce"]
+
+
+def test_gradients_of_norms_are_summed_in_one_message_unless_a_data_axis_reads_them():
+    model = dataclasses.replace(spec().model, num_layers=4)
+    norm = model.d_model * 4
+    assert sums_over_ranks(model) == [("gradients.sum", 9 * norm, 1)]
+    at_once = {
+        name: (nbytes, count) for name, nbytes, count in sums_over_ranks(model, averaged=True)
+    }
+    of_blocks = dict.fromkeys(("feed_forward.norm.sum", "attention.norm.sum"), (norm, 4))
+    assert at_once == {"head.norm.sum": (norm, 1), **of_blocks}
+    with_heads = dataclasses.replace(model, qk_norm=True)
+    head = model.head_width * 4
+    assert sums_over_ranks(with_heads) == [("gradients.sum", 9 * norm + 8 * head, 1)]
+    found = sums_over_ranks(with_heads, averaged=True)
+    assert ("attention.qk_norm.sum", head, 8) in found
+
+
+def test_the_fused_loss_of_a_part_of_the_vocabulary_computes_logits_twice():
+    """Four products with half of the words, no pass over all logits, and two numbers per token are sent."""
+    asked = spec(vocab_size=128_256, loss="fused", compile="off", batch=16)
+    whole, part = (StepOperations(asked, NetworkPart(batch=16, tensor=ranks)) for ranks in (1, 2))
+
+    def head(operations, phase):
+        terms = getattr(operations, phase)()
+        return [t for t in terms if t.name.startswith(("head", "loss"))]
+
+    def flops(operations, phase):
+        products = (t for t in head(operations, phase) if t.is_product)
+        return sum(t.count * math.prod(t.sizes) for t in products)
+
+    one = flops(whole, "forward") / 3
+    assert flops(part, "forward") == pytest.approx(one / 2, rel=1e-3)
+    assert flops(part, "backward") == pytest.approx(3 * one / 2, rel=1e-3)
+    chunks = [t.count for t in head(part, "backward") if t.name == "loss"]
+    assert chunks == [4], "512 MiB of 2.1 GB each"
+    sent = [t.sizes[0] for t in head(part, "forward") if t.name in ("loss.max", "loss.sum")]
+    assert sent == [16 * 1024 * 4, 16 * 1024 * 8]
+    numel = sum(t.gradient * t.count for t in part.backward())
+    assert numel == pytest.approx(part.num_parameters, rel=0.01)

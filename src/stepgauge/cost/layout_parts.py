@@ -87,7 +87,9 @@ class LayoutParts:
     def without(self, axis: str) -> "LayoutParts":
         """Returns the same step with communication on the axis taking no time."""
         prices = self.prices.without(axis)
-        if len(self.stages) == 1:  # products are slower if the GPU does not rest while it waits for messages
+        if (
+            len(self.stages) == 1
+        ):  # products are slower if the GPU does not rest while it waits for messages
             prices = at_step_share(prices, self.stages)
         return dataclasses.replace(self, prices=prices)
 

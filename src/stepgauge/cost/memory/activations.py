@@ -91,14 +91,21 @@ def block_parts(operations: StepOperations) -> Parts:
     }
     if operations.share.ulysses:  # attention keeps its own heads, the layer after it all heads
         parts["exchanged attention output"] = parts["attention output"]
-    keeps_product = operations.spec.checkpointing in ("selective", "feed-forward")
-    # if heads are exchanged, attention keeps the rotated ones in place of the product
-    keeps_both = keeps_product or model.qk_norm or not (arithmetic.is_compiled or operations.share.ulysses)
-    if model.positions == "rope" and keeps_both:
+    if model.positions == "rope" and _keeps_before_rotation(operations):
         parts["rotated queries and keys"] = m * operations.rotated_width * itemsize
     if arithmetic.casts:
         parts["bf16 copies of weights"] = weight_copy_bytes(operations)
     return parts
+
+
+def _keeps_before_rotation(operations: StepOperations) -> bool:
+    """True if queries and keys are kept both before and after their rotation.
+
+    If heads are exchanged, attention keeps the rotated ones of its heads, and nothing keeps the product.
+    """
+    if operations.spec.checkpointing in ("selective", "feed-forward") or operations.model.qk_norm:
+        return True
+    return not (operations.arithmetic.is_compiled or operations.share.ulysses)
 
 
 def _num_kept_after_up(model: ModelSpec, arithmetic: Arithmetic) -> int:
@@ -134,8 +141,9 @@ def attention_parts(operations: StepOperations) -> Parts:
     whole = block_parts(operations)
     names = "queries, keys and values", "attention output", "attention statistics"
     parts = {name: whole[name] for name in names} | _row_layer_parts(operations)
-    if operations.share.ulysses:
-        parts["exchanged heads"] = sum(whole[name] for name in names[:2])
+    if operations.share.ulysses:  # what other ranks sent, without the rank's own part
+        of_others = 1 - 1 / operations.share.context
+        parts["exchanged heads"] = of_others * sum(whole[name] for name in names[:2])
     return parts
 
 
@@ -166,7 +174,12 @@ def end_parts(operations: StepOperations) -> Parts:
     if operations.fused_loss and operations.share.tensor == 1:  # forward computes the gradient
         return {**parts, "gradient of the head": v * d * arithmetic.residual_bytes}
     if operations.fused_loss:
-        return {**parts, "bf16 copy of the head": v * d * arithmetic.activation_bytes if arithmetic.casts else 0.0}
+        return {
+            **parts,
+            "bf16 copy of the head": v * d * arithmetic.activation_bytes
+            if arithmetic.casts
+            else 0.0,
+        }
     # Compiled, and if ranks have parts of the vocabulary, the logits are kept instead.
     parts["log-softmax"] = m * v * arithmetic.activation_bytes
     if operations.autocasts_loss and operations.share.tensor == 1:

@@ -93,7 +93,11 @@ class FusedLoss:
         """A chunk's logits in backward, and both gradients; that of the weight also as the sum of chunks."""
         itemsize = self.arithmetic.activation_bytes
         sum_bytes = 4 if self._chunks > 1 and itemsize < 4 else 0
-        return self._chunk_bytes + self.m * self.d * itemsize + self.v * self.d * (itemsize + sum_bytes)
+        return (
+            self._chunk_bytes
+            + self.m * self.d * itemsize
+            + self.v * self.d * (itemsize + sum_bytes)
+        )
 
     def _casts(self, hidden_numel: int) -> Iterator[Term]:
         if self.arithmetic.casts:

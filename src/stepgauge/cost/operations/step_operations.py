@@ -9,12 +9,14 @@ Legend: M tokens, D model width, F feed-forward width, V vocabulary, N ranks of 
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from stepgauge.cost.operations.cross_entropy import CrossEntropy
 from stepgauge.cost.operations.elementwise import Elementwise
 from stepgauge.cost.operations.fused_loss import FusedLoss
+from stepgauge.cost.operations.gradient_sums import OF_END, OF_HEADS, PER_BLOCK, GradientSums
 from stepgauge.cost.operations.head_exchange import HeadExchanges
 from stepgauge.cost.operations.rank_sizes import NetworkPart, ShareSizes
 from stepgauge.cost.operations.ring_attention import RING, Ring
@@ -99,7 +101,7 @@ class StepOperations(ShareSizes):
         last = self._embedding_backward() if self.is_first else ()
         parts = first, itertools.chain(self._recomputed(), self._block_backward()), last
         before, block, after = self._at_pace("backward", *parts)
-        after += self._combined_sum()
+        after += self._gradient_sums.at_end(len(self.blocks), is_last=self.is_last)
         block += self._added(self.block_parameters, self.block_matrices)
         ends = self._added(self.end_parameters, self.end_matrices)
         (after if self.is_first else before).extend(ends)
@@ -260,8 +262,7 @@ class StepOperations(ShareSizes):
         yield from arithmetic.linear_backward("attention.output", m, d, width, 0)
         yield from self._attention("backward")
         yield from self._elementwise.heads_backward()
-        if self.share.averaged:
-            yield from self._gradient_sum("attention.qk_norm", self._summed_of_heads, 2)
+        yield from self._gradient_sums.during_backward("attention.qk_norm", OF_HEADS)
         yield from arithmetic.linear_backward("attention.input", m, qkv, d, cast)
         if biases := self.biases:  # sums over the tokens
             nbytes = m * biases * arithmetic.activation_bytes
@@ -298,17 +299,16 @@ class StepOperations(ShareSizes):
     @property
     def _head(self) -> tuple[str, int, int, int, int]:
         """Name, tokens, outputs, inputs and casts of the head."""
-        d = self.model.d_model
-        casts = self.end_arithmetic.autocast_numel(self.own_tokens * d)
-        return "head", self.tokens, self.words, d, casts
+        casts = self.end_arithmetic.autocast_numel(self.own_tokens * self.model.d_model)
+        return "head", self.tokens, self.words, self.model.d_model, casts
 
     @property
     def fused_loss(self) -> FusedLoss | None:
         """The fused head and loss, if the network has it and does not leave small sizes to torch."""
         if self.model.loss != "fused" or self.loss_by_torch:
             return None
-        sizes, is_plain = (self.tokens, self.words, self.model.d_model), self.spec.device == "cpu"
-        return FusedLoss(self.end_arithmetic, *sizes, is_plain)
+        sizes = self.tokens, self.words, self.model.d_model
+        return FusedLoss(self.end_arithmetic, *sizes, self.spec.device.startswith("cpu"))
 
     @property
     def compiles_ends(self) -> bool:
@@ -353,40 +353,23 @@ class StepOperations(ShareSizes):
             yield from Ring(*rank_sizes).backward(own)
 
     def _norm(self, name: str, direction: str, module: str) -> Iterator[Term]:
-        """Yields a norm and, in backward, the all-reduce of its gradient over tensor ranks."""
+        """Yields a norm and, in backward, the sum of its gradient over tensor ranks."""
         sizes = self.model.norm, self.own_tokens, self.model.d_model
         sums = self.spec.compile != "blocks" or name == "feed_forward.norm"  # in the same graph
         arithmetic = self.end_arithmetic if name == "head.norm" else self.arithmetic
         yield from arithmetic.norm(name, direction, *sizes, sums=sums)
-        if direction == "backward" and self.share.averaged:
-            yield from self._gradient_sum(name, self._summed_of_norm(module))
+        if direction == "backward":
+            yield from self._gradient_sums.during_backward(name, module)
 
-    def _combined_sum(self) -> Iterator[Term]:
-        """Yields the sum over tensor ranks of all gradients of norms, in one message at the end of backward
-        (parallel/tensor_parallel/gradient_sums.py). A data axis needs each sum during backward.
-        """
-        if not self.share.averaged:
-            of_block = sum(map(self._summed_of_norm, ("attention_norm", "feed_forward_norm")))
-            of_block += 2 * self._summed_of_heads
-            of_end = self._summed_of_norm("norm") if self.is_last else 0
-            yield from self._gradient_sum("gradients", len(self.blocks) * of_block + of_end)
-
-    def _gradient_sum(self, name: str, numel: int, count: int = 1) -> Iterator[Term]:
-        if numel:
-            nbytes = numel * self.arithmetic.weight_bytes
-            yield Term(f"{name}.sum", "all_reduce", (nbytes,), count, axis="tensor")
-
-    def _summed_of_norm(self, module: str) -> int:
-        """Returns the parameters of a norm of which each tensor rank has a summand of the gradient."""
-        rule = self._rule(module)
-        return self.norm_parameters if rule and KINDS[rule.kind].sums else 0
-
-    @property
-    def _summed_of_heads(self) -> int:
-        """Parameters of the norm of queries, or of keys; each rank has the sums over its heads only."""
-        model = self.model
-        is_summed = model.qk_norm and self.share.tensor > 1
-        return NORMS[model.norm].parameters * model.head_width if is_summed else 0
+    @functools.cached_property
+    def _gradient_sums(self) -> GradientSums:
+        """The gradients of norms of which each tensor rank has a summand."""
+        rules = ((module, self._rule(module)) for module in (*PER_BLOCK, OF_END))
+        summed = (module for module, rule in rules if rule and KINDS[rule.kind].sums)
+        sizes = dict.fromkeys(summed, self.norm_parameters)
+        if self.model.qk_norm and self.share.tensor > 1:
+            sizes[OF_HEADS] = NORMS[self.model.norm].parameters * self.model.head_width
+        return GradientSums(sizes, self.arithmetic.weight_bytes, self.share.averaged)
 
     def _rule(self, module: str) -> Rule | None:
         """Returns how tensor parallelism shards the module; None if it does not."""

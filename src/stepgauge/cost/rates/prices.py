@@ -9,7 +9,7 @@ from stepgauge.cost.operations.terms import COLLECTIVES, TRAFFIC, TRANSFER, Term
 from stepgauge.cost.rates.contention import COPIES_SLOWDOWN, ContentionTable, Slowdown
 from stepgauge.cost.rates.estimate import ASSUMED, UNTIMED, Estimate
 from stepgauge.cost.rates.launch_gaps import gap_us, kernels_of
-from stepgauge.cost.rates.machine import CalibratedMachine
+from stepgauge.cost.rates.machine import CALIBRATED_PRODUCT_SHARE, CalibratedMachine
 from stepgauge.cost.rates.network import Axis, axes_of
 from stepgauge.spec.calibration import LAUNCH_GAP
 from stepgauge.spec.comm import COPIED
@@ -91,11 +91,12 @@ class Prices:
                  another's, it is not known what waiting brings
         """
         terms = [*network.forward(), *network.backward()]
-        products_us = passes * self.total_us(term for term in terms if term.is_product)
-        passes_us = passes * self.total_us(terms)
+        usual = self._on(self.machine.at_product_share(CALIBRATED_PRODUCT_SHARE), self._without)
+        products_us = passes * usual.total_us(term for term in terms if term.is_product)
+        passes_us = passes * usual.total_us(terms)
         if not self.machine.is_transferred:
             passes_us /= busy
-        share = products_us / (passes_us + self.total_us(updates) or 1.0)
+        share = products_us / (passes_us + usual.total_us(updates) or 1.0)
         return self._on(self.machine.at_product_share(share), self._without)
 
     def without(self, axis: str) -> "Prices":
@@ -128,7 +129,7 @@ class Prices:
         not known.
         """
         if term.axis:
-            is_sent = self._gap_us and term.axis != self._without
+            is_sent = term.axis != self._without and not self.machine.hardware.threads
             return term.count * term.waits * MESSAGE_GAP_US if is_sent else 0.0
         if term.operator:
             return 0.0
