@@ -177,9 +177,10 @@ def test_selective_checkpointing_takes_the_host_longer():
 
 
 def test_missing_host_times_of_a_layout_are_noted():
-    def note(layout, on, batch=4):
-        asked = LayoutSpec(model=ModelSpec.preset("small", attention="triton"), layout=layout,
-                           batch=batch, precision="bf16", device="cuda")  # fmt: skip
+    def note(layout, on, batch=4, precision="bf16"):
+        attention = "triton" if precision == "bf16" else "sdpa"
+        asked = LayoutSpec(model=ModelSpec.preset("small", attention=attention), layout=layout,
+                           batch=batch, precision=precision, device="cuda")  # fmt: skip
         return predict_layout(asked, on).note.partition("; the host limits this step")[0]
 
     links = machine().hardware.links
@@ -188,7 +189,8 @@ def test_missing_host_times_of_a_layout_are_noted():
         "the host limits this step, or nearly: if it launches"
     )
     assert note("tp2 overlap", with_links) == NOTHING_OVERLAPS
-    assert note("tp2 overlap", with_links, batch=256).startswith(
+    assert "host cost" not in note("tp2 overlap", with_links, batch=256)
+    assert note("tp2 overlap", with_links, batch=256, precision="fp32").startswith(
         "host cost not measured and left out (calibrate --ranks measures it): what overlap adds"
     )
     assert note("zero2 cp2", with_links).endswith(": zero2 cp2")
@@ -230,14 +232,20 @@ def test_a_layout_without_host_times_gets_those_of_its_tensor_axis():
     for on in (CalibratedMachine(DGX), CalibratedMachine(H200)):
         work = StepSpec(model=ModelSpec.preset("small"), device="cuda", precision="bf16")
         tensor = launch_costs(work, on, Layout.parse("tp2"))
-        for layout in ("tp2 overlap", "dp2 bucketed tp2", "dp2 zero1 tp2 overlap"):
-            assert launch_costs(work, on, Layout.parse(layout)) == tensor
+        assert launch_costs(work, on, Layout.parse("dp2 bucketed tp2")) == tensor
+        overlapped, both = (
+            launch_costs(work, on, Layout.parse(layout))
+            for layout in ("tp2 overlap", "dp2 zero1 tp2 overlap")
+        )
+        assert overlapped == both != tensor
+        in_fp32 = dataclasses.replace(work, precision="fp32")  # overlap was not timed
+        of_fp32 = (launch_costs(in_fp32, on, Layout.parse(name)) for name in ("tp2", "tp2 overlap"))
+        assert len({str(costs) for costs in of_fp32}) == 1
         hooked = hooks_of(on, "bucketed", work, Layout.parse("dp2 bucketed tp2"))
         assert hooked["backward"] != Hooks()
     layout = Layout.parse("dp2 zero1 tp2 overlap")
     assert unknown_host(CalibratedMachine(DGX), work, layout, replayed=False) == (
-        "host cost assumed to be that of h200-sxm (calibrate --ranks measures it): tp2, zero1; host "
-        "cost not measured and left out (calibrate --ranks measures it): what overlap adds"
+        "host cost assumed to be that of h200-sxm (calibrate --ranks measures it): tp2 overlap, zero1"
     )
     assert not unknown_host(CalibratedMachine(DGX), work, layout, replayed=True)
     known = Layout.parse("dp2 zero1 tp2")

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
+from stepgauge.cost.operations.terms import TRANSFER
 from stepgauge.cost.rates.estimate import ASSUMED, CALIBRATED
 from stepgauge.cost.rates.network import Axis
 from stepgauge.spec.calibration import SHORT_PRODUCT_US, kernel_class
@@ -31,13 +32,17 @@ UPDATE_SLOWDOWN = Slowdown(1.81, 1.55, ASSUMED)
 # Kernels with as many blocks as fit on the multiprocessors, for as long as they run. Those of under 0.1 ms may
 # leave some free, which is not modelled.
 OCCUPYING = ("matmul", "attention")
+# Keys that travel beside attention in a ring of two H200s (docs/log/2026-11-30-tensor-waits.md): attention took
+# 1.2 times as long as without them, forward and backward, and 42 MB took 311 us instead of 160.
+RING_SLOWDOWN = Slowdown(1.2, 1.9, ASSUMED)
 # Copies by copy engines occupy no multiprocessors.
 COPIES_SLOWDOWN = Slowdown(1.0, 1.0, ASSUMED)
 
 
 class ContentionTable:
     """The contention table of a hardware file. For what it does not have, DEFAULT_SLOWDOWN,
-    UPDATE_SLOWDOWN for the optimizer, or COPIES_SLOWDOWN for collectives by copy engines.
+    UPDATE_SLOWDOWN for the optimizer, RING_SLOWDOWN for messages from rank to rank, or COPIES_SLOWDOWN for
+    collectives by copy engines.
 
     axes  by name; each has its own communicator
     """
@@ -73,4 +78,6 @@ class ContentionTable:
 def _default(kernels: str, collective: str) -> Slowdown:
     if collective.startswith(COPIED):
         return COPIES_SLOWDOWN
+    if collective == TRANSFER:
+        return RING_SLOWDOWN
     return UPDATE_SLOWDOWN if kernels == "update" else DEFAULT_SLOWDOWN

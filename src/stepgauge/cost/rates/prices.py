@@ -82,19 +82,19 @@ class Prices:
         """Returns prices at which products take the share of the time that they have in a step.
 
         A GPU draws less power in passes and while it waits, and its limit is on an average of tens of
-        milliseconds, so that products run faster beside them. A rank waits for messages of a tensor or
-        context axis, and does not compute until they have arrived.
+        milliseconds, so that products run faster beside them. A GPU waits for messages of a tensor or context
+        axis, and for other stages. On a device whose times are another's, it is not known what waiting brings.
 
         passes   forwards and backwards of the network
         updates  of the optimizer
-        busy     fraction of the passes in which the busiest rank computes. On a device whose times are
-                 another's, it is not known what waiting brings
+        busy     fraction of the passes in which the busiest rank computes
         """
-        terms = [*network.forward(), *network.backward()]
+        rests = not self.machine.is_transferred
+        terms = [t for t in (*network.forward(), *network.backward()) if rests or not t.axis]
         usual = self._on(self.machine.at_product_share(CALIBRATED_PRODUCT_SHARE), self._without)
         products_us = passes * usual.total_us(term for term in terms if term.is_product)
         passes_us = passes * usual.total_us(terms)
-        if not self.machine.is_transferred:
+        if rests:
             passes_us /= busy
         share = products_us / (passes_us + usual.total_us(updates) or 1.0)
         return self._on(self.machine.at_product_share(share), self._without)
@@ -130,7 +130,7 @@ class Prices:
         """
         if term.axis:
             is_sent = term.axis != self._without and not self.machine.hardware.threads
-            return term.count * term.waits * MESSAGE_GAP_US if is_sent else 0.0
+            return term.count * term.pace * term.waits * MESSAGE_GAP_US if is_sent else 0.0
         if term.operator:
             return 0.0
         return term.count * term.pace * self._gap_us * kernels_of(term.operation)
@@ -170,9 +170,11 @@ class Prices:
             whole = self.collective(term.operation, nbytes, term.axis)
         if not (term.hidden_by and whole.us):
             return whole
+        is_sent = copied or term.operation == TRANSFER
+        name = f"{COPIED}{term.copied_as}" if copied else TRANSFER
         beside = [
-            (self.us(product), self._slowdown(product, term) if copied else COPIES_SLOWDOWN)
-            for product in term.hidden_by
+            (self.us(each), self._slowdown(each, name, term.axis) if is_sent else COPIES_SLOWDOWN)
+            for each in term.hidden_by
         ]
         return Estimate(exposed_us(whole.us, beside), ASSUMED)
 
@@ -188,10 +190,9 @@ class Prices:
             nbytes *= ranks / max(1, ranks - 1)
         return self.by_copies(term.copied_as, nbytes, term.axis)
 
-    def _slowdown(self, product: Term, message: Term) -> Slowdown:
-        """Returns how much a product and the copies beside it slow each other down."""
-        us, copied = self.estimate(product).us, f"{COPIED}{message.copied_as}"
-        return self.contention.of(product.operation, copied, message.axis, us)
+    def _slowdown(self, product: Term, message: str, axis: str) -> Slowdown:
+        """Returns how much a product and a message beside it slow each other down."""
+        return self.contention.of(product.operation, message, axis, self.estimate(product).us)
 
     def is_plain_pass(self, term: Term) -> bool:
         """True if the term is priced by its bytes, because the file has no times of the operation."""
