@@ -4,6 +4,7 @@ The host launches the work of all GPUs of a machine. While four ranks do so, lau
 than while one does, so these times are measured on several numbers of ranks.
 """
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -48,5 +49,6 @@ def host_tables(by_ranks: Mapping[int, Tables], ranks: int) -> Tables:
     return found
 
 
+@functools.cache
 def _without_ranks(operation: str) -> str:
     return RANKS_OF_AXIS.sub("", operation)

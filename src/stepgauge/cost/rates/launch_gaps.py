@@ -4,6 +4,8 @@ Short operations were timed in CUDA graphs that repeat one operation. In a step,
 a kernel starts 1 to 1.6 µs later after the one before it than there (calibrate/launch_gap.py).
 """
 
+import functools
+
 from stepgauge.spec.calibration import OperationTable
 
 # Kernels of one call, counted in traces (docs/log/2026-11-30-launch-gaps.md); 1 for all others. A product
@@ -22,6 +24,7 @@ KERNELS = {
 }
 
 
+@functools.cache
 def kernels_of(operation: str) -> int:
     """Returns the number of kernels of an operation that have a gap before them."""
     return next((count for name, count in KERNELS.items() if operation.startswith(name)), 1)

@@ -60,30 +60,28 @@ def simulate(works: Sequence[StreamWork], contention: ContentionTable) -> list[W
     for index, work in enumerate(works):
         queues.setdefault(work.stream, collections.deque()).append(index)
     starts = [0.0] * len(works)
-    ends: list[float | None] = [None] * len(works)
+    ends = [0.0] * len(works)
+    ended: set[int] = set()
     left_us = [work.us for work in works]  # at full speed
     running: dict[str, int] = {}
     losses: dict[int, float] = {}  # microseconds that a product may still lose to collectives
     now = 0.0
     held: set[int] = set()  # collectives that are ready, and wait for multiprocessors
-    while queues or running:
-        idle = (stream for stream in queues if stream not in running)
-        for stream in sorted(idle, key=lambda stream: queues[stream][0] not in held):
-            index = queues[stream][0]
-            is_ready = all(ends[other] is not None for other in works[index].after)
-            if is_ready and _finds_none_free(works, index, running, contention):
+    while len(ended) < len(works):
+        for index in _ready(works, queues, running, ended, held):
+            if _finds_none_free(works, index, running, contention):
                 held.add(index)
-            elif is_ready:
+            else:
+                stream = works[index].stream
                 running[stream], starts[index] = index, now
                 queues[stream].popleft()
-        queues = {stream: queue for stream, queue in queues.items() if queue}
         if not running:
-            stuck = min(queue[0] for queue in queues.values())
+            stuck = min(queue[0] for queue in queues.values() if queue)
             raise ValueError(f"{works[stuck].name} waits for what never ends")
         pace = _paces(works, running, contention)
         losing = _losing_product(works, running, pace, losses)
         # Advance to the next moment at which a work ends or a product has lost enough.
-        step = min(left_us[index] * pace[index] for index in running.values())
+        step = min([left_us[index] * pace[index] for index in running.values()])
         if losing is not None:
             step = min(step, losses[losing] / (1 - BESIDE_COLLECTIVE))
             losses[losing] -= (1 - BESIDE_COLLECTIVE) * step
@@ -92,8 +90,24 @@ def simulate(works: Sequence[StreamWork], contention: ContentionTable) -> list[W
             left_us[index] -= step / pace[index]
             if left_us[index] <= TINY:
                 ends[index] = now
+                ended.add(index)
                 del running[stream]
-    return [WorkSpan(work, starts[i], ends[i] or 0.0) for i, work in enumerate(works)]
+    return [WorkSpan(*span) for span in zip(works, starts, ends, strict=True)]
+
+
+def _ready(
+    works: Sequence[StreamWork],
+    queues: dict[str, collections.deque[int]],
+    running: dict[str, int],
+    ended: set[int],
+    held: set[int],
+) -> list[int]:
+    """Returns the next work of each idle stream, if what it waits for has ended, those in `held` first."""
+    heads = [queue[0] for stream, queue in queues.items() if queue and stream not in running]
+    ready = [index for index in heads if ended.issuperset(works[index].after)]
+    if len(ready) > 1:
+        ready.sort(key=lambda index: index not in held)
+    return ready
 
 
 def _finds_none_free(
@@ -133,6 +147,8 @@ def _paces(
     """Returns how many times as long each running work takes now as it would with nothing beside it."""
     pace = dict.fromkeys(running.values(), 1.0)
     communicators = [stream for stream in running if stream not in (COMPUTE, HOST)]
+    if not communicators:
+        return pace
     for stream in communicators:
         sharing = sum(contention.share_links(stream, other) for other in communicators)
         pace[running[stream]] = float(sharing)

@@ -98,11 +98,14 @@ def run_program(program: Program, contention: ContentionTable, *, lead_us: float
 
 def _with_lead(works: Sequence[StreamWork], lead_us: float) -> list[StreamWork]:
     """Returns the works without those of the host's first `lead_us`, in which it waits for nothing."""
-    rest = []
-    for work in works:
-        done_us = min(work.us, lead_us) if work.stream == HOST else 0.0
-        lead_us -= done_us
-        rest.append(work._replace(us=work.us - done_us))
+    rest = list(works)
+    for index, work in enumerate(works):
+        if lead_us <= 0.0:
+            break
+        if work.stream == HOST:
+            done_us = min(work.us, lead_us)
+            lead_us -= done_us
+            rest[index] = work._replace(us=work.us - done_us)
     return rest
 
 
