@@ -63,7 +63,7 @@ def test_rows_fit_into_memory_are_ranked_and_use_all_gpus():
 
 
 def test_the_first_row_does_not_depend_on_the_number_of_rows():
-    model = ModelSpec.preset("2.7b")
+    model = ModelSpec.preset("2.7b", num_layers=8)
     spec = plan_spec(model=model, size="2.7b", gpus=8, global_batch=64)
     machine = CalibratedMachine(DGX_H100)
     few, many = (plan(spec, machine, top=top).rows[0] for top in (1, 20))

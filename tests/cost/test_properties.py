@@ -79,7 +79,7 @@ def test_faster_wires_are_never_slower(model, layout, rate, ratio, accumulation)
     assert fast <= slow * (1 + 1e-9)
 
 
-@settings(few, max_examples=4)
+@settings(few, max_examples=2)  # of two plans each
 @given(models, st.integers(0, 3), st.floats(2.0, 5.0), st.floats(1.0, 4.0))
 @example(small_model(4, 2048, 4096, "triton"), 1, 2.0, 2.0)  # fits only in twice the memory
 def test_more_memory_never_removes_a_layout(model, batch, memory_gib, ratio):
@@ -136,7 +136,7 @@ def test_a_layout_of_one_rank_equals_the_single_gpu(model, precision, checkpoint
         assert min(SPREAD.values()) <= spread(row)
 
 
-@settings(few, max_examples=3)
+@settings(few, max_examples=2)  # of two plans each
 @given(models, st.randoms(use_true_random=False))
 def test_a_plan_does_not_depend_on_the_order_of_layouts(model, shuffler):
     asked = PlanSpec(model=model, gpus=4, global_batch=16, precision="bf16")
