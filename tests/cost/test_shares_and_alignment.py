@@ -208,6 +208,10 @@ def test_gradients_of_norms_are_summed_in_one_message_unless_a_data_axis_reads_t
     assert sums_over_ranks(with_heads) == [("gradients.sum", 9 * norm + 8 * head, 1)]
     found = sums_over_ranks(with_heads, averaged=True)
     assert ("attention.qk_norm.sum", head, 8) in found
+    with_biases = dataclasses.replace(model, attention_bias="all", feed_forward_bias=True)
+    both = 2 * model.d_model * 4  # of the two row layers
+    assert sums_over_ranks(with_biases) == [("gradients.sum", 9 * norm + 4 * both, 1)]
+    assert ("biases.sum", both, 4) in sums_over_ranks(with_biases, averaged=True)
 
 
 def test_the_fused_loss_of_a_part_of_the_vocabulary_computes_logits_twice():

@@ -88,6 +88,18 @@ def _with_waits(parts: LayoutParts, plan: Schedule | None) -> LayoutParts:
     return dataclasses.replace(parts, prices=at_step_share(parts.prices, parts.stages, busy=busy))
 
 
+def _without(parts: LayoutParts, axis: str, plan: Schedule | None) -> LayoutParts:
+    """Returns the same step without communication on the axis, at its own clock: products are slower if a GPU
+    does not wait for messages of a tensor or context axis.
+    """
+    others = parts.without(axis)
+    if axis not in ("tensor", "context"):
+        return others
+    if plan is not None:
+        return _with_waits(others, plan)
+    return dataclasses.replace(others, prices=at_step_share(others.prices, others.stages))
+
+
 def simulate_layout(parts: LayoutParts, plan: Schedule | None = None) -> Predicted:
     """Simulates the step. `plan` is the schedule of a pipeline, which may be shortened."""
     return predict_pipelined(parts, plan) if plan else _predict_single_stage(parts)
@@ -139,7 +151,7 @@ def _exposed(parts: LayoutParts, plan: Schedule | None, step: Predicted) -> dict
     reduced = ("data",) if layout.num_replicas > 1 else ()  # also with a context axis only
     for axis in dict.fromkeys((*layout.sizes, *reduced)):
         if axis != "pipeline":
-            without_ms = simulate_layout(parts.without(axis), plan).step_ms
+            without_ms = simulate_layout(_without(parts, axis, plan), plan).step_ms
             figures[f"without_{axis}_ms"] = without_ms
             figures[f"{axis}_exposed_ms"] = exposed_ms(step.step_ms, without_ms)
     if step.timeline is not None:

@@ -86,12 +86,7 @@ class LayoutParts:
 
     def without(self, axis: str) -> "LayoutParts":
         """Returns the same step with communication on the axis taking no time."""
-        prices = self.prices.without(axis)
-        if (
-            len(self.stages) == 1
-        ):  # products are slower if the GPU does not rest while it waits for messages
-            prices = at_step_share(prices, self.stages)
-        return dataclasses.replace(self, prices=prices)
+        return dataclasses.replace(self, prices=self.prices.without(axis))
 
 
 def share_of(spec: LayoutSpec) -> NetworkPart:

@@ -173,19 +173,14 @@ def end_parts(operations: StepOperations) -> Parts:
     }
     if operations.fused_loss and operations.share.tensor == 1:  # forward computes the gradient
         return {**parts, "gradient of the head": v * d * arithmetic.residual_bytes}
+    if arithmetic.casts:
+        parts["bf16 copy of the head"] = v * d * arithmetic.activation_bytes
     if operations.fused_loss:
-        return {
-            **parts,
-            "bf16 copy of the head": v * d * arithmetic.activation_bytes
-            if arithmetic.casts
-            else 0.0,
-        }
+        return parts
     # Compiled, and if ranks have parts of the vocabulary, the logits are kept instead.
     parts["log-softmax"] = m * v * arithmetic.activation_bytes
     if operations.autocasts_loss and operations.share.tensor == 1:
         parts["log-softmax in fp32"] = m * v * 4
-    if arithmetic.casts:
-        parts["bf16 copy of the head"] = v * d * arithmetic.activation_bytes
     return parts
 
 
@@ -209,10 +204,13 @@ def loss_bytes(operations: StepOperations) -> float:
 
 def loss_forward_bytes(operations: StepOperations) -> float:
     """Returns what the loss holds in addition at the end of forward."""
+    if not operations.is_last:
+        return 0.0
+    if fused := operations.fused_loss:
+        in_parts = operations.share.tensor > 1
+        return fused.held_bytes_in_forward_of_part if in_parts else fused.held_bytes
     if operations.share.tensor == 1:  # bf16 logits, half as large as their gradients
         return loss_bytes(operations) / 2
-    if not operations.is_last or operations.fused_loss:
-        return loss_bytes(operations)
     m, v = operations.tokens, operations.model.vocab_size // operations.share.tensor
     # log_softmax in fp32, and from bf16 also the copy that it reads
     copied = 8 if operations.arithmetic.activation_bytes == 2 else 4

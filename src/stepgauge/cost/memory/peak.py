@@ -247,7 +247,7 @@ def _for_weights(stage: StepOperations) -> float:
     outputs = stage.qkv_rows + model.d_model + stage.up_rows + model.d_model
     inputs = 2 * model.d_model + stage.attention_width + stage.feed_forward_width
     nbytes = len(stage.blocks) * m * itemsize * (outputs + inputs)
-    if stage.is_last:
+    if stage.is_last and stage.fused_loss is None:
         nbytes += m * itemsize * (model.vocab_size // stage.share.tensor + model.d_model)
     return min(nbytes, kept_without_checkpoints(stage))
 

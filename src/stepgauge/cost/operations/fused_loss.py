@@ -18,14 +18,12 @@ from stepgauge.spec.fused_loss import logits_bytes, operand_rows
 # Sizes of kernels/linear_cross_entropy. Between the products, a chunk's logits are read and written
 # once if a row fits into registers, otherwise read twice and written once; those of a part of the vocabulary are
 # read once in forward, and read and written once in backward. On a CPU, plain PyTorch keeps fp32 copies, and
-# elementwise operations read and write each of them so many times.
+# elementwise operations read and write each of them so many times (counted in the kernels' code).
 MAX_LOGITS_BYTES_PLAIN = 64 * 2**20
 MAX_ROW_IN_REGISTERS = 16_384
 PASSES_PLAIN = 16
 PASSES_PLAIN_OF_PART = {"forward": 8, "backward": 11}
 PASSES_OF_PART = {"forward": 1, "backward": 2}
-# The logits of targets are computed in fp32: bytes that this reads and writes per value of the hidden states.
-TARGET_BYTES = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +53,8 @@ class FusedLoss:
         rank casts those of its `own_tokens`.
         """
         yield from self._casts(own_tokens * self.d)
-        yield Term("loss.targets", TRAFFIC, (self.m * self.d * TARGET_BYTES,))
+        yield from self._padding()
+        yield Term("loss.targets", TRAFFIC, (self.m * self.d * self._target_bytes,))
         yield self._logits("head")
         yield self._passes(PASSES_OF_PART["forward"], PASSES_PLAIN_OF_PART["forward"])
         yield Term("loss.max", "all_reduce", (self.m * 4,), axis="tensor")
@@ -66,10 +65,11 @@ class FusedLoss:
         several chunks.
         """
         arithmetic, numel = self.arithmetic, self.v * self.d
+        yield from self._padding()
         yield self._logits("head.again")
         yield self._passes(PASSES_OF_PART["backward"], PASSES_PLAIN_OF_PART["backward"])
-        if self._chunks > 1:
-            yield Term("head.clear_gradient", TRAFFIC, (numel * 4,))
+        sum_bytes = 4 if self._chunks > 1 else arithmetic.activation_bytes
+        yield Term("head.clear_gradient", TRAFFIC, (numel * sum_bytes,))
         yield from self._gradients(4)
         if self._chunks > 1 and arithmetic.activation_bytes < 4:
             yield Term("head.round_gradient", TRAFFIC, (numel * (4 + arithmetic.activation_bytes),))
@@ -84,20 +84,26 @@ class FusedLoss:
     @property
     def held_bytes(self) -> float:
         """A chunk's logits, and the weight as the products read it, if that is a copy."""
-        is_copy = self.arithmetic.casts or self._rows != self.v
-        copied = self._rows * self.d * self.arithmetic.activation_bytes if is_copy else 0
-        return self._chunk_bytes + copied
+        is_copy = self.arithmetic.casts or self._is_padded
+        return self._chunk_bytes + (self._weight_bytes if is_copy else 0)
+
+    @property
+    def held_bytes_in_forward_of_part(self) -> float:
+        """A chunk's logits, and the padded weight."""
+        return self._chunk_bytes + (self._weight_bytes if self._is_padded else 0)
 
     @property
     def held_bytes_of_part(self) -> float:
-        """A chunk's logits in backward, and both gradients; that of the weight also as the sum of chunks."""
+        """The same in backward, and both gradients; that of the weight also as the sum of chunks."""
         itemsize = self.arithmetic.activation_bytes
         sum_bytes = 4 if self._chunks > 1 and itemsize < 4 else 0
-        return (
-            self._chunk_bytes
-            + self.m * self.d * itemsize
-            + self.v * self.d * (itemsize + sum_bytes)
-        )
+        gradients = self.m * self.d * itemsize + self.v * self.d * (itemsize + sum_bytes)
+        return self.held_bytes_in_forward_of_part + gradients
+
+    def _padding(self) -> Iterator[Term]:
+        """Yields the copy of a weight whose rows are padded for the products."""
+        if self._is_padded:
+            yield Term("head.pad_weight", TRAFFIC, (2 * self._weight_bytes,))
 
     def _casts(self, hidden_numel: int) -> Iterator[Term]:
         if self.arithmetic.casts:
@@ -123,6 +129,23 @@ class FusedLoss:
 
     def _product(self, name: str, layout: str, sizes: tuple[int, int, int]) -> Term:
         return Term(name, f"matmul {layout} {self.arithmetic.dtype}", sizes, self._chunks)
+
+    @property
+    def _target_bytes(self) -> int:
+        """Bytes per value of the hidden states that the logits of targets read and write: a gather of rows,
+        casts to fp32, the product, and its sum.
+        """
+        itemsize = self.arithmetic.activation_bytes
+        casts = 2 * (itemsize + 4) if itemsize < 4 else 0
+        return 2 * itemsize + casts + 12 + 4
+
+    @property
+    def _is_padded(self) -> bool:
+        return self._rows != self.v
+
+    @property
+    def _weight_bytes(self) -> int:
+        return self._rows * self.d * self.arithmetic.activation_bytes
 
     @property
     def _chunk_bytes(self) -> int:

@@ -22,7 +22,7 @@ class NetworkPart:
     ulysses   context-parallel ranks exchange heads for attention
     gathered  weights are gathered from other ranks in the activations' dtype (ZeRO 3)
     passes    forwards and backwards per step, whose gradients are accumulated
-    averaged  a data axis reads each gradient during backward, to average it
+    averaged  a data or context axis reads each gradient during backward, to average it
     """
 
     batch: int

@@ -15,9 +15,9 @@ from stepgauge.spec.units import ceil_div
 
 RING = "attention.ring."  # prefix of the names of its terms, which all belong to one operator
 FP32_BYTES = 4  # sums of more than two parts are kept in fp32
-# Keys and values are stacked for the message from tensors with other strides. Per value that takes as long as a
-# plain pass over so many bytes: 91 us for 21 M values on an H200 (docs/log/2026-11-30-tensor-waits.md).
-STACK_BYTES = 17
+# Keys and values are stacked for the message from tensors with other strides. That takes as long as a plain pass
+# over so many times their bytes: 91 us for 21 M values in bf16 on an H200 (docs/log/2026-11-30-tensor-waits.md).
+STACK_PASSES = 8.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Ring:
     def forward(self, attention: Term) -> Iterator[Term]:
         """Yields forward. `attention` covers the rank's own tokens."""
         q, kv, itemsize = self.queries, self.keys, self.itemsize
-        yield self._pass("stack", kv * STACK_BYTES)
+        yield self._pass("stack", kv * itemsize * STACK_PASSES)
         for meeting in range(self.ranks):
             yield attention
             if meeting < self.ranks - 1:
@@ -60,7 +60,7 @@ class Ring:
         q, kv, itemsize, others = self.queries, self.keys, self.itemsize, self.ranks - 1
         first, second = self._halves(attention)
         sum_queries = self._pass("sum_queries", others * q * (2 * self.sum_bytes + itemsize))
-        yield self._pass("stack", kv * STACK_BYTES)
+        yield self._pass("stack", kv * itemsize * STACK_PASSES)
         yield from (*first, self._sent("keys", kv * itemsize, *first))
         for meeting in range(1, others + 1):
             yield attention

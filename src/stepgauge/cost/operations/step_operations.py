@@ -16,7 +16,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from stepgauge.cost.operations.cross_entropy import CrossEntropy
 from stepgauge.cost.operations.elementwise import Elementwise
 from stepgauge.cost.operations.fused_loss import FusedLoss
-from stepgauge.cost.operations.gradient_sums import OF_END, OF_HEADS, PER_BLOCK, GradientSums
+from stepgauge.cost.operations.gradient_sums import (
+    OF_HEADS,
+    OF_ROWS,
+    GradientSums,
+    gradient_sums_of,
+)
 from stepgauge.cost.operations.head_exchange import HeadExchanges
 from stepgauge.cost.operations.rank_sizes import NetworkPart, ShareSizes
 from stepgauge.cost.operations.ring_attention import RING, Ring
@@ -29,7 +34,6 @@ from stepgauge.cost.operations.vocabulary_loss import (
 )
 from stepgauge.cost.streams.program import LaunchCost, LaunchGroup
 from stepgauge.spec.fused_loss import torch_computes
-from stepgauge.spec.model_fields import NORMS
 from stepgauge.spec.plan.tensor import KINDS, Rule, overlaps
 from stepgauge.spec.plan.tensor_tables import table_of
 from stepgauge.spec.step import WorkSpec
@@ -267,6 +271,7 @@ class StepOperations(ShareSizes):
         if biases := self.biases:  # sums over the tokens
             nbytes = m * biases * arithmetic.activation_bytes
             yield Term("biases", TRAFFIC, (nbytes,), for_weights=True)
+        yield from self._gradient_sums.during_backward("biases", OF_ROWS)
         yield from self._collectives("attention.input", "backward", weight=(qkv, d))
         yield from self._norm("attention.norm", "backward", "attention_norm")
         yield from arithmetic.passes("residual", stream_bytes, eager=3, compiled=0)
@@ -363,13 +368,7 @@ class StepOperations(ShareSizes):
 
     @functools.cached_property
     def _gradient_sums(self) -> GradientSums:
-        """The gradients of norms of which each tensor rank has a summand."""
-        rules = ((module, self._rule(module)) for module in (*PER_BLOCK, OF_END))
-        summed = (module for module, rule in rules if rule and KINDS[rule.kind].sums)
-        sizes = dict.fromkeys(summed, self.norm_parameters)
-        if self.model.qk_norm and self.share.tensor > 1:
-            sizes[OF_HEADS] = NORMS[self.model.norm].parameters * self.model.head_width
-        return GradientSums(sizes, self.arithmetic.weight_bytes, self.share.averaged)
+        return gradient_sums_of(self, self._rule, self.arithmetic.weight_bytes)
 
     def _rule(self, module: str) -> Rule | None:
         """Returns how tensor parallelism shards the module; None if it does not."""

@@ -222,7 +222,7 @@ class Screen:
         share = NetworkPart(
             batch=candidate.micro_batch, tensor=layout.tensor, overlap=layout.overlap,
             context=layout.context, ulysses=layout.ulysses, blocks=blocks,
-            gathered=layout.gathers_weights,
+            gathered=layout.gathers_weights, averaged=layout.num_replicas > 1,
         )  # fmt: skip
         return self._stages(share, candidate.checkpointing)
 

@@ -89,12 +89,12 @@ class Prices:
         updates  of the optimizer
         busy     fraction of the passes in which the busiest rank computes
         """
-        rests = not self.machine.is_transferred
-        terms = [t for t in (*network.forward(), *network.backward()) if rests or not t.axis]
+        waits_count = not self.machine.is_transferred
+        terms = [t for t in (*network.forward(), *network.backward()) if waits_count or not t.axis]
         usual = self._on(self.machine.at_product_share(CALIBRATED_PRODUCT_SHARE), self._without)
         products_us = passes * usual.total_us(term for term in terms if term.is_product)
         passes_us = passes * usual.total_us(terms)
-        if rests:
+        if waits_count:
             passes_us /= busy
         share = products_us / (passes_us + usual.total_us(updates) or 1.0)
         return self._on(self.machine.at_product_share(share), self._without)
@@ -170,7 +170,8 @@ class Prices:
             whole = self.collective(term.operation, nbytes, term.axis)
         if not (term.hidden_by and whole.us):
             return whole
-        is_sent = copied or term.operation == TRANSFER
+        is_message = term.operation == TRANSFER and not self.machine.hardware.threads
+        is_sent = copied or is_message
         name = f"{COPIED}{term.copied_as}" if copied else TRANSFER
         beside = [
             (self.us(each), self._slowdown(each, name, term.axis) if is_sent else COPIES_SLOWDOWN)
@@ -190,9 +191,9 @@ class Prices:
             nbytes *= ranks / max(1, ranks - 1)
         return self.by_copies(term.copied_as, nbytes, term.axis)
 
-    def _slowdown(self, product: Term, message: str, axis: str) -> Slowdown:
-        """Returns how much a product and a message beside it slow each other down."""
-        return self.contention.of(product.operation, message, axis, self.estimate(product).us)
+    def _slowdown(self, product: Term, collective: str, axis: str) -> Slowdown:
+        """Returns how much a product and a collective beside it slow each other down."""
+        return self.contention.of(product.operation, collective, axis, self.estimate(product).us)
 
     def is_plain_pass(self, term: Term) -> bool:
         """True if the term is priced by its bytes, because the file has no times of the operation."""
