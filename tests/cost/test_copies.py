@@ -12,7 +12,7 @@ from stepgauge.cost.rates.contention import ContentionTable, Slowdown
 from stepgauge.cost.rates.estimate import ASSUMED, CALIBRATED
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.network import Axis
-from stepgauge.cost.rates.prices import GLOO, MESSAGE_GAP_US, Prices, exposed_us
+from stepgauge.cost.rates.prices import GLOO, MESSAGE_OVERHEAD_US, Prices, exposed_us
 from stepgauge.spec.calibration import Contention, OperationTable
 from stepgauge.spec.hardware import HardwareFile
 from stepgauge.spec.hardware_files import file_named
@@ -77,16 +77,16 @@ def test_a_message_beside_products_by_hand():
 def test_overlapped_messages_are_copies_if_the_file_has_them(term):
     """80 MB: 400 us by copies, 800 by NCCL, of which the product hides 200."""
     assert prices("tp4 overlap", *BY_NCCL, *BY_COPIES).us(term) == pytest.approx(
-        200.0 + MESSAGE_GAP_US
+        200.0 + MESSAGE_OVERHEAD_US
     )
-    assert prices("tp4 overlap", *BY_NCCL).us(term) == pytest.approx(600.0 + MESSAGE_GAP_US)
+    assert prices("tp4 overlap", *BY_NCCL).us(term) == pytest.approx(600.0 + MESSAGE_OVERHEAD_US)
     assert prices("tp4 overlap", *BY_NCCL, *BY_COPIES).without("tensor").us(term) == 0
     alone = dataclasses.replace(term, hidden_by=())
     found = prices("tp4 overlap", *BY_NCCL, *BY_COPIES).estimate(alone)
     assert (found.us, found.source) == (pytest.approx(400.0), CALIBRATED)
     plain = dataclasses.replace(alone, copied_as="")
     assert prices("tp4 overlap", *BY_NCCL, *BY_COPIES).us(plain) == pytest.approx(
-        800.0 + MESSAGE_GAP_US
+        800.0 + MESSAGE_OVERHEAD_US
     )
 
 
@@ -94,12 +94,12 @@ def test_the_files_contention_lengthens_both():
     rows = [Contention("matmul", "copied all_gather", 1.25, 1.6, 4)]
     found = prices("tp4 overlap", *BY_NCCL, *BY_COPIES, contention=rows)
     # the product takes 250 us, in which the copies do 250 / 1.6 us of their work
-    assert found.us(GATHER) == pytest.approx(50 + 400 - 250 / 1.6 + MESSAGE_GAP_US)
-    assert found.us(SCATTER) == pytest.approx(200.0 + MESSAGE_GAP_US), (
+    assert found.us(GATHER) == pytest.approx(50 + 400 - 250 / 1.6 + MESSAGE_OVERHEAD_US)
+    assert found.us(SCATTER) == pytest.approx(200.0 + MESSAGE_OVERHEAD_US), (
         "of which the file says nothing"
     )
     only_nccl = prices("tp4 overlap", *BY_NCCL, contention=rows)
-    assert only_nccl.us(GATHER) == pytest.approx(600.0 + MESSAGE_GAP_US)
+    assert only_nccl.us(GATHER) == pytest.approx(600.0 + MESSAGE_OVERHEAD_US)
 
 
 def test_copies_do_not_slow_products_down_unless_the_file_says_so():
@@ -124,7 +124,7 @@ def test_exchanged_heads_are_copies_within_a_machine():
     """A rank sends 60 of 80 MB, three quarters, to the three others."""
 
     def us(layout, term, *links, **settings):
-        return prices(layout, *links, **settings).us(term) - MESSAGE_GAP_US
+        return prices(layout, *links, **settings).us(term) - MESSAGE_OVERHEAD_US
 
     assert us("cp4 ulysses zero1", HEADS, *BY_NCCL, *BY_COPIES) == pytest.approx(400.0)
     assert us("cp4 ulysses zero1", HEADS, *BY_NCCL) == pytest.approx(600.0)

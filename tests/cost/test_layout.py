@@ -15,7 +15,7 @@ from stepgauge.cost.pipeline.step import predict_pipeline
 from stepgauge.cost.rates.contention import RING_SLOWDOWN
 from stepgauge.cost.rates.machine import CalibratedMachine
 from stepgauge.cost.rates.network import Axis, Links, axes_of
-from stepgauge.cost.rates.prices import MESSAGE_GAP_US
+from stepgauge.cost.rates.prices import MESSAGE_OVERHEAD_US
 from stepgauge.cost.step import predict
 from stepgauge.cost.streams.outcome import exposed_ms
 from stepgauge.spec.hardware import HardwareFile
@@ -347,7 +347,7 @@ def test_two_ranks_in_a_ring_each_have_half_of_everything_but_the_keys():
     assert [row[3] for row in block] == [
         f"{heads} × 2048 × 80" for heads in (64, 64, 32, 64, 32)
     ]  # in backward, half of the own heads comes before the other rank's keys, and half after
-    least = 32 * 3 * MESSAGE_GAP_US / 1e3
+    least = 32 * 3 * MESSAGE_OVERHEAD_US / 1e3
     attention_ms = sum(row[5] for row in block) / 1e3
     lengthened = least + (RING_SLOWDOWN.kernel - 1) * attention_ms
     # and a little more: buckets wait for products, and then share the links with keys

@@ -15,7 +15,7 @@ from stepgauge.cost.operations.terms import Arithmetic, Term, padded
 from stepgauge.cost.rank import at_step_share
 from stepgauge.cost.rates.alignment import with_alignment
 from stepgauge.cost.rates.machine import CalibratedMachine
-from stepgauge.cost.rates.prices import MESSAGE_GAP_US, Prices
+from stepgauge.cost.rates.prices import MESSAGE_OVERHEAD_US, Prices
 from stepgauge.cost.step import predict
 from stepgauge.measure.fusion import TracedTerm, fuse
 from stepgauge.spec.calibration import OperationTable
@@ -175,7 +175,7 @@ def test_waiting_for_messages_of_a_tensor_axis_counts_as_rest():
     )
 
 
-def test_each_piece_that_computation_waits_for_costs_a_gap():
+def test_each_piece_that_computation_waits_for_has_an_overhead():
     layer, tokens = (3072, 4096), 32_768
     sent = Term("g", "all_gather", (8.0,), axis="tensor")
     for ranks, pieces in ((2, 1), (4, 3)):
@@ -183,7 +183,7 @@ def test_each_piece_that_computation_waits_for_costs_a_gap():
         assert [term.waits for term in terms] == [pieces]
     prices = Prices(H200, Layout(tensor=2))
     more = prices.us(dataclasses.replace(sent, waits=3)) - prices.us(sent)
-    assert more == pytest.approx(2 * MESSAGE_GAP_US)
+    assert more == pytest.approx(2 * MESSAGE_OVERHEAD_US)
     assert prices.without("tensor").us(sent) == 0
 
 
@@ -209,9 +209,9 @@ def test_gradients_of_norms_are_summed_in_one_message_unless_a_data_axis_reads_t
     found = sums_over_ranks(with_heads, averaged=True)
     assert ("attention.qk_norm.sum", head, 8) in found
     with_biases = dataclasses.replace(model, attention_bias="all", feed_forward_bias=True)
-    both = 2 * model.d_model * 4  # of the two row layers
-    assert sums_over_ranks(with_biases) == [("gradients.sum", 9 * norm + 4 * both, 1)]
-    assert ("biases.sum", both, 4) in sums_over_ranks(with_biases, averaged=True)
+    bias = model.d_model * 4  # of each of the two row layers of a block
+    assert sums_over_ranks(with_biases) == [("gradients.sum", 9 * norm + 8 * bias, 1)]
+    assert ("biases.sum", bias, 8) in sums_over_ranks(with_biases, averaged=True)
 
 
 def test_the_fused_loss_of_a_part_of_the_vocabulary_computes_logits_twice():

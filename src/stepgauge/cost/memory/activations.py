@@ -171,16 +171,14 @@ def end_parts(operations: StepOperations) -> Parts:
         "last norm": operations.stream_bytes + operations.own_tokens * STATISTIC,
         "input of the head": m * d * arithmetic.activation_bytes,
     }
-    if operations.fused_loss and operations.share.tensor == 1:  # forward computes the gradient
-        return {**parts, "gradient of the head": v * d * arithmetic.residual_bytes}
-    if arithmetic.casts:
-        parts["bf16 copy of the head"] = v * d * arithmetic.activation_bytes
-    if operations.fused_loss:
-        return parts
+    if fused := operations.fused_loss:
+        return parts | fused.kept
     # Compiled, and if ranks have parts of the vocabulary, the logits are kept instead.
     parts["log-softmax"] = m * v * arithmetic.activation_bytes
     if operations.autocasts_loss and operations.share.tensor == 1:
         parts["log-softmax in fp32"] = m * v * 4
+    if arithmetic.casts:
+        parts["bf16 copy of the head"] = v * d * arithmetic.activation_bytes
     return parts
 
 
@@ -192,7 +190,7 @@ def loss_bytes(operations: StepOperations) -> float:
     if not operations.is_last:
         return 0.0
     if fused := operations.fused_loss:
-        return fused.held_bytes_of_part if operations.share.tensor > 1 else fused.held_bytes
+        return fused.most_bytes
     m, v = operations.tokens, operations.model.vocab_size // operations.share.tensor
     itemsize = operations.arithmetic.activation_bytes
     if operations.compiles_ends:  # the gradient overwrites the logits
@@ -207,8 +205,7 @@ def loss_forward_bytes(operations: StepOperations) -> float:
     if not operations.is_last:
         return 0.0
     if fused := operations.fused_loss:
-        in_parts = operations.share.tensor > 1
-        return fused.held_bytes_in_forward_of_part if in_parts else fused.held_bytes
+        return fused.forward_bytes
     if operations.share.tensor == 1:  # bf16 logits, half as large as their gradients
         return loss_bytes(operations) / 2
     m, v = operations.tokens, operations.model.vocab_size // operations.share.tensor

@@ -62,7 +62,18 @@ class ShareSizes:
 
     @property
     def block_parameters(self) -> int:
-        return sum(self.block_matrices) + self.model.block_vector_parameters
+        vectors = self.model.block_vector_parameters - self._biases_of_other_ranks
+        return sum(self.block_matrices) + vectors
+
+    @property
+    def _biases_of_other_ranks(self) -> int:
+        """Biases of column layers, of which a rank has those of its outputs."""
+        model, elsewhere = self.model, 0
+        if model.attention_bias != "none":
+            elsewhere += sum(model.qkv_sections) - self.qkv_rows
+        if model.feed_forward_bias:
+            elsewhere += (2 if model.is_gated else 1) * model.d_ff - self.up_rows
+        return elsewhere
 
     @property
     def block_matrices(self) -> list[int]:

@@ -15,10 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from stepgauge.cost.operations.cross_entropy import CrossEntropy
 from stepgauge.cost.operations.elementwise import Elementwise
-from stepgauge.cost.operations.fused_loss import FusedLoss
+from stepgauge.cost.operations.fused_loss import FusedLoss, PartOfFusedLoss
 from stepgauge.cost.operations.gradient_sums import (
-    OF_HEADS,
-    OF_ROWS,
+    HEAD_NORMS,
+    ROW_BIASES,
+    SHARED_KEYS,
     GradientSums,
     gradient_sums_of,
 )
@@ -155,13 +156,11 @@ class StepOperations(ShareSizes):
     def _head_forward(self) -> Iterator[Term]:
         yield from self._norm("head.norm", "forward", "norm")
         yield from self._collectives("head", "forward")
-        if self.fused_loss is None:
-            yield from self.end_arithmetic.linear_forward(*self._head)
-            yield from self._loss_forward(self.words)
-        elif self.share.tensor > 1:
-            yield from self.fused_loss.forward_of_part(self.own_tokens)
-        else:
-            yield from self.fused_loss.forward()
+        if fused := self.fused_loss:
+            yield from fused.forward()
+            return
+        yield from self.end_arithmetic.linear_forward(*self._head)
+        yield from self._loss_forward(self.words)
 
     def _block_forward(self) -> Iterator[Term]:
         model, arithmetic, m = self.model, self.arithmetic, self.tokens
@@ -225,13 +224,11 @@ class StepOperations(ShareSizes):
         return term.is_product or is_kept_message or term.name.startswith(RING)
 
     def _head_backward(self) -> Iterator[Term]:
-        if self.fused_loss is None:
+        if fused := self.fused_loss:
+            yield from fused.backward()
+        else:
             yield from self._loss_backward(self.words)
             yield from self.end_arithmetic.linear_backward(*self._head)
-        elif self.share.tensor > 1:
-            yield from self.fused_loss.backward_of_part(self.own_tokens)
-        else:
-            yield from self.fused_loss.backward()
         yield from self._collectives("head", "backward")
         yield from self._norm("head.norm", "backward", "norm")
 
@@ -266,12 +263,13 @@ class StepOperations(ShareSizes):
         yield from arithmetic.linear_backward("attention.output", m, d, width, 0)
         yield from self._attention("backward")
         yield from self._elementwise.heads_backward()
-        yield from self._gradient_sums.during_backward("attention.qk_norm", OF_HEADS)
+        yield from self._gradient_sums.during_backward("attention.qk_norm", HEAD_NORMS)
         yield from arithmetic.linear_backward("attention.input", m, qkv, d, cast)
         if biases := self.biases:  # sums over the tokens
             nbytes = m * biases * arithmetic.activation_bytes
             yield Term("biases", TRAFFIC, (nbytes,), for_weights=True)
-        yield from self._gradient_sums.during_backward("biases", OF_ROWS)
+        yield from self._gradient_sums.during_backward("biases", ROW_BIASES)
+        yield from self._gradient_sums.during_backward("attention.input", *SHARED_KEYS)
         yield from self._collectives("attention.input", "backward", weight=(qkv, d))
         yield from self._norm("attention.norm", "backward", "attention_norm")
         yield from arithmetic.passes("residual", stream_bytes, eager=3, compiled=0)
@@ -313,7 +311,8 @@ class StepOperations(ShareSizes):
         if self.model.loss != "fused" or self.loss_by_torch:
             return None
         sizes = self.tokens, self.words, self.model.d_model
-        return FusedLoss(self.end_arithmetic, *sizes, self.spec.device.startswith("cpu"))
+        how = self.end_arithmetic, *sizes, self.spec.device.startswith("cpu")
+        return PartOfFusedLoss(*how, self.own_tokens) if self.share.tensor > 1 else FusedLoss(*how)
 
     @property
     def compiles_ends(self) -> bool:

@@ -18,9 +18,10 @@ from stepgauge.spec.layout import Layout
 NCCL, GLOO = "nccl", "gloo"
 PIPELINE = "pipeline"  # an axis whose transfers are copies within a machine
 SINGLE_PROCESS = "host eager bf16"  # in the file of every calibrated GPU
-# On GPUs, between the kernel before a message and the kernel that waits for it, beside the message's own time:
-# 11 to 13 us in traces of tp2, tp4 and overlapped tp2 on H200s (docs/log/2026-11-30-tensor-waits.md).
-MESSAGE_GAP_US = 12.0
+# On GPUs, what a message that computation waits for costs beside its own time. In traces of tp2 and tp4 on H200s: 6
+# to 7 us between it and the kernels before and after it, and 3 to 16 us (medians 1 to 9) until the slower rank
+# has arrived (docs/log/2026-11-30-tensor-waits.md).
+MESSAGE_OVERHEAD_US = 12.0
 
 
 def library_of(spec: Any) -> str:
@@ -67,6 +68,7 @@ class Prices:
         self.machine, self.layout, self.backend = machine, layout or Layout(), backend
         self._without, self._copies = without, copies
         self._gap_us = gap_us(machine.table(LAUNCH_GAP))
+        self._is_gpu = machine.hardware.device_kind != "cpu"
         self.axes: Mapping[str, Axis] = axes_of(self.layout, machine.network.gpus_per_node)
         self.contention = ContentionTable(machine.hardware, self.axes)
         self._cache: dict[tuple[Any, ...], Estimate] = {}
@@ -123,14 +125,15 @@ class Prices:
         return term.count * term.pace * self.estimate(term).us + self.gaps_us(term)
 
     def gaps_us(self, term: Term) -> float:
-        """Returns the gaps before the kernels of all runs of the term (launch_gaps.py).
+        """Returns the gaps before the kernels of all runs of the term (launch_gaps.py), or the overhead of its
+        messages.
 
         Operators of traced networks that are timed as whole calls have none: how many kernels they launch is
         not known.
         """
         if term.axis:
-            is_sent = term.axis != self._without and not self.machine.hardware.threads
-            return term.count * term.pace * term.waits * MESSAGE_GAP_US if is_sent else 0.0
+            is_sent = self._is_gpu and term.axis != self._without
+            return term.count * term.pace * term.waits * MESSAGE_OVERHEAD_US if is_sent else 0.0
         if term.operator:
             return 0.0
         return term.count * term.pace * self._gap_us * kernels_of(term.operation)
@@ -170,12 +173,9 @@ class Prices:
             whole = self.collective(term.operation, nbytes, term.axis)
         if not (term.hidden_by and whole.us):
             return whole
-        is_message = term.operation == TRANSFER and not self.machine.hardware.threads
-        is_sent = copied or is_message
-        name = f"{COPIED}{term.copied_as}" if copied else TRANSFER
         beside = [
-            (self.us(each), self._slowdown(each, name, term.axis) if is_sent else COPIES_SLOWDOWN)
-            for each in term.hidden_by
+            (self.us(product), self._slowdown(product, term, is_copied=copied is not None))
+            for product in term.hidden_by
         ]
         return Estimate(exposed_us(whole.us, beside), ASSUMED)
 
@@ -191,9 +191,16 @@ class Prices:
             nbytes *= ranks / max(1, ranks - 1)
         return self.by_copies(term.copied_as, nbytes, term.axis)
 
-    def _slowdown(self, product: Term, collective: str, axis: str) -> Slowdown:
-        """Returns how much a product and a collective beside it slow each other down."""
-        return self.contention.of(product.operation, collective, axis, self.estimate(product).us)
+    def _slowdown(self, product: Term, message: Term, *, is_copied: bool) -> Slowdown:
+        """Returns how much a product and a message beside it slow each other down."""
+        if is_copied:
+            collective = f"{COPIED}{message.copied_as}"
+        elif message.operation == TRANSFER and self._is_gpu:
+            collective = TRANSFER
+        else:
+            return COPIES_SLOWDOWN
+        us = self.estimate(product).us
+        return self.contention.of(product.operation, collective, message.axis, us)
 
     def is_plain_pass(self, term: Term) -> bool:
         """True if the term is priced by its bytes, because the file has no times of the operation."""

@@ -77,11 +77,12 @@ class TracedOperations:
         return iter(_grouped(self.traced.terms("forward")))
 
     def backward(self) -> Iterator[Term]:
-        return iter(_grouped([*self.traced.terms("backward"), *self._added()]))
+        terms = [term for run in self._runs("backward") for term in run.terms]
+        return iter(_grouped([*terms, *self._added()]))
 
     def groups(self, phase: str, host: LaunchCost) -> Iterator[LaunchGroup]:
         """Yields the runs, each with its share of the phase's launches."""
-        runs = self.traced.runs(phase)
+        runs = self._runs(phase)
         yield LaunchGroup(f"start of {phase}", [], host.us(0))
         total, first = sum(len(run.terms) for run in runs), 0
         host_us = host.block_us * self.launched(phase)
@@ -97,6 +98,10 @@ class TracedOperations:
         if phase == "backward":
             yield LaunchGroup("gradients", list(self._added()), 0.0)
 
+    def _runs(self, phase: str) -> Sequence[Run]:
+        runs = self.traced.runs(phase)
+        return runs if phase == "forward" or self.share.averaged else _with_combined_sum(runs)
+
     def optimizer(self, numel: float) -> Term:
         """Returns the update of `numel` of the parameters."""
         update = self.traced.update
@@ -110,6 +115,26 @@ class TracedOperations:
             yield from self.arithmetic.gradients_added(
                 self.num_parameters, self.share.passes, tensors=len(self.end_matrices)
             )
+
+
+def _with_combined_sum(runs: Sequence[Run]) -> list[Run]:
+    """Returns backward with the sums of whole gradients over tensor ranks in one message at its end
+    (parallel/tensor_parallel/gradient_sums.py).
+
+    In the trace each has a message of its own, right before its gradient is complete, because the trace reads
+    gradients during backward, as a data axis does.
+    """
+    others, nbytes = [], 0.0
+    for run in runs:
+        terms: list[Term] = []
+        for term in run.terms:
+            if term.gradient and terms and terms[-1].operation == "all_reduce":
+                nbytes += terms.pop().sizes[0]
+            terms.append(term)
+        others.append(dataclasses.replace(run, terms=terms))
+    if nbytes:
+        others.append(Run("", [Term("gradients.sum", "all_reduce", (nbytes,), axis="tensor")]))
+    return others
 
 
 def _grouped(terms: Sequence[Term]) -> list[Term]:
